@@ -30,13 +30,13 @@ from fl_lightning.federation.stages.privacy_run import (
     count_on,
 )
 from fl_lightning.federation.start import begin, prepare, take_over
-from fl_lightning.federation.visits.fresh_losses import refresh_losses
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.personal_recall import (
     own_layers,
     recalled_models,
     state_to_bring_home,
 )
+from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
 @final
@@ -118,7 +118,8 @@ class Federation(Options, Callback):
         assert self.rounds is not None
         self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
         number, server = trainer.current_epoch, self.rounds.server.optimizer
-        for line in idle_lines(number, self, self._calendar, trainer.optimizers[0], server):
+        clients = None if self.rounds.run.by_step else trainer.optimizers[0]
+        for line in idle_lines(number, self, self._calendar, clients, server):
             rank_zero_info(line)
         known = self.rounds.run.groups.population
         own = own_layers(self.personal, lambda: self.personal_models(trainer))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation.loggers.once import log_once
+from fl_lightning.federation.loggers import log_once
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.report import MaskCounts
 

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.federation.processes.cores import shares
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.processes.shares import shares
 
 
 def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:

@@ -2,22 +2,30 @@
 
 ``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; the path of a
 checkpoint names its run. A fit goes on in the folder of its run, whatever the logger.
+
+A table of metrics that a resumed run goes on with.
+
+`lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
 """
 
 from __future__ import annotations
 
+import csv
+import os
 import secrets
+import warnings
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.atomic_checkpoint import remove_unfinished
-from fl_lightning.federation.checkpoints.earlier_runs import (
+from fl_lightning.federation.checkpoints.run_folder import (
     EarlierRun,
     choose,
     differences,
@@ -176,3 +184,40 @@ def _listed(value: Any) -> list[Any]:
 
 def _kind(logger: Any) -> str:
     return str(logger.class_path).rpartition(".")[2]
+
+
+_KEPT = ".metrics.csv.kept"
+
+
+def keep_rows(trainer: Trainer, step: int) -> None:
+    """Have CSV files go on after the rows of steps before one, those of the run that is taken up.
+
+    To be called by the first process alone.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            _keep(logger, step)
+
+
+def _keep(logger: CSVLogger, step: int) -> None:
+    path, kept = Path(logger.log_dir, "metrics.csv"), Path(logger.log_dir, _KEPT)
+    if path.exists() and not kept.exists():  # else it was killed just here
+        os.replace(path, kept)
+    with warnings.catch_warnings():  # of what would be deleted
+        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+        writer = logger.experiment
+    if not kept.exists():
+        return
+    with kept.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [
+            row for row in reader if (row.get("step") or "").isdecimal() and int(row["step"]) < step
+        ]
+        writer.metrics_keys = list(reader.fieldnames or [])
+    unfinished = path.with_name(".metrics.csv.unfinished")
+    with unfinished.open("w", newline="") as file:
+        table = csv.DictWriter(file, writer.metrics_keys)
+        table.writeheader()
+        table.writerows(rows)
+    os.replace(unfinished, path)
+    kept.unlink()

@@ -32,13 +32,15 @@ from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFai
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.processes.last_words import (
     call_on_exception,
+    end_runs,
     forget_checkpoints,
+    name_runs,
+    read_error,
     wait_for_first,
+    write_error,
 )
-from fl_lightning.federation.processes.remote_error import read_error, write_error
 from fl_lightning.federation.processes.results import TrainerOutcome
 from fl_lightning.federation.processes.shared_memory import Neighbours
-from fl_lightning.federation.processes.tracked_runs import end_runs, name_runs
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
