@@ -27,6 +27,7 @@ from fl_lightning.callbacks.local_models import LocalModels
 from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation import log_numbers
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.federation.loggers.pictures import log_histogram
@@ -192,11 +193,10 @@ class ClientEvaluation(Callback):
             _save(Path(folder) / f"clients_{stage}.csv", values, examples)
 
     def _log(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
         if self.every_n_rounds and trainer.state.fn == "fit":
-            for logger in trainer.loggers:
-                logger.log_metrics(logs, step=trainer.global_step)
+            log_numbers(trainer, logs, step=trainer.global_step)
         else:
+            trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
             log_once(trainer, "clients", logs, step=trainer.global_step)
 
 

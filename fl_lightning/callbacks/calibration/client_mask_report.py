@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.federation import log_numbers
 from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.report import MaskCounts
@@ -64,5 +65,4 @@ def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> N
     }
     if has_pairs:
         numbers["mask/overlap"] = counts.overlap
-    for logger in trainer.loggers:
-        logger.log_metrics(numbers, step=trainer.global_step - 1)  # the server has stepped
+    log_numbers(trainer, numbers, step=trainer.global_step - 1)  # the server has stepped

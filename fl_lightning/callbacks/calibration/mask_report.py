@@ -8,6 +8,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.federation import log_numbers
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.federation.loggers.pictures import log_figure
@@ -66,8 +67,7 @@ class MaskReport:
             **self.metrics,
         }
         if self.is_one_of_many:
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step=trainer.global_step)
+            log_numbers(trainer, numbers, step=trainer.global_step)
         else:
             log_once(trainer, "mask", numbers, step=trainer.global_step)
         log_figure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from fl_lightning.callbacks.report.tables import LOCAL_MODELS, PARTITION, Table,
 from fl_lightning.core.report.charts import Chart, Panel
 from fl_lightning.core.report.colours import series
 from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
+from fl_lightning.federation.loggers.once import logged_once
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
@@ -28,7 +29,7 @@ def run_charts(folder: Path, history: History) -> Iterator[Chart]:
     yield from _distribution(history)
     yield from _participants(history)
     yield from _partition(folder)
-    yield from _bytes(history)
+    yield from _bytes(history, logged_once(folder))
     for prefix, title, caption in (
         ("privacy/", "Privacy", "What has been spent so far, after each round."),
         ("mask/", "Masks", "How many of the entries train, after each round that changed it."),
@@ -184,14 +185,18 @@ def _partition(folder: Path) -> Iterator[Chart]:
     yield Chart("partition", "Partition", caption, panels, is_tall=len(shown) > 12)
 
 
-def _bytes(history: History) -> Iterator[Chart]:
-    up, down = (history.curve(f"round/total_bytes_{way}") for way in ("up", "down"))
+def _bytes(history: History, once: Mapping[str, float]) -> Iterator[Chart]:
+    purposes = history.bytes_by_purpose("up", once)
+    up, down = (_sum(c.values()) for c in (purposes, history.bytes_by_purpose("down", once)))
     if not up:
         return
     unit, size = _unit(max(sum(up.values()), sum(down.values())))
+    shown = {"from clients": up, "to clients": down}
+    if len(purposes) > 1:
+        shown |= {f"from clients: {purpose}": curve for purpose, curve in purposes.items()}
     total = [
         Line([*c], (np.cumsum([*c.values()]) / size).tolist(), label, colour=series(n))
-        for n, (c, label) in enumerate(((up, "from clients"), (down, "to clients")))
+        for n, (label, c) in enumerate(shown.items())
     ]
     panels = [curves("so far, all clients", total, y=unit, from_zero=True)]
     metrics = _best_first([n for n in history.names if _is_of(n, "val")])
@@ -200,7 +205,15 @@ def _bytes(history: History) -> Iterator[Chart]:
         pairs = [(so_far[n], value) for n, value in curve.items() if n in so_far]
         line = Line([x for x, _ in pairs], [y for _, y in pairs], colour=series(2))
         panels.append(curves(f"{metrics[0]} over bytes from clients", [line], x=unit))
-    yield Chart("bytes", "Bytes", "The length of the real messages, headers included.", panels)
+    caption = "Of all clients; updates with their headers, as they are sent."
+    yield Chart("bytes", "Bytes", caption, panels)
+
+
+def _sum(curves_: Iterable[Curve]) -> Curve:
+    total: Counter[int] = Counter()
+    for curve in curves_:
+        total.update(curve)
+    return dict(sorted(total.items()))
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Iterator[Chart]:
