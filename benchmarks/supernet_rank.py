@@ -26,7 +26,7 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data import ImageFolder
 from fl_lightning.nas import NASBench201, SinglePath
 from fl_lightning.nas.cost import cost
-from fl_lightning.nas.relax.single_path import weights_of
+from fl_lightning.nas.relaxation import weights_of
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 

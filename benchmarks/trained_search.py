@@ -27,10 +27,8 @@ from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.data import ImageFolder, LabelShards
 from fl_lightning.models import ImageClassifier, Schedule
 from fl_lightning.nas import NASBench201, Network
-from fl_lightning.nas.search.evolution import RegularizedEvolution
 from fl_lightning.nas.search.problem import Problem
-from fl_lightning.nas.search.random import RandomSearch
-from fl_lightning.nas.search.strategy import Strategy
+from fl_lightning.nas.search.strategies import RandomSearch, RegularizedEvolution, Strategy
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from fl_lightning.federation.processes.strategy import FederatedStrategy
     from fl_lightning.federation.stages.attackers import Attackers
     from fl_lightning.models.image_classifier import ImageClassifier
-    from fl_lightning.privacy.adaptive_clip import AdaptiveClip
     from fl_lightning.privacy.banded import BandedMatrixDP
     from fl_lightning.privacy.central import CentralDP
     from fl_lightning.privacy.distributed import DistributedDP
     from fl_lightning.privacy.example import ExampleDP
     from fl_lightning.privacy.local import LocalDP
+    from fl_lightning.privacy.private_mean import AdaptiveClip
     from fl_lightning.server.means.mean import Mean, NormalisedMean, OverlapMean
     from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
@@ -108,7 +108,7 @@ __all__ = [
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = {
     "APFL": "fl_lightning.client.personal.apfl",
-    "AdaptiveClip": "fl_lightning.privacy.adaptive_clip",
+    "AdaptiveClip": "fl_lightning.privacy.private_mean",
     "AllClients": "fl_lightning.data.cohorts.cohort",
     "Attackers": "fl_lightning.federation.stages.attackers",
     "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",

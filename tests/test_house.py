@@ -56,8 +56,8 @@ CAPS = {
     "flower": (9700, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),
-    "nas": (12520, 96),
-    "privacy": (2880, 22),
+    "nas": (11610, 45),
+    "privacy": (2820, 15),
     "secure": (5310, 24),
     "server": (4060, 24),
     "sparsity": (3500, 23),
@@ -66,10 +66,10 @@ CAPS = {
     "__init__": (190, 1),
 }
 # What is left to mend, as figures that may only fall.
-MOST_FILES_IN_CIRCLES = 17
+MOST_FILES_IN_CIRCLES = 10
 MOST_PAST_FEDERATIONS_DOOR = 46
-MOST_NAMES_TWICE = 13
-MOST_WITH_ONE_IMPORTER = 0.32
+MOST_NAMES_TWICE = 8
+MOST_WITH_ONE_IMPORTER = 0.27
 MOST_OLD_MANNER = 603
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")
 FILES = sorted(PACKAGE.rglob("*.py"))

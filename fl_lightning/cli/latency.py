@@ -15,8 +15,7 @@ from fl_lightning.cli.networks import add_networks, networks_of
 from fl_lightning.cli.outputs import check_file
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.cost.latency_measure import measure_latency
-from fl_lightning.nas.cost.stopwatch import Pace
+from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latency
 
 # beyond, a table is of little use for a constraint
 _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
@@ -61,7 +60,7 @@ def latency(words: Sequence[str], *, parser: ArgumentParser) -> None:
         batch_size=given.batch_size,
         calibration=given.calibration,
         held_out=given.held_out,
-        pace=Pace(rounds=given.rounds),
+        pace=TimingPlan(rounds=given.rounds),
         seed=given.seed,
         say=_progress,
     )

@@ -10,8 +10,8 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.named_spaces import NAMES, named_space
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.named import NAMES, named_space
 from fl_lightning.nas.spaces.space import SearchSpace
 
 

@@ -24,41 +24,38 @@ from fl_lightning.experiments.compare import split
 from fl_lightning.experiments.table import markdown
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.named_spaces import NAMES
-from fl_lightning.nas.retraining import retraining
-from fl_lightning.nas.search.batches import folder_batch, noise_batch
-from fl_lightning.nas.search.constraints import shown
-from fl_lightning.nas.search.evolution import Evolution, RegularizedEvolution
-from fl_lightning.nas.search.findings import (
-    draw_front,
-    export,
-    front_rows,
-    write_evaluated,
-)
-from fl_lightning.nas.search.objectives import CostScore, ProxyScore, TableScore, builder
-from fl_lightning.nas.search.optuna import OptunaSearch
+from fl_lightning.nas.network import retraining
+from fl_lightning.nas.search import findings, strategies
 from fl_lightning.nas.search.problem import (
     Costs,
     Objective,
     Problem,
     SearchResult,
     parse_constraints,
+    shown,
 )
-from fl_lightning.nas.search.proxies import PROXIES
-from fl_lightning.nas.search.random import RandomSearch
-from fl_lightning.nas.search.strategy import Strategy
+from fl_lightning.nas.search.proxies import (
+    PROXIES,
+    CostScore,
+    ProxyScore,
+    TableScore,
+    builder,
+    folder_batch,
+    noise_batch,
+)
+from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
 ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
 
-_STRATEGIES: dict[str, Callable[[str], Strategy]] = {
-    "random": lambda measure: RandomSearch(),
-    "evolution": lambda measure: Evolution(),
-    "regularized_evolution": lambda measure: RegularizedEvolution(),
-    "tpe": lambda measure: OptunaSearch("tpe"),
-    "nsga2": lambda measure: OptunaSearch("nsga2", measure),
+_STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
+    "random": lambda measure: strategies.RandomSearch(),
+    "evolution": lambda measure: strategies.Evolution(),
+    "regularized_evolution": lambda measure: strategies.RegularizedEvolution(),
+    "tpe": lambda measure: strategies.OptunaSearch("tpe"),
+    "nsga2": lambda measure: strategies.OptunaSearch("nsga2", measure),
 }
 assert set(_STRATEGIES) == set(get_args(StrategyName))
 # from an architecture to the configuration that trains it
@@ -318,12 +315,12 @@ def _report(
     out = Path(given.out)
     best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
     out.mkdir(parents=True, exist_ok=True)
-    write_evaluated(out / "evaluated.csv", result)
-    draw_front(out / "front", result, measure=measure, score=given.score)
+    findings.write_evaluated(out / "evaluated.csv", result)
+    findings.draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
     notes = [] if table is None else [f"latency_ms on {table}"]
-    export(target, best, configuration(best.architecture), notes)
-    print(markdown(*front_rows(result, measure, given.score)))
+    findings.export(target, best, configuration(best.architecture), notes)
+    print(markdown(*findings.front_rows(result, measure, given.score)))
     scored, budget = len(result.evaluated), result.budget
     more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
     print(f"\nscored:   {scored} networks of {networks.space.name}{more}")

@@ -21,8 +21,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.earlier_runs import CONFIG, differences, run_of
 from fl_lightning.federation.visits.visiting import visiting
 from fl_lightning.nas.one_shot import OneShot
+from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
 from fl_lightning.nas.sub_networks.recalibration import training_batches
-from fl_lightning.nas.sub_networks.scores import SubNetworkScore
 from fl_lightning.nas.supernet import Supernet
 
 # runs `validate` with these words and one callback more

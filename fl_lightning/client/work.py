@@ -46,9 +46,9 @@ class ClientWork(NamedTuple):
         """Where its dropout, its augmentation and the like draw from."""
         return derive_seed(self.root_seed, "local training", self.round_index, self.client_id)
 
-    def head(self, num_steps: int) -> ClientWork:
+    def head(self, num_batches: int) -> ClientWork:
         """Return its first batches."""
-        sizes = self.sizes[:num_steps]
+        sizes = self.sizes[:num_batches]
         return self._replace(order=self.order[: sum(sizes)], sizes=sizes)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.devices import sent
-from fl_lightning.core.whole_numbers import Words
+from fl_lightning.core.whole_numbers import Integers, Words
 from fl_lightning.data.partitions.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]
@@ -207,6 +207,39 @@ def _one_pass(num_examples: int, generator: torch.Generator, weights: Tensor | N
     if weights is None:
         return torch.randperm(num_examples, generator=generator)
     return torch.multinomial(weights, num_examples, replacement=True, generator=generator)
+
+
+def local_work(
+    num_examples: Integers,
+    batch_size: int,
+    *,
+    drop_last: bool,
+    num_epochs: int | None = None,
+    num_steps: int | None = None,
+) -> Integers:
+    """Return the number of local batches of every client, in units that compare clients.
+
+    Example:
+        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_epochs=3).tolist()
+        [3, 6]
+        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_steps=5).tolist()
+        [5, 5]
+    """
+    if num_epochs is None:
+        return np.full_like(num_examples, num_steps or 1)
+    per_epoch = num_examples // batch_size if drop_last else -(-num_examples // batch_size)
+    return num_epochs * np.maximum(per_epoch, np.minimum(num_examples, 1))
+
+
+def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) -> Integers:
+    """Return the batches of clients' local steps, of which an epoch's last takes those that are left.
+
+    Example:
+        >>> batches_of_steps(np.array([6, 7]), np.array([5, 5]), accumulate=2).tolist()
+        [10, 12]
+    """
+    epochs, rest = np.divmod(num_steps, np.maximum(-(-per_epoch // accumulate), 1))
+    return epochs * per_epoch + rest * accumulate
 
 
 def poisson_batches(

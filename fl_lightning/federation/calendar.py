@@ -17,13 +17,13 @@ from fl_lightning.core.errors import raise_together
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.shards import batches_of_steps, local_work
 from fl_lightning.federation.checks.compatibility import check_validation_interval
 from fl_lightning.federation.checks.options import check_cohort_size, check_trusted
 from fl_lightning.federation.execution.engine_options import trains_in_large_groups
 from fl_lightning.federation.execution.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.shares import local_work
 from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
@@ -38,13 +38,15 @@ class Calendar:
     Attributes:
         groups: of clients, round by round.
         num_steps: local steps of every client's round, shape (num_clients,).
-        accumulate: batches of a local step.
+        num_batches: batches of it, likewise.
+        accumulate: batches of a local step; an epoch's last step takes those that are left.
         time: what is simulated of it.
         fewest_clients: of a cohort whose updates are not to be seen; a smaller one would show them.
     """
 
     groups: RoundGroups
     num_steps: npt.NDArray[np.int64]
+    num_batches: npt.NDArray[np.int64]
     accumulate: int
     time: VirtualTime
     fewest_clients: int
@@ -67,8 +69,13 @@ class Calendar:
             trainer.accumulate_grad_batches,
             Population(data.clients.num_examples),
         )
-        batches = _local_batches(options, data)
-        num_steps = batches if options.local_steps else -(-batches // accumulate)
+        per_epoch = _batches_per_epoch(options, data)
+        num_steps = (
+            np.full_like(per_epoch, options.local_steps)
+            if options.local_steps
+            else (options.local_epochs or 1) * -(-per_epoch // accumulate)
+        )
+        batches = batches_of_steps(num_steps, per_epoch, accumulate)
         time = VirtualTime.of(
             options.devices,
             options.asynchronous,
@@ -98,7 +105,7 @@ class Calendar:
         if aggregator.protection is not None:
             terms = Terms(most_clients=most, seed=options.seed, num_processes=trainer.world_size)
             aggregator.protection.begin(terms)
-        return cls(groups, num_steps, accumulate, time, fewest)
+        return cls(groups, num_steps, batches, accumulate, time, fewest)
 
     def settings_of(self, trainer: Trainer) -> dict[str, Any]:
         """Return settings of the Trainer under which Lightning counts rounds."""
@@ -108,14 +115,12 @@ class Calendar:
         return settings
 
 
-def _local_batches(options: Options, data: FederatedDataModule) -> npt.NDArray[np.int64]:
-    """Return the batches, or with ``local_steps`` the steps, of every client's round."""
+def _batches_per_epoch(options: Options, data: FederatedDataModule) -> npt.NDArray[np.int64]:
     return local_work(
         data.clients.num_examples,
         data.batch_size,
         drop_last=data.drop_last and options.example_privacy is None,
-        num_epochs=options.local_epochs,
-        num_steps=options.local_steps,
+        num_epochs=1,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +17,7 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.shards import local_order
-from fl_lightning.federation.processes.shares import local_work
+from fl_lightning.data.shards import batches_of_steps, local_order, local_work
 
 
 class DrawsBatches(Protocol):
@@ -38,7 +36,7 @@ class LocalWork:
     Attributes:
         local_steps: optimizer steps; or
         local_epochs: passes over its shard.
-        accumulate: batches per step.
+        accumulate: batches per step; an epoch's last step takes those that are left.
         seed: root seed of all draws.
         examples: draws batches by coins, for privacy; None for passes over a shuffled shard.
     """
@@ -89,7 +87,7 @@ class WorkPlan:
     def _is_one_batch(self, sizes: npt.NDArray[np.int64]) -> bool:
         """Return whether nobody trains on more than its shard as it is, see `local_order`."""
         amount = self._local_work
-        num_passes = amount.local_epochs or (amount.local_steps or 0) * amount.accumulate
+        num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
         fits = sizes.max(initial=0) <= self._batch_size
         as_it_is = amount.examples is None and not self._data.draws_by_weight
         return bool(fits) and num_passes == 1 and as_it_is
@@ -107,10 +105,22 @@ class WorkPlan:
             self._batch_size,
             lambda: torch_generator(amount.seed, "shuffle", round_index, client),
             num_epochs=amount.local_epochs,
-            num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
+            num_batches=self._num_batches(num_examples),
             drop_last=self._drop_last,
             weights=self._data.weights_of(shard),
         )
+
+    def _num_batches(self, num_examples: int) -> int | None:
+        """Return the batches of ``local_steps``; None for epochs."""
+        steps, accumulate = self._local_work.local_steps, self._local_work.accumulate
+        if steps is None or accumulate == 1:
+            return steps
+        per_epoch = np.array([self._per_epoch(num_examples)])
+        return int(batches_of_steps(np.array([steps]), per_epoch, accumulate)[0])
+
+    def _per_epoch(self, num_examples: int) -> int:
+        sizes = np.array([num_examples])
+        return int(local_work(sizes, self._batch_size, drop_last=self._drop_last, num_epochs=1)[0])
 
     def _num_steps(self, num_examples: int) -> int:
         """Return the local steps of a client that draws its batches by coins."""
@@ -179,8 +189,17 @@ class WorkPlan:
             batch = self._data.train_batch(indices) if len(indices) else None
             yield batch, len(indices)
 
+    def batches_of_steps(self, work: ClientWork) -> list[int]:
+        """Return how many batches each of a client's local steps takes; none reaches over epochs."""
+        total, most = len(work.sizes), self._local_work.accumulate
+        if most == 1 or not total:
+            return [1] * total
+        per_epoch = self._per_epoch(work.num_examples)
+        epochs = (min(per_epoch, total - start) for start in range(0, total, per_epoch))
+        return [min(most, epoch - start) for epoch in epochs for start in range(0, epoch, most)]
+
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
         batches = self.batches(work)
-        while step := list(islice(batches, self._local_work.accumulate)):
-            yield step
+        for count in self.batches_of_steps(work):
+            yield [next(batches) for _ in range(count)]

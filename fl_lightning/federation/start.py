@@ -58,7 +58,8 @@ def prepare(
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
     calendar = Calendar.of(trainer, module, options)
-    count_locally(trainer, calendar.planned_steps, calendar.accumulate, cleanup)
+    planned_batches = int(calendar.num_batches.max(initial=0))
+    count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
     for name, value in calendar.settings_of(trainer).items():

@@ -11,18 +11,15 @@ from fl_lightning.nas.cost.penalties import (
 )
 from fl_lightning.nas.network import Network
 from fl_lightning.nas.one_shot import OneShot
-from fl_lightning.nas.relax.binary_gates import BinaryGates
-from fl_lightning.nas.relax.gumbel import HardGumbel, SoftGumbel
-from fl_lightning.nas.relax.partial_channels import PartialChannels
-from fl_lightning.nas.relax.single_path import SinglePath
-from fl_lightning.nas.relax.softmax import Softmax
+from fl_lightning.nas.relaxation import PartialChannels, SinglePath, Softmax
+from fl_lightning.nas.sampled_paths import BinaryGates, HardGumbel, SoftGumbel
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.mobilenet import MobileNet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT
-from fl_lightning.nas.sub_networks.accuracy_predictor import AccuracyPredictor
+from fl_lightning.nas.sub_networks.accuracy import AccuracyPredictor
 from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import BudgetTable, DeviceClasses
 from fl_lightning.nas.sub_networks.methods import RandomPath, Sandwich, Shrinking

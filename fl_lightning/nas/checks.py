@@ -11,8 +11,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
-from fl_lightning.nas.relax.relaxation import Relaxation
-from fl_lightning.nas.relax.single_path import SinglePath
+from fl_lightning.nas.relaxation import Relaxation, SinglePath
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 

@@ -1,17 +1,30 @@
-"""Ends a search before it collapses, or says that it did: a callback, off unless it is asked for.
+"""Ends a search before it collapses to skips, or says that it did: a callback, off unless it is asked for.
 
-    skips        too many skips in the cell that α means, in a round in which α moves
-    eigenvalue   the largest eigenvalue of the Hessian of L_search by α has grown: α goes back to where it
-                 was before, and the search ends
+    skips        the cell that α means has more skips than allowed, in a round in which α moves
+    eigenvalue   the mean of the last `window` largest eigenvalues λ of the Hessian of L_search by α has
+                 grown: mean(now - window) / mean(now) < ratio; α goes back to where it was `window`
+                 measurements ago, and the search ends
+
+DARTS without a stop ends in cells of skips alone: they train fastest while all share their weights.
+When the eigenvalue grows, α sits in a sharp minimum: taking the largest operation of each edge changes α a
+lot, and the network that comes out is worse than the search believed.
+
+    exact    all of H, a product with a unit vector at a time, then its eigenvalues
+    lanczos  H on the space of v, Hv, H²v, …, of at most 32 dimensions: the ends of its spectrum are
+             found long before the rest
 
 The Hessian is that of the mean loss over some examples of the half for the search, the same ones in every
 round, over all clients alike; a private run names it among what ε does not cover.
-Source: Zela et al. 2020, section 4; Liang et al. 2019, DARTS+; see `fl_lightning.nas.relax.early_stop`.
+Sources: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, Understanding and
+Robustifying Differentiable Architecture Search, section 4 (distance 5, ratio 0.75); Golub, Van Loan,
+Matrix Computations, section 10.1, with full orthogonalisation.
+Differs: one number is the length of the mean and the distance between the two means.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -23,9 +36,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.nas.relax.bilevel import Tensors
-from fl_lightning.nas.relax.curvature import largest_eigenvalue
-from fl_lightning.nas.relax.early_stop import EigenvalueStop, too_many_skips
+from fl_lightning.nas.alpha_gradients import Tensors, leaves
 from fl_lightning.nas.supernet import Supernet
 
 
@@ -142,3 +153,148 @@ class StopAtCollapse(Callback):
         if self._stop is not None and state_dict["stop"]:
             self._stop.load_state_dict(state_dict["stop"])
         self._earlier = state_dict["earlier"]
+
+
+MOST_LANCZOS_STEPS = 32
+
+Product = Callable[[Tensor], Tensor]
+
+
+def largest_eigenvalue(
+    loss: Callable[[Tensors], Tensor],
+    alphas: Tensors,
+    *,
+    how: Literal["exact", "lanczos"] = "exact",
+    generator: torch.Generator | None = None,
+) -> float:
+    """Return the largest eigenvalue (not the largest size) of the Hessian of a loss.
+
+    Args:
+        loss: of the architecture parameters; every call the same function.
+        alphas: where.
+        how: ``exact`` costs a backward pass for each number of α, ``lanczos`` 32 at most.
+        generator: of the first vector of ``lanczos``, on the CPU.
+
+    Raises:
+        ConfigurationError: if `how` is something else.
+        ValueError: if the Hessian is not finite, or ``lanczos`` has no generator.
+    """
+    if how not in ("exact", "lanczos"):
+        raise ConfigurationError(f"how must be exact or lanczos, got {how!r}")
+    product, like = hessian_product(loss, alphas)
+    if how == "lanczos":
+        if generator is None:
+            raise ValueError("lanczos draws its first vector: give it a generator")
+        first = torch.randn(len(like), generator=generator, dtype=torch.float64)
+        return _largest(_projected(product, first.to(like)))
+    return _largest(torch.stack([product(unit) for unit in torch.eye(len(like)).to(like)]))
+
+
+def hessian_product(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> tuple[Product, Tensor]:
+    """Return v ↦ Hv, and a vector like v: the numbers of all α in one row."""
+    a = leaves(alphas)
+    values = list(a.values())
+    gradients = torch.autograd.grad(
+        loss(a), values, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+
+    def product(vector: Tensor) -> Tensor:
+        if not flat.requires_grad:  # a loss that is linear in α
+            return torch.zeros_like(vector)
+        parts = torch.autograd.grad(
+            flat, values, vector, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return torch.cat([part.flatten() for part in parts])
+
+    return product, flat.detach()
+
+
+def _projected(product: Product, first: Tensor) -> Tensor:
+    """Return the Hessian on the space that its powers make of a vector."""
+    basis = (first / first.norm())[:, None]
+    images = product(basis[:, 0])[:, None]
+    while basis.shape[1] < min(len(first), MOST_LANCZOS_STEPS):
+        rest = images[:, -1]
+        for _ in range(2):  # twice is enough: once leaves what rounding made
+            rest = rest - basis @ (basis.T @ rest)
+        if not rest.norm() > torch.finfo(rest.dtype).eps * images[:, -1].norm() * len(first):
+            break  # the space is closed: nothing beyond has to do with the vector
+        basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
+        images = torch.cat([images, product(basis[:, -1])[:, None]], 1)
+    projected: Tensor = basis.T @ images
+    return projected
+
+
+def _largest(matrix: Tensor) -> float:
+    if not matrix.isfinite().all():
+        raise ValueError("the Hessian by alpha holds a number that is not finite")
+    # of both triangles' mean: rounding leaves them a little apart
+    return float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[-1])
+
+
+def too_many_skips(operations: Sequence[int], skip: int, limit: int = 2) -> bool:
+    """Return whether a cell has at least `limit` skips.
+
+    Args:
+        operations: the number of the operation on each row of the cell.
+        skip: the number of the skip.
+        limit: at least 1.
+
+    Raises:
+        ConfigurationError: if the limit is below 1: it would stop any search.
+
+    Example:
+        >>> too_many_skips([1, 3, 1], skip=1), too_many_skips([1, 3, 3], skip=1)
+        (True, False)
+    """
+    if limit < 1:
+        raise ConfigurationError(f"the limit of skips must be at least 1, got {limit}")
+    return list(operations).count(skip) >= limit
+
+
+@final
+class EigenvalueStop:
+    """Says when the largest eigenvalue has grown too much.
+
+    Args:
+        window: measurements in a mean, and from one mean to the other; at least 1.
+        ratio: in (0, 1); below, the search ends.
+
+    Raises:
+        ConfigurationError: if one is out of its range.
+    """
+
+    def __init__(self, window: int = 5, ratio: float = 0.75) -> None:
+        if window < 1:
+            raise ConfigurationError(f"window must be at least 1, got {window}")
+        if not 0 < ratio < 1:
+            raise ConfigurationError(f"ratio must be in (0, 1), got {ratio}")
+        self._window, self._ratio = window, ratio
+        self._eigenvalues: list[float] = []
+
+    @property
+    def window(self) -> int:
+        """How many measurements ago α was still good when the search ends."""
+        return self._window
+
+    def measured(self, eigenvalue: float) -> bool:
+        """Note a measurement; return whether the search is to end."""
+        window = self._window
+        self._eigenvalues = [*self._eigenvalues, eigenvalue][-2 * window :]
+        if len(self._eigenvalues) < 2 * window:
+            return False
+        earlier, now = (sum(part) / window for part in self._halves())
+        # of negative means the ratio says nothing: α is not in a minimum at all
+        return 0 < earlier < self._ratio * now
+
+    def _halves(self) -> tuple[list[float], list[float]]:
+        return self._eigenvalues[: self._window], self._eigenvalues[self._window :]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measurements that count."""
+        return {"eigenvalues": list(self._eigenvalues)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        self._eigenvalues = list(state["eigenvalues"])

@@ -1,16 +1,35 @@
-"""The network of one architecture: what a search found, to be trained like any other network."""
+"""The network of one architecture, to be trained like any other; its first weights and its configuration.
+
+It begins with fresh weights, with its part of a supernet's, or with those of its own training. `retraining`
+gives the configuration that trains what a search has found:
+
+    model                              `ImageClassifier` with a `Network` of the architecture
+    data, federation, trainer, seed    those of the search, without what only a search needs
+
+It is complete: ``fl-lightning fit --config FILE`` trains. As a layer over another configuration it
+brings all of its own parts along. Where the search had no configuration it is the model alone.
+"""
 
 from __future__ import annotations
 
-from typing import final
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, final
 
+import torch
+import yaml
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.retraining import architecture_in
+from fl_lightning.core.heads import head_names
+from fl_lightning.models.checkpoints import read_tensors
+from fl_lightning.nas.spaces import subnetwork
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.named import description
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.sub_networks.extracted import load_weights
+from fl_lightning.nas.spaces.space import Architecture
 
 
 @final
@@ -77,3 +96,194 @@ class Network(nn.Module):
         """Return logits (B, num_classes)."""
         logits: Tensor = self.network(images)
         return logits
+
+
+# of the LightningModule and of `Network`, in each of which the network is called so
+_PREFIX = re.compile(r"^(network\.)+")
+
+
+def load_weights(
+    network: nn.Module,
+    architecture: Architecture,
+    path: str,
+    shape: Mapping[str, Any],
+    *,
+    new_head: bool = False,
+) -> None:
+    """Write into a network its part of a supernet's weights, or weights of its own.
+
+    Batch norm statistics are those in the file, which a supernet has for its largest network: train
+    the network further, or recalibrate.
+
+    Args:
+        network: plain, of the architecture.
+        architecture: of the network.
+        path: of a checkpoint of a `OneShot` of the same space, or of this very network.
+        shape: of the network: arguments of the space's `build`.
+        new_head: leave the classifier as it is, whatever the file's is.
+
+    Raises:
+        ConfigurationError: if the file is missing or has other weights.
+    """
+    heads = tuple(f"{name}." for name in head_names(network)) if new_head else ()
+    tensors = {
+        name: tensor for name, tensor in _tensors(path).items() if not name.startswith(heads)
+    }
+    if _fit(tensors, network, heads):
+        network.load_state_dict(tensors, strict=False)
+        return
+    space = architecture.space
+    supernet = space.supernet(**shape) if isinstance(space, SizeSpace) else None
+    if supernet is None or not _fit(tensors, supernet, heads):
+        raise ConfigurationError(f"weights {path}: {_refusal(architecture, shape)}")
+    fresh = {name: t.clone() for name, t in network.state_dict().items() if name.startswith(heads)}
+    supernet.load_state_dict(tensors, strict=False)
+    subnetwork.copy(supernet, network)
+    if new_head:
+        network.load_state_dict(fresh, strict=False)
+
+
+def _refusal(architecture: Architecture, shape: Mapping[str, Any]) -> str:
+    space = architecture.space
+    settings = ", ".join(f"{name} {value}" for name, value in shape.items())
+    if isinstance(space, SizeSpace):
+        return (
+            f"they are neither of a supernet of {space.name} with these settings ({settings}) nor of "
+            f"{architecture}. For other classes set new_head"
+        )
+    return (
+        f"they are not of a trained network of {architecture} with these settings ({settings}). "
+        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it "
+        "from scratch. For other classes set new_head"
+    )
+
+
+def _tensors(path: str) -> dict[str, Tensor]:
+    return {_PREFIX.sub("", name): t for name, t in read_tensors(path, "weights").items()}
+
+
+def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
+    """Return whether tensors are those of a network, its head aside."""
+    body = {name: t for name, t in network.state_dict().items() if not name.startswith(heads)}
+    return _shapes(tensors) == _shapes(body)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+NETWORK = "fl_lightning.nas.Network"
+_KEPT = ("seed_everything", "num_threads", "data", "federation", "trainer")
+_OF_MODEL = ("label_smoothing", "optimizer", "schedule")
+# what a layer must say, or the configuration below it goes on saying other things
+_PLAIN_SGD = {
+    "class_path": "torch.optim.SGD",
+    "init_args": {
+        "lr": 0.01,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+    },
+}
+_NO_NAMED_NETWORK = {
+    "pretrained": False,
+    "checkpoint_path": None,
+    "drop_rate": 0.0,
+    "network_kwargs": None,
+}
+_ONLY_WHILE_SEARCHING = {"alpha", "beta", "kept_state", "baseline"}  # names in a `Supernet`
+
+
+def retraining(
+    architecture: Architecture,
+    shape: Mapping[str, Any],
+    *,
+    image_size: int,
+    weights: str | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the configuration.
+
+    Args:
+        architecture: that was found.
+        shape: what else `Network` takes: num_classes, in_channels, in spaces of cells channels and cells.
+        image_size: height and width in pixels.
+        weights: a checkpoint to begin with; None for fresh weights.
+        run: the search's own configuration.
+    """
+    network = {
+        "space": _short_text(description(architecture.space)),
+        "architecture": str(architecture),
+        **shape,
+        **({} if weights is None else {"weights": weights}),
+    }
+    searched = ((run or {}).get("model") or {}).get("init_args") or {}
+    model = {
+        "network": {"class_path": NETWORK, "init_args": network},
+        "num_classes": shape["num_classes"],
+        "in_chans": shape["in_channels"],
+        "image_size": image_size,
+        **(_NO_NAMED_NETWORK if run is None else {}),
+        "optimizer": _PLAIN_SGD,
+        **{key: searched[key] for key in _OF_MODEL if searched.get(key) is not None},
+    }
+    found = {"model": {"class_path": "fl_lightning.ImageClassifier", "init_args": model}}
+    kept = {key: deepcopy(run[key]) for key in _KEPT if run is not None and key in run}
+    return {**found, **_without_search(kept)}
+
+
+def architecture_in(path: str) -> str:
+    """Return the architecture that a file of a search names: a configuration, or a network's arguments.
+
+    Raises:
+        ConfigurationError: if the file cannot be read or names none.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"architecture {path}: {error}") from error
+    for key in ("model", "init_args", "network", "init_args"):
+        content = content.get(key, content) if isinstance(content, dict) else content
+    found = content.get("architecture") if isinstance(content, dict) else None
+    if not isinstance(found, str):
+        raise ConfigurationError(
+            f"architecture {path}: the file has no line 'architecture: …', as those that a search "
+            "leaves have"
+        )
+    return found
+
+
+def _without_search(run: dict[str, Any]) -> dict[str, Any]:
+    """Leave out, in place, what a fit of one network cannot use."""
+    data = run.get("data") or {}
+    if "search_fraction" in (data.get("init_args") or {}):
+        data["init_args"]["search_fraction"] = 0.0
+    federation = run.get("federation") or {}
+    kept = [p for p in federation.get("client_state") or () if p not in _ONLY_WHILE_SEARCHING]
+    if federation.get("client_state"):
+        federation["client_state"] = kept or None
+    personal = ((run.get("federation") or {}).get("personal") or {}).get("init_args") or {}
+    if _ONLY_WHILE_SEARCHING & set(personal.get("parameters") or ()):
+        run["federation"]["personal"] = None
+    trainer = run.get("trainer") or {}
+    callbacks = trainer.get("callbacks")
+    if isinstance(callbacks, list):
+        of_search = [
+            c for c in callbacks if str(c.get("class_path")).startswith("fl_lightning.nas.")
+        ]
+        trainer["callbacks"] = [c for c in callbacks if c not in of_search] or None
+    return run
+
+
+def _short_text(space: dict[str, Any]) -> dict[str, Any]:
+    """Name a class of ours by the room that exports it, and leave out empty settings."""
+    module, _, name = space["class_path"].rpartition(".")
+    path = (
+        f"fl_lightning.nas.{name}" if module.startswith("fl_lightning.nas.") else f"{module}.{name}"
+    )
+    arguments = {
+        key: _short_text(value) if isinstance(value, dict) and "class_path" in value else value
+        for key, value in space["init_args"].items()
+    }
+    return {"class_path": path, **({"init_args": arguments} if arguments else {})}

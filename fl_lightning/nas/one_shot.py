@@ -29,13 +29,12 @@ from fl_lightning.core.seeds import run_seed
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
-from fl_lightning.nas.cost.table import Measure
-from fl_lightning.nas.elastic.sandwich import step_generator
+from fl_lightning.nas.cost.cost import Measure
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
-from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step
-from fl_lightning.nas.sub_networks.rounds import Guest, SubNetworkRounds
+from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
+from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 Batch = tuple[Tensor, Tensor]
 
@@ -166,11 +165,11 @@ class OneShot(LightningModule):
         return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
 
     @property
-    def _guest(self) -> Guest | None:
+    def _guest(self) -> ClientAtWork | None:
         return self._rounds.guest
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _generator(self, guest: Guest | None, step: int) -> torch.Generator:
+    def _generator(self, guest: ClientAtWork | None, step: int) -> torch.Generator:
         """Return the generator of a step's draws: a client's own, or the same for all."""
         client = None if guest is None or self._same_draws else guest.client
         return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)

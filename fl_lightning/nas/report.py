@@ -1,4 +1,4 @@
-"""What a search shows while it runs, and what it leaves behind.
+"""What a search shows while it runs, what it leaves behind, and the statistics with which it is evaluated.
 
 While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
 of operations), ``search/expected_flops``, ``search/expected_latency_ms`` where latencies are measured,
@@ -9,13 +9,20 @@ At the end, in the run's folder:
     architecture.yaml       what `Network` takes
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
-In a federation it hands over the stage by which the server steps α, see `ServerStep`.
+In a federation it hands over the stage by which the server steps α, see `ServerSearchStep`.
+
+While it searches, a supernet normalises by its batch. In an evaluation that would depend on which examples
+stand together: a folder's images stand class by class, and within one class nothing tells them apart. So sums
+of training examples, which add up over clients, give the batch norm statistics (`recalibrated`), of the present
+cell and of all at once, anew for each evaluation. Where updates are protected clients send no sums, and
+evaluations go by the batch.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -28,18 +35,17 @@ from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.nas import pictures
+from fl_lightning.nas.alpha_optimizer import ServerSearchStep
 from fl_lightning.nas.checks import (
     check_beside_updates,
     check_length,
     check_one_device,
     check_precision,
+    protector,
 )
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.retraining import retraining
-from fl_lightning.nas.server_step import ServerStep
-
-if TYPE_CHECKING:
-    from fl_lightning.nas.supernet import Supernet
+from fl_lightning.nas.network import retraining
+from fl_lightning.nas.sub_networks.recalibration import Sums, normalised_by, recalibrated
 
 # So many pictures of a run, evenly spaced
 _NUM_PICTURES = 20
@@ -66,7 +72,7 @@ class SearchReport(Callback):
             check_beside_updates(federation, module.travels_beside)
         if stage == "fit" and by_server:
             federations[0].add(
-                ServerStep(
+                ServerSearchStep(
                     list(module.alphas),
                     module.new_architecture_optimizer,
                     module.local_lr,
@@ -75,19 +81,11 @@ class SearchReport(Callback):
             )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the statistics of the evaluation."""
+        """Find the statistics of an evaluation, of predictions as well."""
         module: Any = pl_module
         module.statistics.measure(trainer, module)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the statistics of the evaluation."""
-        module: Any = pl_module
-        module.statistics.measure(trainer, module)
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the statistics of the predictions."""
-        module: Any = pl_module
-        module.statistics.measure(trainer, module)
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_train_batch_end(
         self,
@@ -121,7 +119,7 @@ class SearchReport(Callback):
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
             self._draw(trainer, module, module.alpha.detach().softmax(1))
 
-    def _draw(self, trainer: Trainer, module: Supernet, shares: Tensor) -> None:
+    def _draw(self, trainer: Trainer, module: Any, shares: Tensor) -> None:
         step = trainer.current_epoch
         cell = module.architecture
         log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
@@ -170,3 +168,43 @@ def _configuration(folder: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+Shown = Literal["cell", "all"]
+
+
+class CellStatistics:
+    """The statistics of what a `Supernet` shows."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Shown, Sums] = {}
+        self._alpha: Tensor | None = None
+
+    def measure(self, trainer: Trainer, module: Any) -> None:
+        """Find them anew for a `Supernet`; to be called by all processes before an evaluation."""
+        self._sums = {}
+        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
+        if trainer.sanity_checking or any(protector(one) is not None for one in federations):
+            return
+        with torch.no_grad():
+            shown = module.shown
+        found = recalibrated(
+            trainer,
+            module.network,
+            list(shown.values()),
+            max_examples=module.recalibration_examples,
+            seed=module.seed,
+        )
+        if found is None:
+            return
+        self._sums = dict(zip(shown, found.sums, strict=True))
+        self._alpha = module.alpha.detach().clone()
+        if federations and not trainer.predicting:  # which logs nothing
+            module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
+
+    def used(self, module: Any, shown: Shown) -> AbstractContextManager[Any]:
+        """Have the network use those of what is shown; the batch's where α is another, as a client's own."""
+        is_known = self._alpha is not None and torch.equal(self._alpha, module.alpha.detach())
+        if shown not in self._sums or not is_known:
+            return nullcontext()
+        return normalised_by(module.network, self._sums[shown])

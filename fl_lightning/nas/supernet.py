@@ -6,7 +6,7 @@
 A rule of relaxation says how many architectures run in one network; data come from a
 `FederatedDataModule` with a ``search_fraction``. It is a LightningModule like any other: with a
 ``federation`` block clients do the above, without one it is the published central search. α and w
-travel in one update; the server steps α by the optimizer that a central search has, see `ServerStep`.
+travel in one update; the server steps α by the optimizer that a central search has, see `ServerSearchStep`.
 
 Batch normalisation has the statistics of the batch while it searches: those that it would gather are of no
 single architecture. An evaluation has statistics of training examples (`CellStatistics`). Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
@@ -36,8 +36,15 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
-from fl_lightning.nas.cell_statistics import CellStatistics, Shown
+from fl_lightning.nas.alpha_gradients import (
+    AlphaGradient,
+    Gradient,
+    Reward,
+    Situation,
+    Tensors,
+    WeightStep,
+)
+from fl_lightning.nas.alpha_optimizer import keep, num_kept, recall
 from fl_lightning.nas.checks import (
     SEARCH_TRAITS,
     check_image_size,
@@ -45,15 +52,11 @@ from fl_lightning.nas.checks import (
     check_steps_once,
     check_weights_optimizer,
 )
+from fl_lightning.nas.cost.cost import CostTable, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
-from fl_lightning.nas.cost.table import CostTable, cost_table
-from fl_lightning.nas.kept_state import keep, num_kept, recall
-from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
-from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
-from fl_lightning.nas.relax.single_path import weights_of
-from fl_lightning.nas.relax.softmax import Softmax
-from fl_lightning.nas.report import SearchReport
+from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Softmax, weights_of
+from fl_lightning.nas.report import CellStatistics, SearchReport, Shown
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table

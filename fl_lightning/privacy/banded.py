@@ -7,6 +7,18 @@ has less of it. It needs no random sampling, only that a client waits at least a
 between two turns as C has bands; `RoundRobinCohort` sees to that. The whole run is one release of
 a Gaussian mechanism of sensitivity S √P for clients that take part P times.
 Source: Choquette-Choo et al. 2023 (2306.08153); Kairouz et al. 2021 (2103.00039) for DP-FTRL.
+
+Correlated noise for running sums: the matrix mechanism with a banded, column-normalised matrix.
+
+    A = lower triangle of ones,  A G = (A C⁻¹) C G,  released: A C⁻¹ (C G + Z) = A (G + C⁻¹ Z)
+    minimise  ‖A C⁻¹‖²_F / n   over lower-triangular C with b bands and ‖C e_j‖₂ = 1
+
+G has a row of clients' sums per round. A client that takes part at most P times, at least b rounds
+apart, moves C G by at most S √P: the columns of C at its rounds share no row, and each has norm 1.
+Source: Choquette-Choo et al. 2023 (2306.08153), Theorem 2 and Section 4. Differs: columns are scaled
+to norm 1 while C is optimised, and checked afterwards, so that the sensitivity is what is claimed.
+For more than 512 rounds C is the banded square root of A (Kalinin and Lampert 2024, 2405.13763) with
+its columns scaled to norm 1, which is close to the best one.
 """
 
 from __future__ import annotations
@@ -15,21 +27,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import minimize
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.privacy.accounting.accountant import noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.banded_matrix import (
-    CorrelatedSums,
-    Matrix,
-    banded_factor,
-    noise_of_rounds,
-)
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
-from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
 from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
@@ -177,3 +187,196 @@ class BandedGaussian:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._sums.load_state_dict(state)
+
+
+Matrix = npt.NDArray[np.float64]
+MOST_OPTIMISED = 512
+# Bits of C's entries after the point, as many as 64 bits leave room for.
+_FINEST_BITS, _COARSEST_BITS = 20, 8
+# Bits of the noise's standard deviation, see `rounded_gaussian`.
+_MOST_BITS = 51
+
+
+def banded_factor(num_rounds: int, bands: int) -> Matrix:
+    """Return C by its columns: entry (j, i) is C[j + i, j], shape (num_rounds, bands).
+
+    Args:
+        num_rounds: n ≥ 1.
+        bands: b in [1, n]; with 1 noise is independent.
+
+    Example:
+        >>> banded_factor(4, bands=4).round(4).tolist()[0]
+        [0.8247, 0.4495, 0.3011, 0.1647]
+    """
+    if not 1 <= bands <= num_rounds:
+        raise ConfigurationError(
+            f"federation.privacy: bands must be in [1, {num_rounds}], the number of rounds, got "
+            f"{bands}"
+        )
+    start = _square_root(num_rounds, bands)
+    columns = start if num_rounds > MOST_OPTIMISED or bands == 1 else _optimised(start)
+    check_column_norms(columns)
+    return columns
+
+
+def check_column_norms(columns: Matrix) -> None:
+    """Refuse a matrix whose sensitivity is not 1.
+
+    Raises:
+        ValueError: if a column's norm is off by more than rounding.
+    """
+    norms = np.linalg.norm(columns, axis=1)
+    if not np.allclose(norms, 1, rtol=0, atol=1e-12):
+        raise ValueError(f"columns must have norm 1, they have {norms.min()} to {norms.max()}")
+
+
+def dense(columns: Matrix) -> Matrix:
+    """Return the matrix C itself, shape (n, n)."""
+    matrix = np.zeros((len(columns), len(columns)))
+    for band in range(columns.shape[1]):
+        rows = np.arange(band, len(columns))
+        matrix[rows, rows - band] = columns[: len(columns) - band, band]
+    return matrix
+
+
+def mean_squared_error(columns: Matrix) -> float:
+    """Return the mean variance of the noise in running sums, ‖A C⁻¹‖²_F / n, at z = 1.
+
+    Example:
+        >>> round(mean_squared_error(np.ones((4, 1))), 6)  # independent noise: (1 + 2 + 3 + 4) / 4
+        2.5
+        >>> round(mean_squared_error(banded_factor(4, bands=4)), 4)
+        1.7185
+    """
+    matrix = dense(columns)
+    noise = np.linalg.solve(matrix.T, np.tril(np.ones_like(matrix)).T)
+    return float((noise**2).sum() / len(matrix))
+
+
+def noise_of_rounds(columns: Matrix) -> float:
+    """Return the standard deviation of a round's own noise, over rounds, at z = 1."""
+    return float(np.sqrt((np.linalg.inv(dense(columns)) ** 2).sum() / len(columns)))
+
+
+def _square_root(num_rounds: int, bands: int) -> Matrix:
+    """Return the first bands of √A, which has (1 - x)^(-½)'s coefficients, with unit columns."""
+    steps = np.arange(1, bands)
+    coefficients = np.concatenate([[1.0], np.cumprod(1 - 0.5 / steps)])
+    inside = np.arange(num_rounds)[:, None] + np.arange(bands) < num_rounds
+    columns: Matrix = coefficients * inside
+    columns /= np.linalg.norm(columns, axis=1, keepdims=True)
+    return columns
+
+
+def _optimised(start: Matrix) -> Matrix:
+    """Descend the error from there by L-BFGS; entries below the matrix remain 0."""
+    num_rounds, bands = start.shape
+    inside = torch.from_numpy(start != 0)
+    rows = torch.arange(num_rounds)[:, None] + torch.arange(bands)
+    places = (rows * num_rounds + torch.arange(num_rounds)[:, None])[inside]
+    sums = torch.ones(num_rounds, num_rounds, dtype=torch.float64).tril()
+
+    def unit(values: Tensor) -> Tensor:
+        columns = torch.zeros(num_rounds, bands, dtype=torch.float64)
+        columns[inside] = values
+        return torch.nn.functional.normalize(columns, dim=1)
+
+    def error(values: Matrix) -> tuple[float, Matrix]:
+        wanted = torch.from_numpy(values).requires_grad_()
+        matrix = torch.zeros(num_rounds * num_rounds, dtype=torch.float64)
+        matrix = matrix.index_put((places,), unit(wanted)[inside]).view(num_rounds, num_rounds)
+        noise = torch.linalg.solve_triangular(matrix, sums, upper=False, left=False)
+        loss = noise.square().sum() / num_rounds
+        loss.backward()
+        assert wanted.grad is not None
+        return float(loss.detach()), wanted.grad.numpy()
+
+    options = {"maxiter": 500, "ftol": 1e-16, "gtol": 1e-9}
+    found = minimize(error, start[inside.numpy()], jac=True, method="L-BFGS-B", options=options)
+    return unit(torch.from_numpy(found.x)).numpy()
+
+
+class CorrelatedSums:
+    """Rows of G + C⁻¹ Z = C⁻¹ (C G + Z), one after the other, from the last b - 1 rows of both.
+
+    C G + Z is computed in whole numbers, without an error: the entries of C are whole multiples of
+    1 / `scale`, rounded towards 0, so that no column is longer than 1. What is done with C⁻¹ follows
+    from these whole numbers alone, in whatever precision.
+
+    Args:
+        columns: of C, shape (n, b).
+        stddev: of an entry of Z, in the steps of G.
+        largest: entry that a row of G may have, in steps.
+
+    Raises:
+        ConfigurationError: if whole numbers of 64 bits do not hold all that.
+
+    Attributes:
+        scale: a power of two.
+
+    Example:
+        >>> sums = CorrelatedSums(banded_factor(3, bands=2), stddev=1e6, largest=1e3)
+        >>> rows = torch.tensor([[5], [7], [-2]])
+        >>> nothing = torch.zeros(1, dtype=torch.int64)
+        >>> torch.cat([sums.next(row, nothing) for row in rows]).round().tolist()
+        [5.0, 7.0, -2.0]
+    """
+
+    def __init__(self, columns: Matrix, stddev: float, largest: float) -> None:
+        bands = columns.shape[1]
+        room = min(_MOST_BITS - math.log2(max(1.0, stddev)), 60 - math.log2(bands * largest + 1))
+        bits = min(_FINEST_BITS, math.floor(room))
+        if bits < _COARSEST_BITS:
+            raise ConfigurationError(
+                "federation.privacy: BandedMatrixDP adds up whole numbers of 64 bits, and the noise "
+                "or the cohort is too large for them: lower noise_multiplier, or the cohort's size"
+            )
+        self.scale = 2**bits
+        self._whole = np.trunc(columns * self.scale).astype(np.int64)
+        self._whole[(self._whole**2).sum(1) > self.scale**2, 0] -= 1
+        self._index = 0
+        self._sums: list[Tensor] = []  # of G, the newest first
+        self._released: list[Tensor] = []
+
+    def next(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the next row, float64 of shape (k,), in the steps of G.
+
+        Args:
+            total: the row of G, int64, shape (k,).
+            noise: the row of Z in units of 1 / `scale`, int64, shape (k,).
+
+        Raises:
+            ConfigurationError: if earlier rounds had another number of coordinates.
+        """
+        if self._sums and self._sums[0].shape != total.shape:
+            raise ConfigurationError(
+                "federation.privacy: BandedMatrixDP takes back noise of earlier rounds, and the "
+                "mask has changed since: set every_n_rounds of MaskCalibration to null"
+            )
+        sums = [total, *self._sums]
+        whole = noise.clone()
+        for back, earlier in enumerate(sums):
+            whole += earlier * int(self._whole[self._index - back, back])
+        row: Tensor = wide(whole) / self.scale
+        for back, before in enumerate(self._released, start=1):
+            row -= before * self._entry(back)
+        row /= self._entry(0)
+        self._index += 1
+        kept = self._whole.shape[1] - 1
+        self._sums, self._released = sums[:kept], [row, *self._released][:kept]
+        return row
+
+    def _entry(self, back: int) -> float:
+        return float(self._whole[self._index - back, back] / self.scale)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the round and the last rows."""
+        return {"index": self._index, "sums": self._sums, "released": self._released}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from there."""
+        index, sums, released = state["index"], state["sums"], state["released"]
+        assert isinstance(index, int)
+        assert isinstance(sums, list)
+        assert isinstance(released, list)
+        self._index, self._sums, self._released = index, list(sums), list(released)

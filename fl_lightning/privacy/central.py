@@ -18,19 +18,24 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.accountant import Accountant, Method
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.sampling import Sampling, check_sampler, sampling_of
-from fl_lightning.privacy.adaptive_clip import (
-    AdaptiveClip,
-    quantile_noise,
-    update_noise_multiplier,
+from fl_lightning.privacy.accounting.accountant import (
+    Accountant,
+    Method,
+    Sampling,
+    check_sampler,
+    noise_for_budget,
+    sampling_of,
 )
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.private_mean import Release
+from fl_lightning.privacy.private_mean import (
+    AdaptiveClip,
+    Release,
+    quantile_noise,
+    update_noise_multiplier,
+)
 from fl_lightning.privacy.run import AccountedRun, MostTurns
 
 

@@ -24,10 +24,13 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.accountant import Accountant, Method
+from fl_lightning.privacy.accounting.accountant import (
+    Accountant,
+    Method,
+    Sampling,
+    noise_for_budget,
+)
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.sampling import Sampling
 from fl_lightning.privacy.mechanism import check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in_advance

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
+from fl_lightning.privacy.accounting.accountant import noise_for_budget
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon, gaussian_epsilon
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noisy, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource

@@ -10,10 +10,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.private_mean import Release
+from fl_lightning.privacy.private_mean import AdaptiveClip, Release
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.protected import NoiseShares
 from fl_lightning.updates.clip import check_clip_norm

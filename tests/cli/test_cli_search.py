@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fl_lightning.cli import main
-from fl_lightning.nas.named_spaces import described_space, named_space
+from fl_lightning.nas.spaces.named import described_space, named_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
 SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from torch.utils.data import DataLoader
 from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, NormalisedMean, Scaffold, UniformCohort
 from fl_lightning.callbacks.console.overview import RunOverview
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.data.shards import local_order
 from fl_lightning.federation import client_id, local_step
 from fl_lightning.server.staleness import FedBuff
 
@@ -221,6 +224,53 @@ def test_a_step_is_told_its_clients_number_of_batches(accumulate):
     assert len({total for _, _, total, _ in notes}) > 1
     assert (type(made).__name__, made.accumulate_grad_batches) == ("Trainer", accumulate)
     assert not hasattr(made, "local_counts")
+
+
+class Accumulating(ToyModule):
+    """Notes what it is told of batches, and what is planned."""
+
+    def __init__(self):
+        super().__init__(scheduler=False)
+        self.begun, self.ended = Notes(), Notes()
+
+    def training_step(self, batch, batch_idx):
+        self.begun.add(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended.add(batch_idx)
+
+    def configure_optimizers(self):
+        trainer = self.trainer
+        self.planned = trainer.estimated_stepping_batches, trainer.num_training_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("local", [{"local_epochs": 2}, {"local_epochs": None, "local_steps": 6}])
+def test_accumulated_steps_end_at_an_epochs_last_batch_as_in_central_training(local):
+    module, central = Accumulating(), ToyModule(scheduler=False)
+    central.load_state_dict(module.state_dict())
+    data = toy_data(1, num_examples=38, dtype=torch.float64)
+    options = {"precision": "64-true", "accumulate_grad_batches": 2}
+    fit(module, data=data, max_epochs=1, trainer=options, **local)
+    order, sizes = local_order(
+        data.clients[0], 8, lambda: torch_generator(0, "shuffle", 0, 0), num_epochs=2
+    )
+    batches = iter(order.split(sizes))
+
+    class FiveAnEpoch:
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            return (next(batches).tolist() for _ in range(5))
+
+    seed_everything(0, verbose=False)
+    loader = DataLoader(data.train_dataset, batch_sampler=FiveAnEpoch())
+    toy_trainer(max_epochs=2, **options).fit(central, loader, DataLoader(data.train_dataset))
+    torch.testing.assert_close(weights(module), weights(central), rtol=1e-12, atol=1e-14)
+    assert module.planned == (6, 10)
+    assert module.begun.read() == module.ended.read() == list(range(10))
 
 
 def test_steps_that_ask_for_their_clients_batches_are_taken_one_after_the_other():

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.federation.hooks import STEP_HOOKS
 
 
@@ -90,8 +91,9 @@ def test_accumulated_batches_are_one_larger_batch():
 def test_local_steps_count_optimizer_steps():
     module = WithIdleHook()
     federation = Federation(cohort=UniformCohort(size=2), local_steps=5, seed=0)
-    fit(module, federation=federation, accumulate_grad_batches=3, max_epochs=1)
-    assert len(module.backwards) == 2 * 5 * 3
+    data = toy_data(2, num_examples=56, partition=DirichletSizes(alpha=1e6))  # 4 batches each
+    fit(module, data=data, federation=federation, accumulate_grad_batches=3, max_epochs=1)
+    assert len(module.backwards) == 2 * (3 + 1 + 3 + 1 + 3)
 
 
 def test_parameter_groups_and_schedules_by_epochs_advance_per_round():

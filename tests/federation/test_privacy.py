@@ -30,12 +30,11 @@ from fl_lightning.data import FederatedNormalize
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.privacy.accounting.accountant import Accountant
+from fl_lightning.privacy.accounting.accountant import Accountant, Sampling
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.sampling import Sampling
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.grid import GRID_COST
 from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.private_mean import AdaptiveClip
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM

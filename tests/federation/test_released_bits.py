@@ -24,7 +24,7 @@ from fl_lightning import (
     LocalDP,
 )
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.privacy.private_mean import AdaptiveClip
 
 SIZE, ROUNDS, MOST_RIGHT = 2000, 200, 129
 NOISE = 20.0

@@ -20,7 +20,7 @@ from fl_lightning.flower.site.desk import Desk, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.privacy.accounting.composition import composed_epsilon
+from fl_lightning.privacy.accounting.gaussian import composed_epsilon
 from fl_lightning.privacy.run import AccountedRun
 
 RUN = AccountedRun(UniformCohort(size=2), num_clients=6, num_rounds=10, seed=3)

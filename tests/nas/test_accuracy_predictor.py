@@ -12,11 +12,13 @@ from toys import SaveEverywhere, toy_trainer
 from fl_lightning import ConfigurationError, Federation, Mean
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import AccuracyPredictor, Attentive, DeviceClasses, Sandwich
-from fl_lightning.nas.elastic.attentive import ForestPredictor
+from fl_lightning.nas.sub_networks.accuracy import (
+    ForestPredictor,
+    SubNetworkScore,
+    training_accuracies,
+)
 from fl_lightning.nas.sub_networks.capability import within
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
-from fl_lightning.nas.sub_networks.scores import SubNetworkScore
-from fl_lightning.nas.sub_networks.training_accuracy import training_accuracies
 from fl_lightning.sparsity import SparseSGDM
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")

@@ -8,11 +8,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.relax.bilevel import WeightStep, architecture_gradient, gradients_of, leaves
-from fl_lightning.nas.relax.curvature import largest_eigenvalue
-from fl_lightning.nas.relax.early_stop import EigenvalueStop, too_many_skips
-from fl_lightning.nas.relax.relaxation import SearchStep
-from fl_lightning.nas.relax.softmax import Softmax
+from fl_lightning.nas.alpha_gradients import WeightStep, architecture_gradient, gradients_of, leaves
+from fl_lightning.nas.collapse import EigenvalueStop, largest_eigenvalue, too_many_skips
+from fl_lightning.nas.relaxation import SearchStep, Softmax
 
 DOUBLE = {"dtype": torch.float64}
 

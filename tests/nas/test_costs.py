@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
+from nas_bench_201_costs import benchmark_flops, benchmark_params, naslib_flops
 from readme import ROOT
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost import cost
+from fl_lightning.nas.cost.cost import cost_table
 from fl_lightning.nas.cost.count import Cost, count
-from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_params, naslib_flops
-from fl_lightning.nas.cost.table import cost_table
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
 

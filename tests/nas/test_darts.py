@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.spaces.darts import DARTS
-from fl_lightning.nas.spaces.darts_network import DARTSCell
-from fl_lightning.nas.spaces.operations import FactorizedReduce
+from fl_lightning.nas.spaces.cells import FactorizedReduce
+from fl_lightning.nas.spaces.darts import DARTS, DARTSCell
 
 SPACE = DARTS()
 DARTS_V1 = """Genotype(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.nas.elastic.kernel import ElasticDepthwise
+from fl_lightning.nas.spaces.elastic import ElasticDepthwise
 from fl_lightning.nas.spaces.mobilenet import MobileNet
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT

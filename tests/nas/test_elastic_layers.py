@@ -9,15 +9,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.kernel import ElasticDepthwise
-from fl_lightning.nas.elastic.width import (
+from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
+    ElasticDepthwise,
     ElasticLayerNorm,
     ElasticLinear,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.networks.mobilenet import Block, Chosen, InvertedResidual
+from fl_lightning.nas.spaces.mobilenet import Block, Chosen, InvertedResidual
 from fl_lightning.nas.spaces.vit import ViT
 
 

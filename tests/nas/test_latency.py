@@ -10,10 +10,9 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import DARTS, BudgetTable, DeviceClasses, Supernet
 from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
-from fl_lightning.nas.cost.latency_measure import measure_latency
-from fl_lightning.nas.cost.stopwatch import Pace
-from fl_lightning.nas.named_spaces import NAMES
+from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latency
 from fl_lightning.nas.spaces.mobilenet import small_mobilenet
+from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.resnet import small_resnet
 from fl_lightning.nas.sub_networks.capability import CostOf, limits
@@ -127,7 +126,7 @@ def test_a_number_that_is_no_time_is_refused(place, number, tmp_path):
 def test_measuring_times_every_block_and_larger_networks_longer():
     space = NASBench201()
     options = {**OPTIONS, "cells": 1}
-    pace = Pace(warmup=1, rounds=3, passes=2)
+    pace = TimingPlan(warmup=1, rounds=3, passes=2)
     made = measure_latency(space, options=options, calibration=6, held_out=4, pace=pace)
     assert set(made.blocks) == set(blocks_of(space, options).kinds())
     assert min(made.blocks.values()) > 0

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.cost import built_cost, of
-from fl_lightning.nas.cost.table import cost_table
+from fl_lightning.nas.cost.cost import built_cost, cost_table, of
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import SKIP, MobileNetLayers
 

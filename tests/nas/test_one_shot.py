@@ -22,9 +22,8 @@ from fl_lightning.nas import (
     Shrinking,
     ViT,
 )
-from fl_lightning.nas.elastic.sandwich import distillation_loss, step_generator
 from fl_lightning.nas.sub_networks.capability import CostOf, within
-from fl_lightning.nas.sub_networks.methods import Step
+from fl_lightning.nas.sub_networks.methods import Step, distillation_loss, step_generator
 
 MOBILENET = MobileNet(
     kernels=(3, 5),

@@ -7,9 +7,8 @@ from toys import toy_trainer
 
 from fl_lightning import ConfigurationError, Federation
 from fl_lightning.nas import NASBench201, Network
-from fl_lightning.nas.elastic.calibration import apply_sums, collect_sums
-from fl_lightning.nas.sub_networks.recalibration import recalibrated
-from fl_lightning.nas.sub_networks.scores import SubNetworkScore
+from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
+from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums, recalibrated
 
 
 def batches():

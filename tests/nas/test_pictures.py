@@ -10,8 +10,15 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.layout import NODE_RADIUS, place
-from fl_lightning.nas.pictures import alpha_figure, cell_figure, front_figure, on_front, save
+from fl_lightning.nas.pictures import (
+    NODE_RADIUS,
+    alpha_figure,
+    cell_figure,
+    front_figure,
+    on_front,
+    place,
+    save,
+)
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
 from fl_lightning.nas.spaces.space import Decision, SearchSpace

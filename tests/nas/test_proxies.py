@@ -6,14 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nas_bench_201_costs import benchmark_flops, benchmark_params
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_params
-from fl_lightning.nas.named_spaces import NAMES
-from fl_lightning.nas.search.batches import noise_batch
-from fl_lightning.nas.search.objectives import ProxyScore, builder
-from fl_lightning.nas.search.proxies import PROXIES, jacov, naswot, snip, synflow
+from fl_lightning.nas.search.proxies import (
+    PROXIES,
+    ProxyScore,
+    builder,
+    jacov,
+    naswot,
+    noise_batch,
+    snip,
+    synflow,
+)
+from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 

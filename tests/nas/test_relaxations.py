@@ -7,24 +7,27 @@ import torch
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.relax.binary_gates import BinaryGates, gate_weights, shifted
-from fl_lightning.nas.relax.gumbel import (
-    HardGumbel,
-    SoftGumbel,
-    gumbel_softmax,
-    hard_gumbel_weights,
-)
-from fl_lightning.nas.relax.partial_channels import PartialChannels
-from fl_lightning.nas.relax.relaxation import (
+from fl_lightning.nas.relaxation import (
     EdgeWeights,
     MixedEdge,
+    PartialChannels,
     SearchStep,
+    SinglePath,
+    Softmax,
     drawn_operations,
     gumbel_noise,
     straight_through,
+    weights_of,
 )
-from fl_lightning.nas.relax.single_path import SinglePath, weights_of
-from fl_lightning.nas.relax.softmax import Softmax
+from fl_lightning.nas.sampled_paths import (
+    BinaryGates,
+    HardGumbel,
+    SoftGumbel,
+    gate_weights,
+    gumbel_softmax,
+    hard_gumbel_weights,
+    shifted,
+)
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 

@@ -8,12 +8,20 @@ import pytest
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.cost import cost
-from fl_lightning.nas.search.constraints import Constraint
-from fl_lightning.nas.search.evolution import Evolution, RegularizedEvolution
-from fl_lightning.nas.search.feasible import crossed, mutated, with_one_change
-from fl_lightning.nas.search.optuna import OptunaSearch
-from fl_lightning.nas.search.problem import Problem, parse_constraints
-from fl_lightning.nas.search.random import RandomSearch
+from fl_lightning.nas.search.problem import (
+    Constraint,
+    Problem,
+    crossed,
+    mutated,
+    parse_constraints,
+    with_one_change,
+)
+from fl_lightning.nas.search.strategies import (
+    Evolution,
+    OptunaSearch,
+    RandomSearch,
+    RegularizedEvolution,
+)
 from fl_lightning.nas.spaces.mobilenet import small_mobilenet
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.vit import ViT

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.nas.cost.cost import built_cost
-from fl_lightning.nas.elastic.sorting import sort_channels
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
+from fl_lightning.nas.spaces.subnetwork import sort_channels
 from fl_lightning.nas.spaces.vit import ViT, small_vit
 from fl_lightning.server.means.mean import OverlapMean
 

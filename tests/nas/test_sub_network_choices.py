@@ -10,19 +10,24 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
-from fl_lightning.nas.elastic.attentive import (
+from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
+from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
+from fl_lightning.nas.spaces.vit import small_vit
+from fl_lightning.nas.sub_networks.accuracy import ForestPredictor
+from fl_lightning.nas.sub_networks.attentive import (
     CostBins,
-    ForestPredictor,
     attentive_draw,
     bins_by_cost,
     check_candidates,
 )
-from fl_lightning.nas.elastic.budget import fit, largest_within
-from fl_lightning.nas.elastic.sandwich import distillation_loss, sandwich, step_generator
-from fl_lightning.nas.elastic.shrinking import ProgressiveShrinking, published_order
-from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
-from fl_lightning.nas.spaces.vit import small_vit
+from fl_lightning.nas.sub_networks.capability import largest_within
+from fl_lightning.nas.sub_networks.methods import (
+    ProgressiveShrinking,
+    distillation_loss,
+    published_order,
+    sandwich,
+    step_generator,
+)
 
 SPACES = [small_mobilenet(), small_resnet(), small_vit()]
 MOBILENET = small_mobilenet()
@@ -81,8 +86,8 @@ def test_shrinking_starts_at_the_largest_and_ends_with_all_of_the_space(space):
     schedule = ProgressiveShrinking(space, order, (2,) * phases)
     generator = torch.Generator().manual_seed(0)
     assert [schedule.sample(round_, generator) for round_ in (0, 1)] == [space.largest] * 2
-    begun = [round_ for round_ in range(3 * phases) if schedule.begins_phase(round_)]
-    assert begun == list(range(2, 2 * phases, 2))
+    told = [schedule.phase(round_) for round_ in range(3 * phases)]
+    assert told == [min(round_ // 2, phases - 1) for round_ in range(3 * phases)]
     last = [schedule.sample(1000, generator) for _ in range(300)]
     for index in range(len(space.parts[0].own) + 1):
         options = range(len(space.decisions[index].options))
@@ -141,22 +146,6 @@ def test_a_budget_that_nothing_meets_names_the_smallest():
         ConfigurationError, match=r"within 1,000: the smallest, w0.5:.* costs 2,983,178"
     ):
         largest_within(small_resnet(), flops, 1000)
-    with pytest.raises(ConfigurationError, match="no network of resnet is within"):
-        fit(small_resnet().largest, flops, 1000, torch.Generator())
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(SPACES), st.integers(0, 1000), st.floats(0, 1))
-def test_drawn_sub_networks_are_made_to_fit(space, seed, share):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = space.sample(generator)
-    low, high = flops(space.smallest), flops(space.largest)
-    budget = low + share * (high - low)
-    fitted = fit(drawn, flops, budget, generator)
-    assert flops(fitted) <= budget
-    assert all(a <= b for a, b in zip(fitted.choices, drawn.choices, strict=True))
-    if flops(drawn) <= budget:
-        assert fitted == drawn
 
 
 def test_bins_count_what_uniform_draws_have():

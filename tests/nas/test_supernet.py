@@ -22,7 +22,7 @@ from fl_lightning.nas import (
     Softmax,
     Supernet,
 )
-from fl_lightning.nas.server_step import ServerStep
+from fl_lightning.nas.alpha_optimizer import ServerSearchStep
 from fl_lightning.nas.spaces.cells import CellSpace, Row
 from fl_lightning.nas.spaces.space import Decision
 
@@ -157,7 +157,7 @@ def test_fresh_optimizers_at_clients_do_not_take_the_pooled_step():
 
 def test_three_clients_whose_mean_sign_is_wrong():
     """Gradients 0.9, -0.1, -0.1: Adam at clients goes up, the pooled step goes down."""
-    step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=3e-4), local_lr=3e-4)
+    step = ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=3e-4), local_lr=3e-4)
     step.place(Space({"alpha": torch.zeros(1)}))
     params = torch.zeros(1)
     step.open(0, GlobalModel(params, torch.empty(0)))
@@ -256,4 +256,4 @@ def test_batches_without_a_half_for_the_search_are_refused():
 
 def test_a_rate_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="lr must be positive"):
-        ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
+        ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)

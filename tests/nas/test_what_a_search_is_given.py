@@ -19,7 +19,7 @@ from fl_lightning.nas import (
     Supernet,
 )
 from fl_lightning.nas.checks import check_one_device, check_precision
-from fl_lightning.nas.retraining import retraining
+from fl_lightning.nas.network import retraining
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),

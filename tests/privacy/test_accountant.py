@@ -15,17 +15,21 @@ from scipy.stats import norm
 
 from fl_lightning import AllClients, ConfigurationError, PoissonCohort, UniformCohort
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort, RoundRobinCohort
-from fl_lightning.privacy.accounting.accountant import Accountant, most_rounds
+from fl_lightning.privacy.accounting.accountant import (
+    Accountant,
+    Sampling,
+    most_rounds,
+    noise_for_budget,
+    sampling_of,
+)
 from fl_lightning.privacy.accounting.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
     turns_epsilon,
 )
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.sampling import Sampling, sampling_of
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.private_mean import AdaptiveClip
 from fl_lightning.privacy.run import AccountedRun
 
 # noise multiplier, rate, rounds, δ, ε by RDP, ε by PLD

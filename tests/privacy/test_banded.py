@@ -12,7 +12,7 @@ from fl_lightning import AllClients, BandedMatrixDP, ConfigurationError, LocalDP
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort, RoundRobinCohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.banded_matrix import (
+from fl_lightning.privacy.banded import (
     CorrelatedSums,
     banded_factor,
     check_column_norms,
@@ -41,7 +41,7 @@ def test_the_best_factor_of_prefix_sums():
 
 def test_long_runs_are_close_to_the_best(monkeypatch):
     best = mean_squared_error(banded_factor(60, 8))
-    monkeypatch.setattr("fl_lightning.privacy.banded_matrix.MOST_OPTIMISED", 50)
+    monkeypatch.setattr("fl_lightning.privacy.banded.MOST_OPTIMISED", 50)
     assert best < mean_squared_error(banded_factor(60, 8)) < 1.2 * best
 
 

@@ -18,11 +18,10 @@ from fl_lightning import (
     PoissonCohort,
     UniformCohort,
 )
-from fl_lightning.privacy.accounting.composition import ReleaseCost
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.noise.integer_vector import norm_bound, to_integers
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost, gaussian_epsilon
+from fl_lightning.privacy.distributed import _tail_table, skellam_noise
+from fl_lightning.privacy.noise.grid import norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.noise.skellam_noise import _tail_table, skellam_noise
 from fl_lightning.privacy.run import AccountedRun
 
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.distributed import IntegerCode
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
+from fl_lightning.privacy.distributed import IntegerCode, largest_noise, skellam_noise
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring

@@ -36,25 +36,3 @@ def shares(work: Integers, num_shares: int) -> list[Integers]:
         parts[share].append(client)
         heapq.heappush(loads, (load + int(work[client]), share))
     return [np.sort(np.array(part, np.int64)) for part in parts]
-
-
-def local_work(
-    num_examples: Integers,
-    batch_size: int,
-    *,
-    drop_last: bool,
-    num_epochs: int | None = None,
-    num_steps: int | None = None,
-) -> Integers:
-    """Return the number of local batches of every client, in units that compare clients.
-
-    Example:
-        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_epochs=3).tolist()
-        [3, 6]
-        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_steps=5).tolist()
-        [5, 5]
-    """
-    if num_epochs is None:
-        return np.full_like(num_examples, num_steps or 1)
-    per_epoch = num_examples // batch_size if drop_last else -(-num_examples // batch_size)
-    return num_epochs * np.maximum(per_epoch, np.minimum(num_examples, 1))

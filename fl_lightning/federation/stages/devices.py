@@ -13,6 +13,7 @@ from fl_lightning.client.devices import Devices, Fate, Fleet
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Processes, Stage
 from fl_lightning.federation.stages.asynchrony import (
@@ -30,23 +31,23 @@ class SimulatedDevices(Stage):
 
     Args:
         fleet: the clients' devices.
-        accumulate: batches per local step.
+        plan: the batches of their local steps.
     """
 
-    def __init__(self, fleet: Fleet, accumulate: int) -> None:
-        self._fleet, self._accumulate = fleet, accumulate
+    def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
+        self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage on their devices; those whose update will not come are out."""
         sending = []
         for client in work:
-            num_steps = -(-len(client.sizes) // self._accumulate)
-            fate = self._fleet.fate(client.client_id, num_steps, draw=client.round_index)
+            steps = self._plan.batches_of_steps(client)
+            fate = self._fleet.fate(client.client_id, len(steps), draw=client.round_index)
             record.durations[client.client_id] = fate.seconds
-            if fate.is_lost and num_steps:
+            if fate.is_lost and steps:
                 record.lost.append(client.client_id)
             else:
-                sending.append(client.head(fate.num_steps * self._accumulate))
+                sending.append(client.head(sum(steps[: fate.num_steps])))
         return GroupWork.of(sending)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -112,15 +113,15 @@ class VirtualTime:
 
         return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
 
-    def who_sends(self, accumulate: int) -> list[Stage]:
+    def who_sends(self, plan: WorkPlan) -> list[Stage]:
         """Return what decides whose updates come, and of which model.
 
         Args:
-            accumulate: batches per local step.
+            plan: the batches of their local steps.
         """
         if self.arrivals is not None:
             return [Versions(self.arrivals)]
-        return [] if self.fleet is None else [SimulatedDevices(self.fleet, accumulate)]
+        return [] if self.fleet is None else [SimulatedDevices(self.fleet, plan)]
 
     def how_it_counts(self) -> list[Stage]:
         """Return what weighs updates that arrive."""

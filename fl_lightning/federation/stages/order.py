@@ -61,7 +61,7 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         ConfigurationError: for what does not go together.
     """
     options = run.options
-    stages = time.who_sends(run.accumulate)
+    stages = time.who_sends(run.plan)
     if run.scaler.is_at_work:
         stages.append(run.scaler)
     masks = client_masks(run.trainer)

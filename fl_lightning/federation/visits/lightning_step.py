@@ -75,7 +75,7 @@ class LightningStep:
         self._starts = overrides(self._module, "on_train_batch_start")
         self._ends = overrides(self._module, "on_train_batch_end")
         self._takes_index = takes_index(self._module.training_step)
-        self._ended: list[tuple[Any, Any]] = []
+        self._ended: list[tuple[Any, Any, int]] = []
         self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
         self._direct: Forwards | None = None
@@ -134,8 +134,8 @@ class LightningStep:
         else:
             loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
         if self._ended:
-            for outputs, batch in self._ended:
-                self._module.on_train_batch_end(outputs, batch, index)
+            for ended in self._ended:
+                self._module.on_train_batch_end(*ended)
             self._ended.clear()
         return loss
 
@@ -184,7 +184,7 @@ class LightningStep:
         with self._adding_by_hand():
             outputs = outputs_by_hand(self._output(batch, index))
         if self._ends:
-            self._ended.append((outputs, batch))
+            self._ended.append((outputs, batch, index))
         return loss_by_hand(outputs)
 
     def _adding_by_hand(self) -> AbstractContextManager[None]:
@@ -258,7 +258,7 @@ class LightningStep:
         output = self._output(batch, index)
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
-            self._ended.append((outputs, batch))
+            self._ended.append((outputs, batch, index))
         loss = loss_of(output)
         if self.contrast is None or loss is None:
             return loss
@@ -275,6 +275,7 @@ class LightningStep:
         sizes: list[int] = []
         values: list[Tensor] = []  # of the function whose gradient is taken
         term = self.term
+        first = self.counts.batch + 1 if index else 0  # not every step before took as many
 
         @torch.enable_grad()
         def closure() -> Tensor | None:
@@ -283,7 +284,7 @@ class LightningStep:
             sizes.clear()
             values.clear()
             for number, (batch, size) in enumerate(batches):
-                number_in_round = index * self._accumulate + number
+                number_in_round = first + number
                 prepared = self._prepared(batch, size, number_in_round)
                 loss = self._loss(prepared, number_in_round)
                 if number == 0:

@@ -131,18 +131,18 @@ class _CountingTrainer(Trainer):
 
 
 def count_locally(
-    trainer: Trainer, planned_steps: int, accumulate: int, cleanup: ExitStack
+    trainer: Trainer, planned_steps: int, planned_batches: int, cleanup: ExitStack
 ) -> None:
     """Make a Trainer count as clients do until the fit is over.
 
     Args:
         trainer: whose module is about to build its optimizers.
         planned_steps: local steps of a round by which schedules count.
-        accumulate: batches of a local step.
+        planned_batches: of the client that has the most.
         cleanup: gives the Trainer back as it was.
     """
     kind = type(trainer)
-    trainer.local_counts = LocalCounts(planned_steps, planned_steps * accumulate)  # type: ignore[attr-defined]
+    trainer.local_counts = LocalCounts(planned_steps, max(1, planned_batches))  # type: ignore[attr-defined]
     counting = type(kind.__name__, (_CountingTrainer, kind), {"__module__": kind.__module__})
     object.__setattr__(trainer, "__class__", counting)
     cleanup.callback(vars(trainer).pop, "local_counts")

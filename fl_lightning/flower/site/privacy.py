@@ -21,7 +21,7 @@ from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.privacy.accounting.composition import ReleaseCost
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
 from fl_lightning.privacy.run import AccountedRun

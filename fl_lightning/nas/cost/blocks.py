@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.depth import ElasticDepth
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
-from fl_lightning.nas.spaces.parts import Number, Part, Size
-from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.spaces.elastic import ElasticDepth
+from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 # a network and the kinds of its blocks

@@ -1,16 +1,28 @@
-"""What an architecture costs, whatever space it is of."""
+"""What an architecture costs, whatever space it is of.
+
+Of a space of cells, a table has what every operation on every edge costs; sums give any cell's cost exactly:
+
+    cost(cell) = fixed + Σ_rows cost[row, operation on it]
+    E[cost]    = fixed + Σ_rows Σ_operations p[row, operation] · cost[row, operation]
+
+The second is differentiable in p, which is what hardware-aware searches add to their loss. A row's
+cost is over all cells of the network that repeat it, at their channels and sides.
+Source of the expectation: Cai et al. 2019, ProxylessNAS, section 3.3; Wu et al. 2019, FBNet, eq. 7.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, count
-from fl_lightning.nas.cost.table import cost_table
-from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -77,3 +89,129 @@ def built_cost(space: Buildable, architecture: Architecture, *, side: int, **opt
     with torch.device("meta"):
         network = space.build(architecture, **options)
         return count(network, torch.empty(1, options["in_channels"], side, side))
+
+
+Measure = Literal["flops", "params", "activations"]
+MEASURES: tuple[Measure, ...] = ("flops", "params", "activations")
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """Costs of one space in networks of one shape; what `cost_table` returns.
+
+    Attributes:
+        fixed: what is there whatever the cells are.
+        flops: multiply-adds, (num_rows, num_operations), whole numbers.
+        params: numbers.
+        activations: numbers.
+    """
+
+    fixed: Cost
+    flops: Tensor
+    params: Tensor
+    activations: Tensor
+
+    def of(self, operations: Sequence[int]) -> Cost:
+        """Return the cost of a network with these operations on its rows (`operations_of`)."""
+        rows = range(len(operations))
+        sums = (int(getattr(self, name)[rows, list(operations)].sum()) for name in MEASURES)
+        return self.fixed + Cost(*sums)
+
+    def expected(self, probabilities: Tensor, measure: Measure = "flops") -> Tensor:
+        """Return the expectation when rows draw their operations by themselves.
+
+        Args:
+            probabilities: (num_rows, num_operations); gradients flow.
+            measure: of what.
+        """
+        costs = getattr(self, measure).to(probabilities)
+        expectation: Tensor = getattr(self.fixed, measure) + (probabilities * costs).sum()
+        return expectation
+
+
+@lru_cache(maxsize=64)
+def cost_table(
+    space: CellSpace,
+    *,
+    side: int = 32,
+    in_channels: int = 3,
+    num_classes: int = 10,
+    channels: int | None = None,
+    cells: int | None = None,
+) -> CostTable:
+    """Count what one image costs each operation on each row, and the rest of the network.
+
+    Nothing is computed: sizes alone flow through the network.
+
+    Args:
+        space: of cells.
+        side: of the images, in pixels.
+        in_channels: of the images.
+        num_classes: of the classifier.
+        channels: of the first cells; None: as the space's `network` has them by default.
+        cells: how many; None: as the space's `network` has them by default.
+
+    Raises:
+        ConfigurationError: if a number is not positive.
+    """
+    shape = {"channels": channels, "cells": cells}
+    given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    numbers = {"side": side, "in_channels": in_channels, "num_classes": num_classes, **given}
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {value}")
+    flows: list[_Flow] = []
+
+    def make_edge(
+        row: int, candidates: Sequence[Candidate], channels_in: int, channels_out: int, stride: int
+    ) -> nn.Module:
+        return _Watched(row, candidates, (channels_in, channels_out, stride), flows)
+
+    with torch.device("meta"):
+        network = space.network(
+            make_edge, num_classes=num_classes, in_channels=in_channels, **given
+        )
+        fixed = count(network, torch.empty(1, in_channels, side, side))
+        return CostTable(fixed, *_sums(space, flows))
+
+
+# row, candidates, (channels in, channels out, stride), what flowed in
+_Flow = tuple[int, Sequence[Candidate], tuple[int, int, int], torch.Size]
+
+
+class _Watched(nn.Module):
+    """An edge that notes what flows in. Its output is a view: no layer's, and nothing computed."""
+
+    def __init__(
+        self,
+        row: int,
+        candidates: Sequence[Candidate],
+        sizes: tuple[int, int, int],
+        flows: list[_Flow],
+    ) -> None:
+        super().__init__()
+        self.flow = row, candidates, sizes
+        self.flows = flows
+
+    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+        self.flows.append((*self.flow, x.shape))
+        _, _, (_, channels_out, stride) = self.flow
+        return x[:, :1, ::stride, ::stride].expand(-1, channels_out, -1, -1)
+
+
+def _sums(space: CellSpace, flows: Sequence[_Flow]) -> Tensor:
+    """Return what each operation on each row costs in all, (measures, rows, operations)."""
+    sums = torch.zeros(
+        len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64, device="cpu"
+    )
+    known: dict[tuple[Any, ...], Tensor] = {}
+    for row, candidates, sizes, shape in flows:
+        for number, candidate in enumerate(candidates):
+            if number == space.none:
+                continue  # an edge that is left out
+            key = number, sizes, shape
+            if key not in known:
+                cost = count(candidate(*sizes), torch.empty(shape))
+                known[key] = torch.tensor([getattr(cost, name) for name in MEASURES], device="cpu")
+            sums[:, row, number] += known[key]
+    return sums

@@ -1,4 +1,4 @@
-"""Counts what one example costs a module, by running it.
+"""What one example costs a module: counted by running it, and of single layers by formulas.
 
     flops        multiply-adds of convolutions, products of matrices and attention, and their biases
     params       numbers that are trained or frozen, each once
@@ -9,6 +9,13 @@ NAS-Bench-201's tables and of most papers (theirs say FLOPs, as we do).
 Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations and leaves biases
 out. It also does not see into `nn.MultiheadAttention` where that runs as one fused operator: the
 fused path is switched off while we count.
+
+The formulas give what `count` finds when it runs the layer:
+
+    convolution   flops = k² · in / groups · out · area (+ out · area with bias)
+    linear        flops = tokens · in · out (+ tokens · out)
+    attention     flops = 2 · tokens² · heads · features of a head, besides its linear layers
+    batch norm, layer norm, activations, pools: no flops, their outputs are activations
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -114,7 +121,7 @@ class _ContiguousLinear(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is linear and args:
+        if func is functional.linear and args:
             args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
 
@@ -180,3 +187,50 @@ def _memory(tensor: Tensor) -> int:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def convolution(
+    channels_in: int,
+    channels_out: int,
+    kernel: int,
+    area: int,
+    *,
+    depthwise: bool = False,
+    bias: bool = False,
+) -> Cost:
+    """Return the cost of a convolution whose output has ``area`` pixels.
+
+    Example:
+        >>> convolution(3, 16, 3, 32 * 32)
+        Cost(flops=442368, params=432, activations=16384)
+    """
+    weights = kernel**2 * channels_out * (1 if depthwise else channels_in)
+    shifts = channels_out if bias else 0
+    return Cost((weights + shifts) * area, weights + shifts, channels_out * area)
+
+
+def linear(features_in: int, features_out: int, tokens: int = 1) -> Cost:
+    """Return the cost of an affine map of each token."""
+    params = (features_in + 1) * features_out
+    return Cost(params * tokens, params, features_out * tokens)
+
+
+def norm(channels: int, area: int) -> Cost:
+    """Return the cost of a norm with a scale and a shift a channel."""
+    return Cost(0, 2 * channels, channels * area)
+
+
+def outputs(numbers: int) -> Cost:
+    """Return the cost of a layer that only puts numbers out: an activation, a pool."""
+    return Cost(0, 0, numbers)
+
+
+def normalised(convolved: Cost, channels: int, area: int, *, activated: bool = True) -> Cost:
+    """Return the cost of a convolution with its batch norm, and its activation."""
+    cost = convolved + norm(channels, area)
+    return cost + outputs(channels * area) if activated else cost
+
+
+def halved(side: int, stride: int) -> int:
+    """Return the side after a layer of this stride that pads: ⌈side / stride⌉."""
+    return -(-side // stride)

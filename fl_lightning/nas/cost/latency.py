@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.blocks import Blocks, CellBlocks, blocks_of
-from fl_lightning.nas.cost.table import MEASURES, Measure
-from fl_lightning.nas.named_spaces import described_space, description
+from fl_lightning.nas.cost.cost import MEASURES, Measure
+from fl_lightning.nas.spaces.named import described_space, description
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 FORMAT = "fl-lightning latency"

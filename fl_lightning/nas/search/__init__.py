@@ -1,1 +1,1 @@
-"""Searches that sample architectures, a file each."""
+"""Searches among architectures that train nothing: problems, strategies, scores, findings."""

@@ -17,8 +17,7 @@ import yaml
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.pictures import front_figure, save
-from fl_lightning.nas.search.constraints import shown
-from fl_lightning.nas.search.problem import Evaluated, SearchResult
+from fl_lightning.nas.search.problem import Evaluated, SearchResult, shown
 
 _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latency (ms)"}
 

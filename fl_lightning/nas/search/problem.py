@@ -1,22 +1,31 @@
 """What a search that trains nothing is given, and what it returns.
 
-    maximise score(architecture)   subject to constraints on cost(architecture)
+    maximise score(architecture)   subject to constraints on cost(architecture), e.g. ``latency_ms<=8``
 
 Scores are dear and costs are cheap: a search has a budget of scores, each of a different architecture
 that meets all constraints. It asks for costs as often as it likes.
+
+A constraint's excess is by how much a cost misses the bound, as a share of the bound: 0 if it is met.
+Excesses of several constraints add up, whatever their units.
+
+A draw of an architecture that meets them is uniform while that succeeds; where constraints leave little, a
+uniform draw is walked towards them, one decision at a time, in random order. Those are not uniform any more.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import torch
+
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.pictures import on_front
-from fl_lightning.nas.search.constraints import Constraint, shown
-from fl_lightning.nas.search.feasible import best_by_steps
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 # how good an architecture is, higher is better; -inf: useless
@@ -62,6 +71,97 @@ class SearchResult:
         useful = [number for number, score in enumerate(scores) if score > -math.inf]
         kept = on_front([costs[n] for n in useful], [scores[n] for n in useful])
         return [self.evaluated[useful[number]] for number in kept]
+
+
+def parse_constraints(texts: Sequence[str], measures: Sequence[str]) -> tuple[Constraint, ...]:
+    """Read several constraints; see `Constraint.parse`."""
+    return tuple(Constraint.parse(text, measures) for text in texts)
+
+
+_PIECES = re.compile(r"\s*(?P<measure>[A-Za-z_]\w*)?\s*(?P<sign><=|>=)?\s*(?P<bound>\S+)?\s*")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A bound on one cost; `parse` reads one.
+
+    Attributes:
+        measure: the name of the cost.
+        bound: in the cost's unit, above 0.
+        is_upper: whether the cost may be at most the bound; else at least.
+
+    Example:
+        >>> constraint = Constraint.parse("flops <= 4e7", ["flops", "params"])
+        >>> str(constraint), constraint.excess({"flops": 5e7})
+        ('flops<=4e+07', 0.25)
+    """
+
+    measure: str
+    bound: float
+    is_upper: bool = True
+
+    @classmethod
+    def parse(cls, text: str, measures: Sequence[str]) -> Constraint:
+        """Read a constraint.
+
+        Args:
+            text: cost, ``<=`` or ``>=``, bound.
+            measures: the names of the costs that there are.
+
+        Raises:
+            ConfigurationError: with the place where the text stops making sense.
+        """
+        pieces = _PIECES.match(text)
+        assert pieces is not None, "every piece may be missing"
+        measure, sign, bound = pieces.groups()
+        if measure not in measures:
+            close = difflib.get_close_matches(measure or "", measures, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(measures)}"
+            if measure == "latency_ms":
+                advice = "Give a latency file (--latency), which fl-lightning latency writes"
+            _refuse(text, 0, "the name of a cost", advice)
+        if sign is None:
+            _refuse(text, pieces.end("measure"), "<= or >=", "e.g. " + f"{measure}<=1e6")
+        value = _positive(bound)
+        if value is None or pieces.end() < len(text):
+            place = pieces.end("sign") if value is None else pieces.end()
+            _refuse(text, place, "a number above 0" if value is None else "the end", "")
+        assert value is not None
+        return cls(measure, value, sign == "<=")
+
+    def excess(self, costs: Mapping[str, float]) -> float:
+        """Return by which share of the bound a network misses it; 0: it meets the constraint."""
+        beyond = costs[self.measure] - self.bound
+        return max(0.0, beyond if self.is_upper else -beyond) / self.bound
+
+    def __str__(self) -> str:
+        return f"{self.measure}{'<=' if self.is_upper else '>='}{self.bound:g}"
+
+
+def shown(value: float) -> str:
+    """Return a cost to read.
+
+    Example:
+        >>> shown(15647370), shown(3.14159)
+        ('15,647,370', '3.14')
+    """
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}"
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None
+
+
+def _refuse(text: str, place: int, expected: str, advice: str) -> None:
+    found = text[place:].strip()
+    at = f"character {place + 1} is {found!r}" if found else "it ends too early"
+    raise ConfigurationError(
+        f"constraint {text!r}: {at}; expected {expected}{f'. {advice}' if advice else ''}"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +282,120 @@ class Evaluations:
         return SearchResult(tuple(self._done.values()), self.budget)
 
 
-def parse_constraints(texts: Sequence[str], measures: Sequence[str]) -> tuple[Constraint, ...]:
-    """Read several constraints; see `Constraint.parse`."""
-    return tuple(Constraint.parse(text, measures) for text in texts)
+UNIFORM_DRAWS = 30
+# by how much an architecture misses the constraints
+Excess = Callable[[Architecture], float]
+
+
+def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> Architecture:
+    """Return an architecture of which no single decision can be changed to lower a loss.
+
+    Where decisions add to the loss by themselves, as they do to costs, it is the lowest there is.
+
+    Args:
+        space: of the architectures.
+        loss: of an architecture.
+    """
+    starts = [space.architecture([0] * len(space.decisions))]
+    if isinstance(space, SizeSpace):
+        starts.append(space.largest)
+    ends = [_descended(start, loss, range(len(space.decisions))) for start in starts]
+    return min(ends, key=loss)
+
+
+def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Architecture | None:
+    """Return a random architecture that meets constraints; None: this attempt found none.
+
+    Args:
+        space: to draw from.
+        excess: of an architecture over the constraints.
+        generator: of the draws.
+    """
+    drawn = space.sample(generator)
+    for _ in range(UNIFORM_DRAWS):
+        if excess(drawn) == 0:
+            return drawn
+        drawn = space.sample(generator)
+    order = torch.randperm(len(space.decisions), generator=generator).tolist()
+    walked = _descended(drawn, excess, order, enough=0)
+    return walked if excess(walked) == 0 else None
+
+
+def mutated(
+    architecture: Architecture, probability: float, generator: torch.Generator
+) -> Architecture:
+    """Return an architecture of which each choice is drawn anew with a probability.
+
+    Args:
+        architecture: to change.
+        probability: in [0, 1], of each decision.
+        generator: of the draws.
+    """
+    space, choices = architecture.space, awake(architecture, generator)
+    for index, decision in enumerate(space.decisions):
+        if float(torch.rand((), generator=generator)) < probability:
+            choices[index] = _drawn(len(decision.options), generator)
+    return space.architecture(choices)
+
+
+def with_one_change(architecture: Architecture, generator: torch.Generator) -> Architecture:
+    """Return an architecture of which one choice, drawn among those with an effect, is another."""
+    space, choices = architecture.space, awake(architecture, generator)
+    active = space.active(architecture.choices) if isinstance(space, SizeSpace) else None
+    open_ = [
+        index
+        for index, decision in enumerate(space.decisions)
+        if len(decision.options) > 1 and (active is None or active[index])
+    ]
+    if not open_:
+        return architecture
+    index = open_[_drawn(len(open_), generator)]
+    others = len(space.decisions[index].options) - 1
+    choices[index] = (choices[index] + 1 + _drawn(others, generator)) % (others + 1)
+    return space.architecture(choices)
+
+
+def crossed(first: Architecture, second: Architecture, generator: torch.Generator) -> Architecture:
+    """Return an architecture that has each choice from one of two, drawn uniformly."""
+    pairs = list(zip(awake(first, generator), awake(second, generator), strict=True))
+    sides = torch.randint(2, (len(pairs),), generator=generator).tolist()
+    return first.space.architecture([pair[side] for pair, side in zip(pairs, sides, strict=True)])
+
+
+def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
+    """Return the choices, with random ones where they have no effect.
+
+    Blocks beyond a stage's depth are such: a change that makes the stage deeper would else always
+    add the smallest block.
+    """
+    space, choices = architecture.space, list(architecture.choices)
+    if isinstance(space, SizeSpace):
+        for index, active in enumerate(space.active(choices)):
+            if not active:
+                choices[index] = _drawn(len(space.decisions[index].options), generator)
+    return choices
+
+
+def _descended(
+    start: Architecture,
+    loss: Callable[[Architecture], float],
+    order: Sequence[int],
+    enough: float = -math.inf,
+) -> Architecture:
+    """Change one decision after the other to its best option, until none helps or it is enough."""
+    best, lowest = start, loss(start)
+    space, moved = start.space, True
+    while moved and lowest > enough:
+        moved = False
+        for index in order:
+            for option in range(len(space.decisions[index].options)):
+                choices = list(best.choices)
+                choices[index] = option
+                changed = space.architecture(choices)
+                if (value := loss(changed)) < lowest:
+                    best, lowest, moved = changed, value, True
+    return best
+
+
+def _drawn(count: int, generator: torch.Generator) -> int:
+    return int(torch.randint(count, (), generator=generator))

@@ -13,6 +13,13 @@ convolutions and linear layers. The sizes of a network (`params`, `flops`) are p
 does not beat them says nothing.
 Differs: the logarithm of synflow, which keeps the order and fits a plot.
 A network whose output does not depend on its input scores -∞ (synflow: 0).
+
+Scores of architectures that need no training: proxies of fresh networks, sizes, a table of truths.
+
+An objective is any function from an architecture to a number, higher is better; one that evaluates
+sub-networks of a trained supernet is used in the same way.
+
+The one batch that a proxy sees: noise, or images of a folder.
 """
 
 from __future__ import annotations
@@ -21,12 +28,23 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, torch_generator
+from fl_lightning.nas.search.problem import Costs
+from fl_lightning.nas.spaces.nas_bench_201_table import DataSet, NASBench201Table
+from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
+
 
 # a network, images (batch, channels, side, side), labels (batch,) -> its score
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
@@ -178,3 +196,164 @@ def _training(network: nn.Module) -> Iterator[None]:
             module.training = mode
         for name, buffer in network.named_buffers():
             buffer.copy_(buffers[name])
+
+
+# makes a fresh network of an architecture
+Build = Callable[[Architecture], nn.Module]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ProxyScore:
+    """A proxy of a fresh network.
+
+    Every network is drawn from the same seed, and sees the same batch.
+
+    Attributes:
+        proxy: of which.
+        build: makes networks.
+        images: a batch.
+        labels: of it.
+        seed: of the weights.
+    """
+
+    proxy: Proxy
+    build: Build
+    images: Tensor
+    labels: Tensor
+    seed: int = 0
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the score."""
+        devices = [] if self.images.device.type == "cpu" else [self.images.device]
+        with torch.random.fork_rng(devices=devices):  # PyTorch's layers draw from the global one
+            torch.manual_seed(derive_seed(self.seed, "proxy weights"))
+            network = self.build(architecture).to(self.images.device)
+        return self.proxy(network, self.images, self.labels)
+
+
+@final
+@dataclass(frozen=True)
+class CostScore:
+    """A cost as a score: larger networks are often better ones.
+
+    Attributes:
+        cost: of an architecture.
+        measure: the name of the cost.
+    """
+
+    cost: Costs
+    measure: str
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the cost."""
+        return self.cost(architecture)[self.measure]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TableScore:
+    """The accuracy that a table of NAS-Bench-201 says.
+
+    Attributes:
+        table: of the benchmark.
+        data_set: whose accuracy.
+    """
+
+    table: NASBench201Table
+    data_set: DataSet = "cifar10"
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the accuracy in percent."""
+        return self.table.lookup(architecture)[self.data_set]
+
+
+def builder(space: SearchSpace, **options: Any) -> Build:
+    """Return what makes the networks of a space.
+
+    Args:
+        space: of the architectures.
+        options: of its `build`.
+    """
+    build: Callable[..., nn.Module] = space.build  # type: ignore[attr-defined]
+
+    def make(architecture: Architecture) -> nn.Module:
+        return build(architecture, **options)
+
+    return make
+
+
+def noise_batch(
+    batch_size: int, *, side: int, in_channels: int, num_classes: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return images of Gaussian noise with random labels: for a proxy where there is no data.
+
+    Args:
+        batch_size: how many.
+        side: of the images, in pixels.
+        in_channels: of the images.
+        num_classes: of the labels.
+        seed: of the draws.
+    """
+    generator = torch_generator(seed, "proxy batch")
+    images = torch.randn(batch_size, in_channels, side, side, generator=generator)
+    return images, torch.randint(num_classes, (batch_size,), generator=generator)
+
+
+def folder_batch(
+    folder: str | Path,
+    batch_size: int,
+    *,
+    side: int,
+    in_channels: int,
+    num_classes: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Return random images of a folder, one sub-folder a class, of mean 0 and deviation 1.
+
+    Args:
+        folder: of the sub-folders.
+        batch_size: how many.
+        side: to resize them to, in pixels.
+        in_channels: 1 or 3.
+        num_classes: of the networks, no fewer than the folder has.
+        seed: of the draws.
+
+    Raises:
+        ConfigurationError: if there is no such folder, it does not fit the networks, or one of the
+            images cannot be read.
+    """
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    steps = [v2.PILToTensor(), v2.Grayscale(in_channels), v2.Resize((side, side), antialias=True)]
+    if in_channels == 3:
+        del steps[1]
+    if in_channels not in (1, 3):
+        raise ConfigurationError(
+            f"images: in_channels must be 1 or 3 for images, got {in_channels}"
+        )
+    try:
+        data = ImageFolder(str(folder), v2.Compose(steps))
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(f"images {folder}: {str(error).splitlines()[0]}") from None
+    if len(data.classes) > num_classes:
+        raise ConfigurationError(
+            f"images {folder}: {len(data.classes)} classes, and num_classes is {num_classes}: raise it"
+        )
+    generator = torch_generator(seed, "proxy batch")
+    chosen = torch.randperm(len(data), generator=generator)[:batch_size].tolist()
+    images, labels = zip(*(_read_image(data, number) for number in chosen), strict=True)
+    batch = torch.stack(images).float()
+    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), torch.tensor(labels)
+
+
+def _read_image(data: ImageFolder, number: int) -> tuple[Tensor, int]:
+    try:
+        image, label = data[number]
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of broken files
+        raise ConfigurationError(
+            f"images: {data.samples[number][0]} cannot be read ({type(error).__name__}): replace it or "
+            "remove it"
+        ) from error
+    return image, label

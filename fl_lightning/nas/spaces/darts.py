@@ -3,30 +3,49 @@
 A cell's inputs (nodes 0 and 1) are the outputs of the two cells before it; its output is the
 concatenation of the nodes 2 to 5. While a search runs every node has an edge from each earlier one
 (14 a cell), and an edge may be ``none``; the cell that comes out keeps two edges a node and one of
-seven operations on each: 10¹⁸ pairs of cells.
-Source: Liu et al. 2019, ICLR, sections 2.1 to 2.4 and 3.1, and the released code: stem of 3C channels,
-reductions at 1/3 and 2/3 of the cells, which double the channels.
+seven operations on each: 10¹⁸ pairs of cells. The network is a stem, such cells, a classifier.
+Architectures are also read as papers print them: ``Genotype(normal=[('sep_conv_3x3', 1), …], normal_concat=…)``.
+Source: Liu et al. 2019, ICLR, sections 2.1 to 2.4 and 3.1, and the released code for CIFAR-10: stem of 3C
+channels, reductions at 1/3 and 2/3 of the cells, which double the channels.
 Differs: no drop path and no auxiliary head (they belong to the recipe of training). Images of odd
 side work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
-from fl_lightning.nas.spaces.cells import CellSpace, MakeEdge, Row
-from fl_lightning.nas.spaces.darts_network import DARTSNetwork, candidates
-from fl_lightning.nas.spaces.genotype import CELLS, Inputs, is_genotype, read_genotype
-from fl_lightning.nas.spaces.reader import Reader
-from fl_lightning.nas.spaces.space import Architecture, Decision
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.spaces.cells import (
+    Candidate,
+    CellSpace,
+    FactorizedReduce,
+    MakeEdge,
+    ReLUConvBN,
+    Row,
+    Zero,
+    average_pool,
+    dilated,
+    separable,
+)
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 NODES = (2, 3, 4, 5)
+
+
+CELLS = ("normal", "reduction")
+
+
+# node by node, ((operation, source), (operation, source))
+Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 
 
 @final
@@ -111,16 +130,18 @@ class DARTS(CellSpace):
     def parse(self, text: str) -> Architecture:
         """Return the pair of cells of a string of ours, or of a published ``Genotype(normal=…)``."""
         text = " ".join(text.split())  # a genotype may go over several lines
-        if is_genotype(text):
+        if text.startswith("Genotype("):
             return self.of_inputs(read_genotype(text, self.name, self.operations[1:]))
-        reader, cells = Reader(text, self.name), {}
+        reader, cells = ArchitectureReader(text, self.name), {}
         for cell in CELLS:
             reader.expect(f"{cell}:" if cell == CELLS[0] else f";{cell}:")
             cells[cell] = tuple(self._read_node(reader, node) for node in NODES)
         reader.end()
         return self.of_inputs(cells)
 
-    def _read_node(self, reader: Reader, node: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    def _read_node(
+        self, reader: ArchitectureReader, node: int
+    ) -> tuple[tuple[str, int], tuple[str, int]]:
         reader.expect("|" if node == NODES[0] else "+|")
         pair: list[tuple[str, int]] = []
         for _ in range(2):
@@ -214,3 +235,218 @@ def _decisions() -> tuple[Decision, ...]:
                 for which in ("first", "second")
             ]
     return tuple(decisions)
+
+
+STEM_MULTIPLIER = 3
+
+
+def candidates(affine: bool) -> tuple[Candidate, ...]:
+    """Return what makes the operations, in their order."""
+
+    def pool(make: Callable[[int], nn.Module]) -> Candidate:
+        def candidate(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+            if affine:
+                return make(stride)
+            return nn.Sequential(make(stride), nn.BatchNorm2d(channels_out, affine=False))
+
+        return candidate
+
+    def skip(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+        return nn.Identity() if stride == 1 else FactorizedReduce(channels_in, channels_out, affine)
+
+    return (
+        lambda channels_in, channels_out, stride: Zero(stride),
+        pool(lambda stride: nn.MaxPool2d(3, stride, padding=1)),
+        pool(average_pool),
+        skip,
+        lambda c_in, c_out, stride: separable(c_in, c_out, 3, stride, affine),
+        lambda c_in, c_out, stride: separable(c_in, c_out, 5, stride, affine),
+        lambda c_in, c_out, stride: dilated(c_in, c_out, 3, stride, affine),
+        lambda c_in, c_out, stride: dilated(c_in, c_out, 5, stride, affine),
+    )
+
+
+class DARTSCell(nn.Module):
+    """Two inputs, brought to the cell's channels; four nodes; their concatenation.
+
+    Args:
+        make_edge: makes an edge.
+        rows: the edges of this kind of cell, with their numbers.
+        ops: the candidates.
+        channels_before: of the two inputs.
+        channels: of the nodes.
+        reduction: whether the side is halved, by the edges from the inputs.
+        halve_first: whether the first input is of twice the second's side.
+        affine: whether batch norms scale and shift.
+    """
+
+    def __init__(
+        self,
+        make_edge: MakeEdge,
+        rows: dict[int, Row],
+        ops: Sequence[Candidate],
+        *,
+        channels_before: tuple[int, int],
+        channels: int,
+        reduction: bool,
+        halve_first: bool,
+        affine: bool,
+    ) -> None:
+        super().__init__()
+        first, second = channels_before
+        self.first: nn.Module
+        if halve_first:
+            self.first = FactorizedReduce(first, channels, affine)
+        else:
+            self.first = ReLUConvBN(first, channels, 1, 1, affine)
+        self.second = ReLUConvBN(second, channels, 1, 1, affine)
+        self.edges = nn.ModuleDict()
+        for number, row in rows.items():
+            stride = 2 if reduction and row.source < 2 else 1
+            edge = make_edge(number, ops, channels, channels, stride)
+            if edge is not None:
+                self.edges[f"{row.source}_{row.target}"] = edge
+
+    def forward(self, before_last: Tensor, last: Tensor, weights: Any = None) -> Tensor:
+        """Return the concatenation of the four nodes."""
+        nodes = [self.first(before_last), self.second(last)]
+        for target in NODES:
+            names = [(source, f"{source}_{target}") for source in range(target)]
+            terms = [
+                self.edges[name](nodes[source], weights)
+                for source, name in names
+                if name in self.edges
+            ]
+            nodes.append(sum(terms[1:], start=terms[0]))
+        return torch.cat(nodes[2:], 1)
+
+
+class DARTSNetwork(nn.Module):
+    """A stem, ``cells`` cells, the third and two thirds of which reduce; a classifier."""
+
+    def __init__(
+        self,
+        make_edge: MakeEdge,
+        rows: Sequence[Row],
+        ops: Sequence[Candidate],
+        *,
+        num_classes: int,
+        in_channels: int,
+        channels: int,
+        cells: int,
+        affine: bool,
+    ) -> None:
+        super().__init__()
+        stem = STEM_MULTIPLIER * channels
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem)
+        )
+        self.cells = nn.ModuleList()
+        before, halve_first = (stem, stem), False
+        for number in range(cells):
+            reduction = number in (cells // 3, 2 * cells // 3)
+            channels *= 2 if reduction else 1
+            kind = "reduction" if reduction else "normal"
+            cell = DARTSCell(
+                make_edge,
+                {r: row for r, row in enumerate(rows) if row.cell == kind},
+                ops,
+                channels_before=before,
+                channels=channels,
+                reduction=reduction,
+                halve_first=halve_first,
+                affine=affine,
+            )
+            self.cells.append(cell)
+            before, halve_first = (before[1], len(NODES) * channels), reduction
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(before[1], num_classes)
+
+    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+        """Return logits, (batch, num_classes)."""
+        before_last = last = self.stem(x)
+        for cell in self.cells:
+            before_last, last = last, cell(before_last, last, weights)
+        return self.classifier(self.pool(last).flatten(1))  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.classifier
+
+
+def read_genotype(text: str, space: str, operations: Sequence[str]) -> dict[str, Inputs]:
+    """Return what a genotype says, for each cell.
+
+    Raises:
+        ConfigurationError: if it is none of this space; the message says where.
+    """
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise _refusal(text, space, (error.offset or 1) - 1, "it is no Python") from None
+    if not isinstance(call, ast.Call):
+        raise _refusal(text, space, 0, "expected Genotype(…) and nothing else")
+    given = {word.arg: word.value for word in call.keywords}
+    cells = {}
+    for cell, name in zip(CELLS, ("normal", "reduce"), strict=True):
+        if name not in given:
+            raise _refusal(text, space, 0, f"it lacks {name}=[…]")
+        cells[cell] = _read_cell(text, space, given[name], operations)
+        _check_output(text, space, given.get(f"{name}_concat"))
+    return cells
+
+
+def _read_cell(text: str, space: str, cell: ast.expr, operations: Sequence[str]) -> Inputs:
+    entries = cell.elts if isinstance(cell, ast.List) else []
+    if len(entries) != 8:
+        reason = "expected a list of 8 pairs (operation, source), two for each of the nodes 2 to 5"
+        raise _refusal(text, space, cell.col_offset, reason)
+    nodes = []
+    for number, node in enumerate(NODES):
+        first, second = (
+            _read_entry(text, space, entry, operations, node)
+            for entry in entries[2 * number : 2 * number + 2]
+        )
+        if first[1] == second[1]:
+            reason = f"node {node} reads two different nodes in this space, got {first[1]} twice"
+            raise _refusal(text, space, entries[2 * number + 1].col_offset, reason)
+        nodes.append((first, second))
+    return tuple(nodes)
+
+
+def _read_entry(
+    text: str, space: str, entry: ast.expr, operations: Sequence[str], node: int
+) -> tuple[str, int]:
+    value = _literal(entry)
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise _refusal(text, space, entry.col_offset, "expected a pair (operation, source)")
+    name, source = value
+    if name not in operations:
+        reason = f"expected an operation: {', '.join(operations)}"
+        raise _refusal(text, space, entry.col_offset, reason)
+    if not isinstance(source, int) or not 0 <= source < node:
+        reason = f"node {node} reads an earlier one, 0 to {node - 1}"
+        raise _refusal(text, space, entry.col_offset, reason)
+    return name, source
+
+
+def _check_output(text: str, space: str, output: ast.expr | None) -> None:
+    """Refuse a cell that puts out other nodes than all four; none given means these."""
+    if output is None or ast.unparse(output) in ("range(2, 6)", "list(range(2, 6))"):
+        return
+    value = _literal(output)
+    if not isinstance(value, list | tuple) or list(value) != list(NODES):
+        reason = "cells of this space put out the nodes [2, 3, 4, 5]"
+        raise _refusal(text, space, output.col_offset, reason)
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _refusal(text: str, space: str, place: int, reason: str) -> ConfigurationError:
+    here = f"at character {place + 1} ({text[place : place + 30]!r})"
+    return ConfigurationError(f"not an architecture of {space}: {here} of the genotype: {reason}")

@@ -1,5 +1,9 @@
 """The MobileNetV3 space of Once-for-All: depth of a stage, kernel and expansion of each block.
 
+    network: stem, a fixed block, stages of inverted residuals, head
+    block: 1×1 convolution to e·C channels - depthwise k×k - squeeze-and-excitation - 1×1 to C′, + x
+
+Each convolution is followed by batch norm, the first two of a block by its activation as well.
 Five stages of 2, 3 or 4 blocks, kernels of 3, 5, 7, expansions of 3, 4, 6: 9² + 9³ + 9⁴ = 7,371 choices
 a stage, 2.18·10¹⁹ networks. Widths and strides are the space's parameters; as published they are for
 images of 224 pixels.
@@ -11,21 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from functools import partial
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.spaces.networks.mobilenet import (
-    Chosen,
-    MobileNetNetwork,
-    Plan,
-    network_cost,
-    plan_stages,
+from fl_lightning.nas.cost.count import Cost, convolution, halved, linear, normalised, outputs
+from fl_lightning.nas.spaces.elastic import (
+    ElasticBatchNorm2d,
+    ElasticConv2d,
+    ElasticDepth,
+    ElasticDepthwise,
+    ElasticSqueezeExcite,
+    multiple_of_8,
+    squeezed_channels,
 )
-from fl_lightning.nas.spaces.parts import Part, PartSizes, Size
-from fl_lightning.nas.spaces.settings import settle
-from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.spaces.sizes import Part, PartSizes, Size, SizeSpace, settle
 from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 
 @final
@@ -88,7 +96,7 @@ class MobileNet(SizeSpace):
             Part(f"stage {number}", (), depth, block) for number in range(1, len(self.widths) - 3)
         )
 
-    def plan(self, stages: Sequence[PartSizes]) -> Plan:
+    def plan(self, stages: Sequence[PartSizes]) -> MobileNetShape:
         """Return the layers of a network with blocks of these sizes."""
         blocks = [[Chosen(int(k), float(e)) for k, e in stage.blocks] for stage in stages]
         settings = zip(self.strides[1:], self.squeeze[1:], self.swish[1:], strict=True)
@@ -123,3 +131,267 @@ def small_mobilenet() -> MobileNet:
         widths=(16, 16, 16, 24, 32, 40, 56, 160, 256),
         strides=(1, 1, 2, 2, 1, 2),
     )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is chosen for a block: kernel and expansion."""
+
+    kernel: int
+    expansion: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """The shape of an inverted residual."""
+
+    channels_in: int
+    channels_out: int
+    stride: int
+    squeeze: bool
+    swish: bool
+    chosen: Chosen
+    expands: bool = True
+
+    @property
+    def hidden(self) -> int:
+        """How many channels there are inside."""
+        return hidden_channels(self.channels_in, self.chosen.expansion)
+
+
+@dataclass(frozen=True)
+class MobileNetShape:
+    """The shapes of a network's layers."""
+
+    stem: int
+    stem_stride: int
+    first: Block
+    stages: tuple[tuple[Block, ...], ...]
+    head: tuple[int, int]
+
+
+def hidden_channels(channels: int, expansion: float) -> int:
+    """Return ``expansion`` times the channels, as a multiple of 8 that is not much less."""
+    return multiple_of_8(round(channels * expansion))
+
+
+def plan_stages(
+    widths: Sequence[int],
+    stem_stride: int,
+    squeeze: bool,
+    swish: bool,
+    settings: Sequence[tuple[int, bool, bool]],
+    chosen: Sequence[Sequence[Chosen]],
+) -> MobileNetShape:
+    """Return the shapes of a network.
+
+    Args:
+        widths: of stem, first block, stages, and the two layers of the head.
+        stem_stride: of the first convolution.
+        squeeze: whether the first block has squeeze-and-excitation.
+        swish: whether it has hard swish.
+        settings: stride, squeeze and swish of each stage.
+        chosen: kernel and expansion of each stage's blocks.
+    """
+    first = Block(widths[0], widths[1], 1, squeeze, swish, Chosen(3, 1), expands=False)
+    stages = []
+    for number, (setting, blocks) in enumerate(zip(settings, chosen, strict=True)):
+        stride, excites, swishes = setting
+        before, width = widths[number + 1], widths[number + 2]
+        shapes = [(before, width, stride), *[(width, width, 1)] * (len(blocks) - 1)]
+        pairs = zip(shapes, blocks, strict=True)
+        stages.append(tuple(Block(*shape, excites, swishes, block) for shape, block in pairs))
+    return MobileNetShape(widths[0], stem_stride, first, tuple(stages), (widths[-2], widths[-1]))
+
+
+class InvertedResidual(nn.Module):
+    """A block; its parameters are named as in timm's `InvertedResidual`.
+
+    Args:
+        shape: of the block.
+        kernels: to choose from, in a supernet; None: plain layers of the block's own kernel.
+        affine: whether its plain batch norms scale and shift.
+    """
+
+    def __init__(
+        self, shape: Block, kernels: Sequence[int] | None = None, *, affine: bool = True
+    ) -> None:
+        super().__init__()
+        hidden, width, stride = shape.hidden, shape.channels_out, shape.stride
+        elastic = kernels is not None
+        convolution_ = partial(ElasticConv2d if elastic else nn.Conv2d, kernel_size=1, bias=False)
+        norm = ElasticBatchNorm2d if elastic else partial(nn.BatchNorm2d, affine=affine)
+        activation = nn.Hardswish if shape.swish else nn.ReLU
+        self.channels_in = shape.channels_in
+        self.adds = stride == 1 and shape.channels_in == width
+        if shape.expands:
+            self.conv_pw = convolution_(shape.channels_in, hidden)
+            self.bn1 = norm(hidden)
+            self.act1 = activation()
+        self.conv_dw = (
+            _depthwise(hidden, shape.chosen.kernel, stride)
+            if kernels is None
+            else ElasticDepthwise(hidden, kernels, stride)
+        )
+        self.bn2 = norm(hidden)
+        self.act2 = activation()
+        self.se: nn.Module = _squeeze(hidden, elastic) if shape.squeeze else nn.Identity()
+        self.conv_pwl = convolution_(hidden, width)
+        self.bn3 = norm(width)
+
+    def forward(self, x: Tensor, kernel: int | None = None, expansion: float = 0) -> Tensor:
+        """Return the block's output; with sizes, that of the part of a supernet's block."""
+        inside: Tensor = x
+        if hasattr(self, "conv_pw"):
+            width = () if kernel is None else (hidden_channels(self.channels_in, expansion),)
+            inside = self.act1(self.bn1(self.conv_pw(x, *width)))
+        inside = self.conv_dw(inside) if kernel is None else self.conv_dw(inside, kernel)
+        inside = self.se(self.act2(self.bn2(inside)))
+        inside = self.bn3(self.conv_pwl(inside))
+        return x + inside if self.adds else inside
+
+    def hidden_channels(self) -> list[Channels]:
+        """Return where the channels inside live: those of the block, those of the squeeze."""
+        reduce: Any
+        expand: Any
+        if not hasattr(self, "conv_pw"):
+            return []
+        norms = [tensor for norm in (self.bn1, self.bn2) for tensor in norm_tensors(norm)]
+        places = [(tensor, 0) for tensor in (self.conv_pw.weight, self.conv_dw.weight, *norms)]
+        places.append((self.conv_pwl.weight, 1))
+        if isinstance(self.se, nn.Identity):
+            return [Channels(tuple(places), (self.conv_pwl.weight, 1))]
+        reduce, expand = self.se.conv_reduce, self.se.conv_expand
+        places += [(reduce.weight, 1), (expand.weight, 0), (expand.bias, 0)]
+        squeezed = ((reduce.weight, 0), (reduce.bias, 0), (expand.weight, 1))
+        ranked = Channels(tuple(places), (self.conv_pwl.weight, 1))
+        return [ranked, Channels(squeezed, (expand.weight, 1))]
+
+
+def _depthwise(channels: int, kernel: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False)
+
+
+def _squeeze(channels: int, elastic: bool) -> nn.Module:
+    if elastic:
+        return ElasticSqueezeExcite(channels)
+    squeezed = squeezed_channels(channels)
+    # timm takes a second to load, and the command line asks spaces for their names alone
+    from timm.models._efficientnet_blocks import SqueezeExcite
+
+    plain: nn.Module = SqueezeExcite(channels, rd_channels=squeezed, gate_layer="hard_sigmoid")
+    return plain
+
+
+def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
+    """Return a 3×3 convolution, batch norm, hard swish."""
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.Hardswish(),
+    )
+
+
+def head(channels: int, widths: tuple[int, int], num_classes: int) -> nn.Sequential:
+    """Return two 1×1 convolutions, the second after the mean over pixels, and the classifier."""
+    return nn.Sequential(
+        nn.Conv2d(channels, widths[0], 1, bias=False),
+        nn.BatchNorm2d(widths[0]),
+        nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(widths[0], widths[1], 1, bias=False),
+        nn.Hardswish(),
+        nn.Flatten(),
+        nn.Linear(widths[1], num_classes),
+    )
+
+
+class MobileNetNetwork(nn.Module):
+    """A network of the space.
+
+    Args:
+        space: it is of.
+        plan: its shapes.
+        num_classes: of the classifier.
+        in_channels: of the images.
+        kernels: to choose from, in a supernet; None: a plain network.
+    """
+
+    def __init__(
+        self,
+        space: Any,
+        plan: MobileNetShape,
+        num_classes: int,
+        in_channels: int,
+        kernels: Sequence[int] | None,
+    ) -> None:
+        super().__init__()
+        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+        self.stem = stem(in_channels, plan.stem, plan.stem_stride)
+        self.first = InvertedResidual(plan.first)
+        self.stages = nn.ModuleList(
+            ElasticDepth([InvertedResidual(shape, kernels) for shape in stage])
+            for stage in plan.stages
+        )
+        self.head = head(plan.stages[-1][0].channels_out, plan.head, num_classes)
+
+    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
+        x = self.first(self.stem(x))
+        if architecture is None:
+            for stage in self.stages:
+                x = stage(x)
+        else:
+            for stage, sizes in zip(self.stages, self.space.sizes(architecture), strict=True):
+                x = stage(x, sizes.blocks)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.head[-1]
+
+
+def block_cost(shape: Block, side: int) -> Cost:
+    """Return what one image of this side costs a block."""
+    hidden, width = shape.hidden, shape.channels_out
+    before, after = side**2, halved(side, shape.stride) ** 2
+    kernel = shape.chosen.kernel
+    cost = normalised(convolution(hidden, hidden, kernel, after, depthwise=True), hidden, after)
+    if shape.expands:
+        expanded = convolution(shape.channels_in, hidden, 1, before)
+        cost += normalised(expanded, hidden, before)
+    if shape.squeeze:
+        squeezed = squeezed_channels(hidden)
+        cost += convolution(hidden, squeezed, 1, 1, bias=True)
+        cost += convolution(squeezed, hidden, 1, 1, bias=True) + outputs(hidden)
+    return cost + normalised(convolution(hidden, width, 1, after), width, after, activated=False)
+
+
+def ends_cost(
+    plan: MobileNetShape, side: int, last: int, in_channels: int, num_classes: int
+) -> Cost:
+    """Return what one image costs the stem, the first block and the head.
+
+    Args:
+        plan: of the network.
+        side: of the stem's output.
+        last: side of what the head gets.
+        in_channels: of the images.
+        num_classes: of the classifier.
+    """
+    wide, mixed = plan.head
+    cost = normalised(convolution(in_channels, plan.stem, 3, side**2), plan.stem, side**2)
+    cost += block_cost(plan.first, side)
+    width = plan.stages[-1][0].channels_out
+    cost += normalised(convolution(width, wide, 1, last**2), wide, last**2) + outputs(wide)
+    return cost + convolution(wide, mixed, 1, 1) + outputs(mixed) + linear(mixed, num_classes)
+
+
+def network_cost(plan: MobileNetShape, side: int, in_channels: int, num_classes: int) -> Cost:
+    """Return what one image costs the network of a plan."""
+    first = side = halved(side, plan.stem_stride)
+    cost = Cost(0, 0, 0)
+    for shape in (shape for stage in plan.stages for shape in stage):
+        cost += block_cost(shape, side)
+        side = halved(side, shape.stride)
+    return cost + ends_cost(plan, first, side, in_channels, num_classes)

@@ -18,18 +18,18 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.width import multiple_of_8
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
-from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.networks.mobilenet import (
+from fl_lightning.nas.spaces.elastic import multiple_of_8
+from fl_lightning.nas.spaces.mobilenet import (
     Block,
     Chosen,
     InvertedResidual,
+    MobileNet,
     head,
+    small_mobilenet,
     stem,
 )
-from fl_lightning.nas.spaces.reader import Reader
-from fl_lightning.nas.spaces.space import Architecture, Decision
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 BLOCKS = tuple(product((3, 5, 7), (3, 6)))
 SKIP = "skip_connect"
@@ -110,7 +110,7 @@ class MobileNetLayers(CellSpace):
 
     def parse(self, text: str) -> Architecture:
         """Return the architecture of a string."""
-        reader = Reader(text.strip(), self.name)
+        reader = ArchitectureReader(text.strip(), self.name)
         choices = []
         for row in range(self.num_rows):
             if row:

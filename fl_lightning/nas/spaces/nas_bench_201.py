@@ -19,10 +19,16 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
-from fl_lightning.nas.spaces.operations import ReLUConvBN, Zero, average_pool
-from fl_lightning.nas.spaces.reader import Reader
-from fl_lightning.nas.spaces.space import Architecture, Decision
+from fl_lightning.nas.spaces.cells import (
+    Candidate,
+    CellSpace,
+    MakeEdge,
+    ReLUConvBN,
+    Row,
+    Zero,
+    average_pool,
+)
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -83,7 +89,7 @@ class NASBench201(CellSpace):
 
     def parse(self, text: str) -> Architecture:
         """Return the cell of a string as the benchmark writes them."""
-        reader = Reader(text.strip(), self.name)
+        reader = ArchitectureReader(text.strip(), self.name)
         choices = []
         for target in (1, 2, 3):
             reader.expect("|" if target == 1 else "+|")

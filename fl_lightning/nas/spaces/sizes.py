@@ -3,7 +3,12 @@
 A network is made of parts (stages). A part has sizes of its own, a depth, and sizes for each of its
 blocks. What is decided for blocks beyond the depth has no effect: those choices are 0, so that equal
 networks are equal architectures, and so that `size` counts each once.
-Strings are told in `fl_lightning.nas.spaces.parts`.
+
+In strings parts are joined by ``|``, a part's own sizes stand before ``:``, its blocks are joined by ``-``, a size
+is its letter and number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
+
+A setting of such a space is what the annotation of its field says: whole numbers are sizes or counts, from 1;
+other numbers are above 0; or it is a list of these, or of lists. Lists of a YAML file become tuples.
 """
 
 from __future__ import annotations
@@ -11,25 +16,98 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
+from numbers import Integral, Real
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.elastic import subnetwork
-from fl_lightning.nas.spaces.parts import (
-    Part,
-    PartSizes,
-    Size,
-    depths_of,
-    most_blocks,
-    part_text,
-    read_part,
+from fl_lightning.nas.spaces import subnetwork
+from fl_lightning.nas.spaces.space import (
+    MOST_ENUMERATED,
+    Architecture,
+    ArchitectureReader,
+    Decision,
+    SearchSpace,
 )
-from fl_lightning.nas.spaces.reader import Reader
-from fl_lightning.nas.spaces.space import MOST_ENUMERATED, Architecture, Decision, SearchSpace
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size to choose.
+
+    Attributes:
+        name: e.g. ``"kernel"``.
+        letter: that stands before its number in strings.
+        options: rising.
+    """
+
+    name: str
+    letter: str
+    options: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        if not self.options or list(self.options) != sorted(set(self.options)):
+            raise ConfigurationError(
+                f"the options of {self.name} must be different numbers that rise, got {self.options}"
+            )
+        if self.options[0] <= 0:
+            raise ConfigurationError(f"{self.name} must be above 0, got {self.options[0]:g}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage: what there is to choose in it.
+
+    Attributes:
+        name: e.g. ``"stage 1"``.
+        own: sizes of the whole stage.
+        depth: how many blocks.
+        block: sizes of each block.
+    """
+
+    name: str
+    own: tuple[Size, ...]
+    depth: Size
+    block: tuple[Size, ...]
+
+    @property
+    def sizes(self) -> tuple[tuple[str, Size], ...]:
+        """All there is to choose, with the names of decisions, in their order."""
+        head = [*self.own, self.depth]
+        blocks = range(1, int(self.depth.options[-1]) + 1)
+        inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]
+        named = [*((size.name, size) for size in head), *inside]
+        return tuple((f"{self.name} {name}", size) for name, size in named)
+
+
+@dataclass(frozen=True)
+class PartSizes:
+    """What is chosen in a stage.
+
+    Attributes:
+        own: of the whole stage.
+        blocks: of each of the blocks that there are.
+    """
+
+    own: tuple[Number, ...]
+    blocks: tuple[tuple[Number, ...], ...]
+
+
+def most_blocks(part: Part) -> int:
+    """Return how many blocks a part has at most."""
+    return int(part.depth.options[-1])
+
+
+def depths_of(part: Part) -> Iterator[int]:
+    """Return the numbers of blocks to choose from."""
+    return (int(depth) for depth in part.depth.options)
 
 
 class SizeSpace(SearchSpace):
@@ -145,7 +223,7 @@ class SizeSpace(SearchSpace):
 
     def parse(self, text: str) -> Architecture:
         """Return the architecture of a string."""
-        reader = Reader(text.strip(), self.name)
+        reader = ArchitectureReader(text.strip(), self.name)
         choices: list[int] = []
         for number, part in enumerate(self.parts):
             if number:
@@ -212,3 +290,113 @@ def _choices(part: Part) -> Iterator[tuple[int, ...]]:
         idle = (0,) * ((most_blocks(part) - depth) * len(block))
         for choices in product(*own, [number], *(block * depth)):
             yield (*choices, *idle)
+
+
+def part_text(part: Part, chosen: PartSizes) -> str:
+    """Return the string of what is chosen in a part."""
+    own = _sizes_text(part.own, chosen.own)
+    blocks = "-".join(_sizes_text(part.block, block) for block in chosen.blocks)
+    return f"{own}:{blocks}" if own else blocks
+
+
+def _sizes_text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
+    pairs = zip(sizes, numbers, strict=True)
+    return "".join(f"{size.letter}{number:g}" for size, number in pairs)
+
+
+def read_part(reader: ArchitectureReader, part: Part) -> list[int]:
+    """Pass a part; return the choices of all its decisions."""
+    own = [_read_size(reader, part.name, size) for size in part.own]
+    if own:
+        reader.expect(":")
+    blocks = [_read_block(reader, part)]
+    while len(blocks) < most_blocks(part) and reader.text.startswith("-", reader.place):
+        reader.expect("-")
+        blocks.append(_read_block(reader, part))
+    depths = list(depths_of(part))
+    if len(blocks) not in depths:
+        allowed = ", ".join(map(str, depths))
+        reader.refuse(f"{part.name} has {len(blocks)} blocks so far; allowed: {allowed}")
+    idle = [0] * ((most_blocks(part) - len(blocks)) * len(part.block))
+    return [*own, depths.index(len(blocks)), *(c for block in blocks for c in block), *idle]
+
+
+def _read_block(reader: ArchitectureReader, part: Part) -> list[int]:
+    return [_read_size(reader, part.name, size) for size in part.block]
+
+
+def _read_size(reader: ArchitectureReader, part: str, size: Size) -> int:
+    """Pass a letter and a number; the longest that fits, so that 3.5 is not read as 3."""
+    reader.expect(size.letter)
+    options = [f"{option:g}" for option in size.options]
+    for option in sorted(options, key=len, reverse=True):
+        if reader.text.startswith(option, reader.place):
+            reader.expect(option)
+            return options.index(option)
+    return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")
+
+
+# in the singular, in the plural
+_WORDS = {
+    int: ("a whole number of at least 1", "whole numbers of at least 1"),
+    float: ("a number above 0", "numbers above 0"),
+    bool: ("true or false", "true or false"),
+}
+
+
+def settle(space: SearchSpace) -> None:
+    """Make the settings of a space, a frozen dataclass, what its annotations say.
+
+    Args:
+        space: whose fields are of ``int``, ``float``, ``bool`` and tuples of them.
+
+    Raises:
+        ConfigurationError: for a setting that is something else.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import ResNet
+        >>> ResNet(widths=[0.5, 1]).widths
+        (0.5, 1)
+        >>> ResNet(stem="eight")
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: resnet: stem must be a whole number of at \
+least 1, got 'eight'
+    """
+    kinds: dict[str, Any] = get_type_hints(type(space))
+    for field in fields(space):  # type: ignore[arg-type]
+        given, kind = getattr(space, field.name), kinds[field.name]
+        value = _frozen(given)
+        if not _is_of(value, kind):
+            raise ConfigurationError(
+                f"{space.name}: {field.name} must be {_words(kind)[0]}, got {given!r}"
+            )
+        object.__setattr__(space, field.name, value)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        inside = get_args(kind)
+        if not isinstance(value, tuple):
+            return False
+        if inside[-1] is Ellipsis:
+            return all(_is_of(one, inside[0]) for one in value)
+        return len(value) == len(inside) and all(map(_is_of, value, inside))
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, Integral) and int(value) >= 1
+    return isinstance(value, Real) and 0 < float(value) < math.inf
+
+
+def _words(kind: Any) -> tuple[str, str]:
+    if get_origin(kind) is not tuple:
+        return _WORDS[kind]
+    inside = get_args(kind)
+    number = "" if inside[-1] is Ellipsis else f"{len(inside)} "
+    entries = _words(inside[0])[1]
+    return f"a list of {number}{entries}", f"lists of {number}{entries}"

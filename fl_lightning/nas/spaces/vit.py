@@ -1,6 +1,10 @@
 """The vision transformer space of AutoFormer: features, depth, and heads and MLP ratio of each block.
 
+    network: patches, class token, blocks, norm, classifier
+    block: x <- x + attention(norm(x)),   x <- x + W₂ gelu(W₁ norm(x))
+
 Features are the same in all blocks (the residual stream); a head has 64 of its own in every block.
+Parameters are named as in timm's `VisionTransformer`.
 Source: Chen et al. 2021, ICCV (AutoFormer), table 1 ("supernet-tiny"); Dosovitskiy et al. 2021.
 Differs: without relative positions; the class token is read, as in the original transformer.
 """
@@ -8,15 +12,23 @@ Differs: without relative positions; the class token is read, as in the original
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.spaces.networks.vit import Shape, ViTNetwork, network_cost
-from fl_lightning.nas.spaces.parts import Part, Size
-from fl_lightning.nas.spaces.settings import settle
-from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.cost.count import Cost, convolution, linear, norm, outputs
+from fl_lightning.nas.spaces.elastic import (
+    Attention,
+    ElasticConv2d,
+    ElasticDepth,
+    ElasticLayerNorm,
+    ElasticLinear,
+)
+from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, settle
 from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.subnetwork import Channels
 
 
 @final
@@ -108,3 +120,159 @@ def small_vit() -> ViT:
         depths=(2, 4, 6),
         head_features=16,
     )
+
+
+_EPSILON = 1e-6  # of norms, as in timm's
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a network; `blocks` has heads and MLP ratio of each."""
+
+    image_side: int
+    patch: int
+    features: int
+    head_features: int
+    blocks: tuple[tuple[int, float], ...]
+
+    @property
+    def patches(self) -> int:
+        """How many patches an image has."""
+        return (self.image_side // self.patch) ** 2
+
+
+class Mlp(nn.Module):
+    """Two affine maps with a GELU between."""
+
+    def __init__(self, features: int, hidden: int, *, elastic: bool) -> None:
+        super().__init__()
+        layer = ElasticLinear if elastic else nn.Linear
+        self.fc1, self.act, self.fc2 = layer(features, hidden), nn.GELU(), layer(hidden, features)
+
+    def forward(self, x: Tensor, hidden: int | None = None) -> Tensor:
+        """Return the shape of x; through the first ``hidden`` features, or all."""
+        if hidden is None:
+            return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+        return self.fc2(self.act(self.fc1(x, hidden)), x.shape[-1])  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """Attention and MLP, each after a norm and beside a shortcut.
+
+    Args:
+        features: of the stream.
+        heads: of attention.
+        head_features: of a head.
+        hidden: features inside the MLP.
+        elastic: whether parts of it can run.
+    """
+
+    def __init__(
+        self, features: int, heads: int, head_features: int, hidden: int, *, elastic: bool
+    ) -> None:
+        super().__init__()
+        make_norm = ElasticLayerNorm if elastic else nn.LayerNorm
+        self.norm1 = make_norm(features, eps=_EPSILON)
+        self.attn = Attention(features, heads, head_features, elastic=elastic)
+        self.norm2 = make_norm(features, eps=_EPSILON)
+        self.mlp = Mlp(features, hidden, elastic=elastic)
+
+    def forward(self, x: Tensor, heads: int | None = None, ratio: float = 0) -> Tensor:
+        """Return the shape of x, (batch, tokens, features)."""
+        x = x + self.attn(self.norm1(x), heads)
+        return x + self.mlp(self.norm2(x), None if heads is None else hidden(x.shape[-1], ratio))  # type: ignore[no-any-return]
+
+    def hidden_channels(self) -> list[Channels]:
+        """Return where heads and the MLP's features live."""
+        qkv, size = self.attn.qkv, self.attn.head_features
+        heads = [(tensor.data.unflatten(0, (3, -1, size)), 1) for tensor in (qkv.weight, qkv.bias)]
+        mixed = (self.attn.proj.weight.data.unflatten(1, (-1, size)), 1)
+        into, out = self.mlp.fc1, self.mlp.fc2
+        inside = ((into.weight, 0), (into.bias, 0), (out.weight, 1))
+        return [Channels((*heads, mixed), mixed), Channels(inside, (out.weight, 1))]
+
+
+def hidden(features: int, ratio: float) -> int:
+    """Return how many features there are inside an MLP."""
+    return int(features * ratio)
+
+
+class PatchEmbedding(nn.Module):
+    """Non-overlapping patches as tokens."""
+
+    def __init__(self, channels: int, features: int, patch: int, *, elastic: bool) -> None:
+        super().__init__()
+        self.proj = (ElasticConv2d if elastic else nn.Conv2d)(channels, features, patch, patch)
+
+    def forward(self, x: Tensor, features: int | None = None) -> Tensor:
+        """Return (batch, patches, features)."""
+        patches = self.proj(x) if features is None else self.proj(x, features)
+        return patches.flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class ViTNetwork(nn.Module):
+    """A network of the space.
+
+    Args:
+        space: it is of.
+        shape: its sizes.
+        num_classes: of the classifier.
+        in_channels: of the images.
+        elastic: whether parts of it can run.
+    """
+
+    def __init__(
+        self, space: Any, shape: Shape, num_classes: int, in_channels: int, *, elastic: bool
+    ) -> None:
+        super().__init__()
+        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+        width = shape.features
+        self.patch_embed = PatchEmbedding(in_channels, width, shape.patch, elastic=elastic)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, shape.patches + 1, width))
+        self.blocks = ElasticDepth(
+            [
+                TransformerBlock(
+                    width, heads, shape.head_features, hidden(width, ratio), elastic=elastic
+                )
+                for heads, ratio in shape.blocks
+            ]
+        )
+        self.norm = (ElasticLayerNorm if elastic else nn.LayerNorm)(width, eps=_EPSILON)
+        self.head = (ElasticLinear if elastic else nn.Linear)(width, num_classes)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.normal_(self.cls_token, std=1e-6)
+
+    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
+        if architecture is None:
+            width, blocks = None, None
+        else:
+            (part,) = self.space.sizes(architecture)
+            width, blocks = int(part.own[0]), part.blocks
+        tokens = self.patch_embed(x, width)
+        first = self.cls_token[..., :width].expand(len(x), -1, -1)
+        tokens = torch.cat([first, tokens], 1) + self.pos_embed[..., :width]
+        return self.head(self.norm(self.blocks(tokens, blocks))[:, 0])  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.head
+
+
+def network_cost(shape: Shape, in_channels: int, num_classes: int) -> Cost:
+    """Return what one image costs a network."""
+    width, tokens = shape.features, shape.patches + 1
+    cost = convolution(in_channels, width, shape.patch, shape.patches, bias=True)
+    cost += Cost(0, width * (1 + tokens), 0)
+    for heads, ratio in shape.blocks:
+        inner, inside = heads * shape.head_features, hidden(width, ratio)
+        cost += norm(width, tokens) + linear(width, 3 * inner, tokens)
+        cost += Cost(2 * tokens**2 * inner, 0, 0) + linear(inner, width, tokens)
+        cost += norm(width, tokens) + linear(width, inside, tokens)
+        cost += outputs(inside * tokens) + linear(inside, width, tokens)
+    return cost + norm(width, tokens) + linear(width, num_classes)

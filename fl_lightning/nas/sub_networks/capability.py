@@ -7,7 +7,12 @@ A budget is of multiply-adds, parameters or activations, or of milliseconds on t
 or, if relative, a multiple of what the largest network costs there.
 
 Inside means: no size is larger. A network that costs less but is, say, deeper than the limit has
-coordinates that the client does not hold. Source of the setting: Diao et al. 2021 (HeteroFL).
+coordinates that the client does not hold.
+
+The largest grows from the smallest: the size that lags most behind its options is raised first, as long as
+the result fits; the end is a network of which no size can be raised. Budgets that rise give
+networks that are alike in shape, rather than one deep and narrow, the other wide and shallow.
+Source of the setting: Diao et al. 2021 (HeteroFL); the rule of growth is ours.
 """
 
 from __future__ import annotations
@@ -26,9 +31,8 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed, torch_generator
+from fl_lightning.nas.cost.cost import Measure
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.cost.table import Measure
-from fl_lightning.nas.elastic.budget import largest_within
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
@@ -277,3 +281,64 @@ def _check_measure(measure: str) -> None:
         raise ConfigurationError(
             f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}"
         )
+
+
+def largest_within(
+    space: SizeSpace, cost: Callable[[Architecture], float], budget: float
+) -> Architecture:
+    """Return a sub-network within a budget of which no size can be raised.
+
+    Args:
+        space: of sizes.
+        cost: of an architecture, in FLOPs, parameters or milliseconds; it must not fall when a size is raised.
+        budget: in the same unit.
+
+    Raises:
+        ConfigurationError: if the smallest sub-network costs more.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import small_resnet
+        >>> space = small_resnet()
+        >>> str(largest_within(space, lambda network: space.cost(network).flops, 8e6))
+        'w0.75:e0.5-e0.25|w0.75:e0.25|w0.75:e0.25|w0.5:e0.25'
+    """
+    best = space.smallest
+    if cost(best) > budget:
+        raise ConfigurationError(
+            f"no network of {space.name} is within {budget:,.10g}: the smallest, {best}, "
+            f"costs {cost(best):,.10g}"
+        )
+    if cost(space.largest) <= budget:
+        return space.largest
+    full: set[int] = set()  # decisions that do not fit one more: nor will they later
+    while True:
+        candidates = [index for index in _raisable(space, best) if index not in full]
+        if not candidates:
+            return best
+        index = min(candidates, key=lambda index: _level(best, index))
+        raised = _moved(best, index, 1)
+        if cost(raised) <= budget:
+            best = raised
+        else:
+            full.add(index)
+
+
+def _raisable(space: SizeSpace, architecture: Architecture) -> list[int]:
+    active = space.active(architecture.choices)
+    rows = zip(architecture.choices, space.decisions, active, strict=True)
+    return [
+        index
+        for index, (choice, decision, on) in enumerate(rows)
+        if on and choice + 1 < len(decision.options)
+    ]
+
+
+def _level(architecture: Architecture, index: int) -> float:
+    """How far up its options a size is, in [0, 1]."""
+    return architecture.choices[index] / (len(architecture.space.decisions[index].options) - 1)
+
+
+def _moved(architecture: Architecture, index: int, by: int) -> Architecture:
+    choices = list(architecture.choices)
+    choices[index] += by
+    return architecture.space.architecture(choices)

@@ -5,10 +5,13 @@
     Sandwich     L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest)
     Attentive    the same, s_i the best or the worst of several of similar cost: in `attentive`
 
-KD(s, t) is the cross-entropy of s to the probabilities of t, which are constants. A client of limited
-capability has its largest for the largest, and its draws are cut to it. What is drawn is a function of
-the step's generator alone. Sources: Cai et al. 2020 (Once-for-All), section 3; Yu et al. 2020 (BigNAS),
-section 3.1.
+    KD(s, t) = -Σ_k p_k log q_k,   p: softmax of t's logits, fixed; q: of s's; its gradient is q - p
+
+A client of limited capability has its largest for the largest, and its draws are cut to it. What is drawn is a
+pure function of (seed, round, client, step): a run that goes on draws what it would have drawn.
+Progressive shrinking lets smaller options join one after the other, as rounds go by: first only the largest;
+then kernels, depths and widths, in this order, each an option at a time.
+Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
 Differs: Shrinking's teacher is the present largest network; theirs is a copy from before it shrinks.
 """
 
@@ -16,21 +19,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.attentive import Predict
-from fl_lightning.nas.elastic.sandwich import distillation_loss, sandwich
-from fl_lightning.nas.elastic.shrinking import ProgressiveShrinking, published_order
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import CostOf, within
+
+# accuracies of several architectures: higher is better
+Predict = Callable[[Sequence[Architecture]], Sequence[float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +160,7 @@ class Shrinking(Method):
         order = self.order or published_order(space)
         rounds = self.rounds
         if rounds is None:
-            rounds = _equal_phases(num_rounds, _num_phases(space, order))
+            rounds = _equal_phases(num_rounds, num_phases(most_options(space), order))
         return ProgressiveShrinking(space, order, rounds)
 
     def loss(self, step: Step) -> Tensor:
@@ -225,13 +229,169 @@ def _sum(losses: Iterator[Tensor], first: Tensor | None = None) -> Tensor:
     return total
 
 
-def _num_phases(space: SizeSpace, order: Sequence[str]) -> int:
-    most: dict[str, int] = {}
-    for _, size in space.named_sizes:
-        most[size.name] = max(len(size.options), most.get(size.name, 0))
-    return 1 + sum(most.get(name, 1) - 1 for name in order)
-
-
 def _equal_phases(num_rounds: int, num_phases: int) -> tuple[int, ...]:
     ends = [math.ceil(phase * num_rounds / num_phases) for phase in range(num_phases + 1)]
     return tuple(end - start for start, end in pairwise(ends))
+
+
+# draws an architecture
+Draw = Callable[[torch.Generator], Architecture]
+
+
+def step_generator(seed: int, *, round_: int, client: int | None, step: int) -> torch.Generator:
+    """Return the generator of a step's draws.
+
+    Args:
+        seed: of the run.
+        round_: of the federation, or epoch without one.
+        client: None: all clients draw the same in a step.
+        step: of the client in this round.
+
+    Example:
+        >>> def draw(client, step):
+        ...     generator = step_generator(0, round_=3, client=client, step=step)
+        ...     return int(torch.randint(1000, (), generator=generator))
+        >>> draw(5, 1) == draw(5, 1), draw(5, 1) == draw(6, 1), draw(None, 1) == draw(None, 2)
+        (True, False, False)
+    """
+    return torch_generator(seed, "sub-networks", round_, 0 if client is None else client + 1, step)
+
+
+def sandwich(
+    space: SizeSpace,
+    generator: torch.Generator,
+    *,
+    num_drawn: int = 2,
+    draw: Draw | None = None,
+    largest: Architecture | None = None,
+) -> list[Architecture]:
+    """Return the sub-networks of a step: the largest first, then the smallest, then drawn ones.
+
+    Args:
+        space: of sizes.
+        generator: of the step.
+        num_drawn: how many are drawn.
+        draw: draws one; None: every size uniformly.
+        largest: what a client can afford; None: the space's.
+
+    Raises:
+        ConfigurationError: if ``num_drawn`` is negative.
+    """
+    if num_drawn < 0:
+        raise ConfigurationError(f"num_drawn must be at least 0, got {num_drawn}")
+    drawn = [(draw or space.sample)(generator) for _ in range(num_drawn)]
+    return [largest or space.largest, space.smallest, *drawn]
+
+
+def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the cross-entropy of a sub-network to the largest's probabilities, mean over examples.
+
+    Args:
+        student: its logits, (batch, num_classes).
+        teacher: the largest's logits; no gradient flows into them.
+
+    Example:
+        >>> student, teacher = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, -1.0]])
+        >>> round(distillation_loss(student, teacher).item(), 6)
+        0.904005
+    """
+    return -(teacher.detach().softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+
+
+@dataclass(frozen=True)
+class ProgressiveShrinking:
+    """A schedule over rounds.
+
+    Attributes:
+        space: of sizes.
+        order: names of sizes, in the order in which they shrink; those left out never do.
+        rounds: of the phases: of the largest alone, then of each option that joins. The last phase
+            lasts.
+
+    Raises:
+        ConfigurationError: if a name is no size of the space, or there is not a number for each phase.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.mobilenet import MobileNet
+        >>> schedule = ProgressiveShrinking(
+        ...     MobileNet(), ("kernel", "depth", "expansion"), rounds=(10, 5, 5, 4, 4, 4, 4)
+        ... )
+        >>> [schedule.options(round_)["kernel"] for round_ in (0, 9, 10, 15)]
+        [(7,), (7,), (5, 7), (3, 5, 7)]
+        >>> schedule.options(20)["depth"], schedule.options(35)["expansion"]
+        ((3, 4), (3, 4, 6))
+    """
+
+    space: SizeSpace
+    order: tuple[str, ...]
+    rounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        names = most_options(self.space)
+        unknown = [name for name in self.order if name not in names]
+        if unknown or len(set(self.order)) < len(self.order):
+            raise ConfigurationError(
+                f"order names each size of {self.space.name} at most once, of "
+                f"{', '.join(names)}; got {', '.join(self.order)}"
+            )
+        phases = num_phases(names, self.order)
+        if len(self.rounds) != phases or min(self.rounds) < 0:
+            raise ConfigurationError(
+                f"rounds must have {phases} numbers from 0: of the largest alone and of each option "
+                f"of {', '.join(self.order)} that joins; got {list(self.rounds)}"
+            )
+
+    def phase(self, round_: int) -> int:
+        """Return the number of the phase that a round is in."""
+        ends = list(accumulate(self.rounds))[:-1]
+        return sum(round_ >= end for end in ends)
+
+    def options(self, round_: int) -> dict[str, tuple[float, ...]]:
+        """Return what may be chosen of each size in a round, where all parts have the same options.
+
+        Of sizes whose options differ from part to part, those of the first part.
+        """
+        kept = self.kept(round_)
+        options: dict[str, tuple[float, ...]] = {}
+        for (_, size), number in zip(self.space.named_sizes, kept, strict=True):
+            options.setdefault(size.name, size.options[-number:])
+        return options
+
+    def sample(self, round_: int, generator: torch.Generator) -> Architecture:
+        """Return a sub-network of which every size is drawn uniformly from a round's options."""
+        choices = []
+        for (_, size), number in zip(self.space.named_sizes, self.kept(round_), strict=True):
+            drawn = int(torch.randint(number, (), generator=generator))
+            choices.append(len(size.options) - number + drawn)
+        return self.space.architecture(choices)
+
+    def kept(self, round_: int) -> list[int]:
+        """Return how many of the largest options each decision has in a round."""
+        left = self.phase(round_)
+        most = most_options(self.space)
+        joined = dict.fromkeys(most, 0)
+        for name in self.order:
+            joined[name] = min(left, most[name] - 1)
+            left -= joined[name]
+        sizes = [size for _, size in self.space.named_sizes]
+        return [min(1 + joined[size.name], len(size.options)) for size in sizes]
+
+
+def most_options(space: SizeSpace) -> dict[str, int]:
+    """Return the number of options of each size; the most, if parts differ."""
+    most: dict[str, int] = {}
+    for _, size in space.named_sizes:
+        most[size.name] = max(len(size.options), most.get(size.name, 0))
+    return most
+
+
+def num_phases(most: Mapping[str, int], order: Sequence[str]) -> int:
+    """Return the number of phases: of the largest alone, and of each option that joins."""
+    return 1 + sum(most.get(name, 1) - 1 for name in order)
+
+
+def published_order(space: SizeSpace) -> tuple[str, ...]:
+    """Return kernel, depth, then widths: the sizes of a space as Once-for-All shrinks them."""
+    names = list(dict.fromkeys(size.name for _, size in space.named_sizes))
+    first: Sequence[str] = [name for name in ("kernel", "depth") if name in names]
+    return (*first, *(name for name in names if name not in first))

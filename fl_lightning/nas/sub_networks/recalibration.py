@@ -1,26 +1,44 @@
 """Batch norm statistics of sub-networks, from the examples that a run trains on.
 
-In a federation every client sends sums of its own examples (`collect_sums`), which are added up; a
-central run is one client.
+    mean = Σx / n,   variance = (Σx² - (Σx)² / n) / (n - 1),   per channel over examples and pixels
+
+The sums add up over batches, clients and processes: in a federation every client sends those of its own
+examples; a central run is one client. Examples are read without augmentation, in a fixed random order, and
+are never an evaluation's.
+While sums are collected every layer normalises by its batch, as in training: what a layer gets does
+not depend on old statistics. With one batch this is what PyTorch's running statistics would be after
+one step of momentum 1. Statistics belong to one sub-network: collect and apply anew for each.
+Sources: Cai et al. 2020 (Once-for-All), Yu et al. 2020 (BigNAS), section 3.2, "batch norm calibration".
+Differs: they average the batches' statistics; sums count examples alike, however batches are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.training_set import evaluation_reader, loader_option
+from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.processes.shares import shares
 from fl_lightning.federation.visits.visiting import visiting
-from fl_lightning.nas.elastic.calibration import Sums, add_sums, collect_sums
-from fl_lightning.nas.sub_networks.training_examples import TrainingExamples
+
+# of each batch norm by name: n, Σx, Σx², float64 of shape (3, channels)
+Sums = dict[str, Tensor]
+
 
 _BYTES = 8  # of a number in a sum
 
@@ -126,3 +144,203 @@ def training_batches(
         return None
     owners = range(len(examples.indices))
     return (batch for owner in owners for batch in examples.batches(owner))
+
+
+def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
+    """Return the sums of every batch norm that runs.
+
+    The network's parameters, statistics and modes are left as they were.
+
+    Args:
+        network: with batch norms.
+        run: runs it on a batch, e.g. ``lambda batch: network(batch[0], architecture)``.
+        batches: of examples.
+    """
+    sums: Sums = {}
+    layers = {name: layer for name, layer in network.named_modules() if _is_norm(layer)}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: _add(sums, name, inputs[0]))
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.no_grad(), _batch_statistics(network, layers.values()):
+            for batch in batches:
+                run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums
+
+
+def add_sums(left: Sums, right: Sums) -> Sums:
+    """Return the sums over the examples of both; of one sub-network.
+
+    Raises:
+        ConfigurationError: if they are of sub-networks of different sizes.
+    """
+    if {name: own.shape for name, own in left.items()} != {
+        n: own.shape for n, own in right.items()
+    }:
+        raise ConfigurationError("sums of two sub-networks cannot be added: their sizes differ")
+    return {name: own + right[name] for name, own in left.items()}
+
+
+def apply_sums(network: nn.Module, sums: Sums) -> None:
+    """Write the statistics that sums give into a network's batch norms.
+
+    Args:
+        network: the supernet, of whose layers the first channels are written; or a plain network.
+        sums: over all examples.
+
+    Raises:
+        ConfigurationError: if a layer saw fewer than two numbers a channel.
+    """
+    for name in sums:
+        layer: Any = network.get_submodule(name)
+        mean, variance = _mean_and_variance(name, sums)
+        with torch.no_grad():
+            layer.running_mean[: len(mean)] = mean.to(layer.running_mean)
+            layer.running_var[: len(mean)] = variance.to(layer.running_var)
+
+
+@contextmanager
+def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
+    """Have batch norms that keep no statistics use those of sums for a while, in evaluation mode.
+
+    Args:
+        network: whose layers the sums name; others go on with the statistics of the batch.
+        sums: over all examples.
+
+    Raises:
+        ConfigurationError: if a layer saw fewer than two numbers a channel.
+    """
+    layers: dict[str, Any] = {name: network.get_submodule(name) for name in sums}
+    like = next(network.parameters())
+    try:
+        for name, layer in layers.items():
+            mean, variance = _mean_and_variance(name, sums)
+            layer.running_mean, layer.running_var = mean.to(like), variance.to(like)
+        yield
+    finally:
+        for layer in layers.values():
+            layer.running_mean = layer.running_var = None
+
+
+def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
+    counts, totals, squares = sums[name]
+    if counts[0] < 2:
+        raise ConfigurationError(
+            f"batch norm {name} saw {int(counts[0])} numbers a channel: give it at least 2"
+        )
+    mean = totals / counts
+    return mean, ((squares - totals * mean) / (counts - 1)).clamp(min=0)
+
+
+def has_norms(network: nn.Module) -> bool:
+    """Return whether there is anything to collect."""
+    return any(_is_norm(layer) for layer in network.modules())
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+
+
+def _add(sums: Sums, name: str, x: Tensor) -> None:
+    numbers = x.detach().transpose(0, 1).flatten(1).double()
+    counts = torch.full((len(numbers),), float(numbers.shape[1]), dtype=torch.float64)
+    own = torch.stack([counts.to(x.device), numbers.sum(1), numbers.square().sum(1)])
+    sums[name] = sums[name] + own if name in sums else own
+
+
+@contextmanager
+def _batch_statistics(network: nn.Module, norms: Iterable[nn.Module]) -> Iterator[None]:
+    """Everything as in evaluation (no dropout), but batch norms use their batch and learn nothing."""
+    modes = {layer: layer.training for layer in network.modules()}
+    kept = {
+        layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)}
+        for layer in norms
+    }
+    network.eval()
+    for layer in kept:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+        for layer, buffers in kept.items():
+            for name, buffer in buffers.items():
+                layer.get_buffer(name).copy_(buffer)
+
+
+_LEAST_BATCH = 128  # the statistics of smaller ones are coarse
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingExamples:
+    """Some of the examples of each owner.
+
+    Attributes:
+        indices: of all examples of each owner.
+        read: makes a batch of indices.
+        batch_size: of the run; batches here may be larger.
+        part: of its examples that each owner reads, a fraction in (0, 1].
+        seed: of which examples, and of their order.
+    """
+
+    indices: list[Tensor]
+    read: Any
+    batch_size: int
+    part: float
+    seed: int
+
+    @classmethod
+    def of(
+        cls, trainer: Trainer, *, max_examples: int | None, seed: int
+    ) -> TrainingExamples | None:
+        """Return those of a trainer's run; None if no training data are at hand.
+
+        Args:
+            trainer: whose training data are read.
+            max_examples: of all owners together, each in proportion to its own; None for all.
+            seed: of which examples, and of their order.
+        """
+        found = _owners(trainer)
+        if found is None:
+            return None
+        total = sum(map(len, found[0]))
+        part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
+        return cls(*found, part, seed)
+
+    def batches(self, owner: int) -> Iterator[Any]:
+        """Yield an owner's examples, none of them alone: a batch of one has no variance."""
+        indices = self.indices[owner]
+        order = torch.randperm(
+            len(indices), generator=torch_generator(self.seed, "recalibration", owner)
+        )
+        chosen = indices[order[: max(2, math.ceil(self.part * len(indices)))]]
+        if len(chosen) > 1:
+            for some in chosen.tensor_split(
+                max(1, len(chosen) // max(self.batch_size, _LEAST_BATCH))
+            ):
+                yield self.read(some)
+
+
+def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, FederatedDataModule):
+        federated = any(isinstance(c, Federation) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        clients = data.clients
+        indices = [clients[i] for i in range(len(clients))]
+        return (
+            indices if federated else [torch.cat(indices)],
+            data.evaluation_batch,
+            data.batch_size,
+        )
+    loader = trainer.train_dataloader
+    if loader is None and data is not None:
+        loader = data.train_dataloader()
+    if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
+        return None
+    everything = [torch.arange(len(loader.dataset))]
+    return everything, evaluation_reader(loader), loader_option(loader, "batch_size") or 32

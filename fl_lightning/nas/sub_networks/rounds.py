@@ -3,38 +3,46 @@
 Training: in a federation it tells the module whose turn it is. With a capability each client keeps to a
 mask: the coordinates that it can afford, which alone travel and are averaged over those who held them.
 Between rounds: channels are sorted before narrower widths join, and a predictor of accuracy is fitted, if
-the method says so.
+the method says so. Once-for-All sorts at the start of a phase in which a width joins: narrow networks then
+begin with the channels that count most. The largest network, and those of widths that train already, compute
+the same before and after. Who remembers channels by their number begins anew, as the published phases do:
+the optimizer of a central run, the server's of a federation. What clients remember is refused.
 Evaluation: statistics of the largest, of the smallest and of one in between are recalibrated before
 every validation and test, and at the end of rounds without one. The module keeps the largest's.
+Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.client_masks import MaskOfClient
-from fl_lightning.nas.elastic.attentive import Predict
-from fl_lightning.nas.elastic.calibration import Sums, apply_sums
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.accuracy_predictor import RunPredictor
+from fl_lightning.nas.spaces.subnetwork import sort_channels
+from fl_lightning.nas.sub_networks.accuracy import RunPredictor
 from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import limits, reach
-from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics, recalibrated
-from fl_lightning.nas.sub_networks.sorted_channels import check_sorting, sort_before_round
+from fl_lightning.nas.sub_networks.methods import Predict, ProgressiveShrinking, Shrinking
+from fl_lightning.nas.sub_networks.recalibration import (
+    Sums,
+    apply_sums,
+    check_personal,
+    has_statistics,
+    recalibrated,
+)
 
-if TYPE_CHECKING:
-    from fl_lightning.nas.one_shot import OneShot
 
-
-class Guest(NamedTuple):
+class ClientAtWork(NamedTuple):
     """Whose turn it is in the module.
 
     Attributes:
@@ -62,7 +70,7 @@ class Turns(Stage):
 
     def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
         self._limits, self._largest = limits, largest
-        self.guest: Guest | None = None
+        self.guest: ClientAtWork | None = None
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
         """Have the module be this client's."""
@@ -72,7 +80,7 @@ class Turns(Stage):
     def _visit(self, client: int) -> Iterator[None]:
         before = self.guest
         limit = self._largest if self._limits is None else self._limits[client]
-        self.guest = Guest(client, limit)
+        self.guest = ClientAtWork(client, limit)
         try:
             yield
         finally:
@@ -89,16 +97,16 @@ class SubNetworkRounds(Callback):
     def __init__(self) -> None:
         super().__init__()
         self.unprotected: str | None = None
-        self._module: OneShot | None = None
+        self._space: SizeSpace | None = None
+        self._network: nn.Module | None = None
         self._turns: Turns | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
-        self._recalibrated_at: int | None = None
         self._predictor: RunPredictor | None = None
 
     @property
-    def guest(self) -> Guest | None:
+    def guest(self) -> ClientAtWork | None:
         """Whose turn it is; None in a central run."""
         return None if self._turns is None else self._turns.guest
 
@@ -115,7 +123,7 @@ class SubNetworkRounds(Callback):
                 meets, or models of clients whose statistics would not be recalibrated.
         """
         module: Any = pl_module
-        self._module, self._sums, self._recalibrated_at = module, {}, None
+        self._space, self._network, self._sums = module.space, module.network, {}
         self._turns = self._limits = self._predictor = None
         self._masks = {}
         if has_statistics(module.network):
@@ -151,10 +159,11 @@ class SubNetworkRounds(Callback):
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
         assert self._limits is not None
-        assert self._module is not None
+        assert self._space is not None
+        assert self._network is not None
         limit = self._limits[client]
         if limit not in self._masks:
-            held = reach(self._module.space, self._module.network, limit)
+            held = reach(self._space, self._network, limit)
             self._masks[limit] = {f"network.{name}": mask for name, mask in held.items()}
         return self._masks[limit]
 
@@ -180,9 +189,7 @@ class SubNetworkRounds(Callback):
         """Recalibrate the statistics of those that are shown."""
         self._recalibrate(trainer, pl_module)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recalibrate the statistics of those that are shown."""
-        self._recalibrate(trainer, pl_module)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_train_batch_end(
         self,
@@ -218,11 +225,94 @@ class SubNetworkRounds(Callback):
     @property
     def has_statistics(self) -> bool:
         """Whether the statistics of all that are shown are known, or none are needed."""
-        assert self._module is not None
-        return bool(self._sums) or not has_statistics(self._module.network)
+        assert self._network is not None
+        return bool(self._sums) or not has_statistics(self._network)
 
     def use(self, name: str) -> None:
         """Write the statistics of one that is shown into the network."""
-        assert self._module is not None
+        assert self._network is not None
         if name in self._sums:
-            apply_sums(self._module.network, self._sums[name])
+            apply_sums(self._network, self._sums[name])
+
+
+_NO_WIDTH = ("kernel", "depth")
+# of a federation, that remember coordinates from round to round
+_MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state", "privacy")
+
+
+def check_sorting(trainer: Trainer, method: Any) -> None:
+    """Refuse to sort where something of the run would go on with channels in their old places.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    federation = _federation(trainer)
+    if not (isinstance(method, Shrinking) and method.sort) or federation is None:
+        return
+    found = [name for name in _MEMORIES if getattr(federation, name, None)]
+    if found:
+        raise ConfigurationError(
+            f"model.method.sort gives channels new places between rounds, and federation.{found[0]} "
+            "remembers the old ones: leave one of them out"
+        )
+    if str(trainer.precision) in ("bf16-true", "64-true"):
+        raise ConfigurationError(
+            f"model.method.sort: with precision {trainer.precision} the server keeps weights of its own, "
+            "which cannot be sorted between rounds: use 32-true or bf16-mixed"
+        )
+
+
+def sort_before_round(trainer: Trainer, module: Any) -> bool:
+    """Sort the channels if a narrower width joins in the round that begins; return whether they were."""
+    method, round_ = module.method, trainer.current_epoch
+    if not (isinstance(method, Shrinking) and method.sort) or round_ == 0:
+        return False
+    schedule = method.schedule(module.space, max(0, trainer.max_epochs or 0))
+    if not _width_joins(schedule, round_):
+        return False
+    shape = {"num_classes": module.costs.num_classes, "in_channels": module.costs.in_channels}
+    with torch.device("meta"):
+        trained = [module.space.build(one, **shape) for one in _trained(schedule, round_ - 1)]
+    sort_channels(module.network, trained)
+    _begin_anew(trainer)
+    return True
+
+
+def _begin_anew(trainer: Trainer) -> None:
+    """Have the optimizer that lasts from round to round forget."""
+    federation = _federation(trainer)
+    if federation is None:
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        return
+    assert federation.rounds is not None, "the fit has begun"
+    server = federation.rounds.server.optimizer
+    fresh = federation.server_optimizer([p for g in server.param_groups for p in g["params"]])
+    server.state.clear()
+    server.state.update(fresh.state)  # some have their first one from the start
+
+
+def _width_joins(schedule: ProgressiveShrinking, round_: int) -> bool:
+    now, before = schedule.kept(round_), schedule.kept(round_ - 1)
+    rows = zip(schedule.space.named_sizes, now, before, strict=True)
+    return any(size.name not in _NO_WIDTH and more > less for (_, size), more, less in rows)
+
+
+def _trained(schedule: ProgressiveShrinking, round_: int) -> list[Architecture]:
+    """Return networks of all narrower widths that train in a round, as deep as there are."""
+    space: SizeSpace = schedule.space
+    kept = schedule.kept(round_)
+    narrower = range(1, max(kept))
+    found = []
+    for steps in narrower:
+        choices = [
+            len(size.options) - 1 - (0 if size.name in _NO_WIDTH else min(steps, number - 1))
+            for (_, size), number in zip(space.named_sizes, kept, strict=True)
+        ]
+        found.append(space.architecture(choices))
+    return [one for one in found if one != space.largest]
+
+
+def _federation(trainer: Trainer) -> Federation | None:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Federation)), None)

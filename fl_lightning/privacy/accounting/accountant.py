@@ -6,6 +6,21 @@ tight, or from Rényi divergences (RDP; Mironov et al. 2019; for fixed sizes Wan
 27), which is looser. Where everybody takes part the PLD has a closed form. Of fixed-size
 samples only the RDP is known. Noise below a fifth of the sensitivity needs PLDs of gigabytes: it gets an
 upper bound in closed form. The central limit theorem's ε (GDP) is no upper bound, and not offered.
+
+The least noise that keeps to a budget.
+
+ε falls as noise rises, so the noise multiplier is found by halving intervals: first on the quick
+grid, whose ε is a little too high, then on the fine one just below.
+
+How cohorts are drawn, in the terms of privacy theorems.
+
+What one client can change of a round depends on who is compared with whom:
+
+    Poisson, everybody      with and without one client       the sum moves by ≤ S
+    fixed size              one client replaced by another    the sum moves by ≤ 2 S
+
+S is the clip norm. A sampler that looks at losses, speeds or availability depends on the data, or
+on what nobody knows the chances of, and has no such theorem.
 """
 
 from __future__ import annotations
@@ -16,14 +31,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon, turns_epsilon
-from fl_lightning.privacy.accounting.sampling import Sampling
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
 
 Method = Literal["pld", "rdp"]
 # Losses are rounded up to multiples of these: the ε of the fine one is tight to about 1e-5.
@@ -161,3 +177,139 @@ def most_rounds(epsilon: Callable[[int], float], budget: float, limit: int) -> i
         else:
             high = middle
     return low
+
+
+_MOST = 1e6
+# of the noise multiplier, relative
+_TOLERANCE = 2e-5
+
+
+class EpsilonOf(Protocol):
+    """ε of a run by its noise multiplier."""
+
+    def __call__(self, noise_multiplier: float, *, quick: bool) -> float:
+        """Return ε; ``quick`` allows a slightly higher one."""
+
+
+def noise_for_budget(epsilon_of: EpsilonOf, budget: float) -> float:
+    """Return the smallest noise multiplier whose ε is at most the budget, to 2e-5 of it or better.
+
+    Args:
+        epsilon_of: falls with the noise multiplier.
+        budget: ε, > 0.
+
+    Raises:
+        ConfigurationError: if a million clip norms of noise are not enough.
+
+    Example:
+        >>> from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+        >>> z = noise_for_budget(lambda z, quick: gaussian_epsilon(z / 10, 1e-5), budget=1.0)
+        >>> round(z, 2)  # 100 rounds with everybody
+        37.31
+    """
+    low, high = 1e-2, 1.0
+    while epsilon_of(high, quick=True) > budget:
+        low, high = high, 2 * high
+        if high > _MOST:
+            raise ConfigurationError(
+                f"federation.privacy: no noise keeps this run within epsilon={budget}: raise "
+                "epsilon or delta, or train fewer rounds"
+            )
+    low, high = _halved(epsilon_of, low, high, budget, quick=True)
+    below = high
+    while below > 1e-3:
+        below *= 0.999
+        if epsilon_of(below, quick=False) > budget:
+            break
+        high = below
+    return _halved(epsilon_of, below, high, budget, quick=False)[1]
+
+
+def _halved(
+    epsilon_of: EpsilonOf, low: float, high: float, budget: float, *, quick: bool
+) -> tuple[float, float]:
+    while high - low > _TOLERANCE * high:
+        middle = (low + high) / 2
+        if epsilon_of(middle, quick=quick) > budget:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A draw of clients.
+
+    Attributes:
+        kind: each by its own coin (``poisson``), a ``fixed`` number without replacement, or ``all``.
+        num_clients: how many there are, N.
+        expected: clients of a round, qN, in (0, N].
+
+    Example:
+        >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
+        >>> sampling = sampling_of(PoissonCohort(fraction=0.1), num_clients=50)
+        >>> sampling.expected, sampling.rate, sampling.sensitivity, sampling.relation
+        (5.0, 0.1, 1.0, 'one client added or removed')
+    """
+
+    kind: Literal["poisson", "fixed", "all"]
+    num_clients: int
+    expected: float
+
+    @property
+    def rate(self) -> float:
+        """A client's chance of taking part in a round, q in (0, 1]."""
+        return self.expected / self.num_clients
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one client moves a sum of clipped updates, in clip norms."""
+        return 2.0 if self.kind == "fixed" else 1.0
+
+    @property
+    def relation(self) -> str:
+        """Which data sets ε compares."""
+        return "one client replaced" if self.kind == "fixed" else "one client added or removed"
+
+    def __str__(self) -> str:
+        if self.kind == "all":
+            return f"all {self.num_clients} clients, no amplification"
+        if self.kind == "poisson":
+            return f"Poisson sampling of {self.num_clients} clients at rate {self.rate:g}"
+        return f"{self.expected:g} of {self.num_clients} clients without replacement"
+
+
+def check_sampler(cohort: CohortSampler) -> None:
+    """Refuse samplers that no accountant knows.
+
+    Raises:
+        ConfigurationError: saying which are known.
+    """
+    asked = as_cohort(cohort)
+    if asked.coin is None and not asked.is_uniform:
+        raise ConfigurationError(
+            f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because a "
+            "client's chance of taking part is not known: set federation.cohort to PoissonCohort, "
+            "UniformCohort or AllClients, or use BandedMatrixDP for cohorts that take turns"
+        )
+    if asked.redrawn_below > 0:
+        raise ConfigurationError(
+            f"federation.privacy: with min_size={asked.redrawn_below} clients of a "
+            f"{type(cohort).__name__} do not join independently, which amplification by sampling "
+            "needs: set min_size to 0"
+        )
+
+
+def sampling_of(cohort: CohortSampler, num_clients: int) -> Sampling:
+    """Return how a sampler draws.
+
+    Raises:
+        ConfigurationError: for samplers that no accountant knows.
+    """
+    check_sampler(cohort)
+    coin = as_cohort(cohort).coin
+    if coin is not None and coin < 1:
+        return Sampling("poisson", num_clients, coin * num_clients)
+    size = cohort.expected_size(num_clients) if coin is None else num_clients
+    return Sampling("all" if size == num_clients else "fixed", num_clients, float(size))

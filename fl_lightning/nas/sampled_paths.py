@@ -1,8 +1,8 @@
-"""Gumbel noise on α: one operation an edge (GDAS), or soft weights that sharpen (FBNet).
+"""Rules of relaxation that draw by noise: Gumbel noise on α (GDAS, FBNet) and binary gates (ProxylessNAS).
 
     p = softmax((log softmax α + g) / τ),   g Gumbel
-    GDAS:   h = onehot(argmax p), with the gradient of p;   τ from 10 to 0.1, linearly
-    FBNet:  h = p;   τ = 5 · 0.956^epoch
+    GDAS:   h = onehot(argmax p), with the gradient of p: one operation an edge;  τ from 10 to 0.1, linearly
+    FBNet:  h = p: soft weights that sharpen;   τ = 5 · 0.956^epoch
 
 In GDAS, what does not run has no output to multiply h by, and its α still has to learn. Three rules:
 
@@ -11,9 +11,19 @@ In GDAS, what does not run has no output to multiply h by, and its α still has 
     all       runs                                       dL/dy · o(x)
     none      does not run                               none
 
-Source: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
-et al. 2019, FBNet, section 3.3.
-Differs: the released code computes (onehot - p) + p, which is one-hot up to rounding; here
+With binary gates one path runs when weights learn, two when α does:
+
+    weights:  one operation of each row, drawn by softmax(α); no gradient to α
+    α:        two, drawn without replacement; q = softmax of their two logits; one is open, by q
+              dL/dα_i = Σ_j dL/dg_j q_j (δ_ij - q_i)    over the two
+              then both logits are shifted so that the others' probabilities stay
+
+That gradient is the one of q, so a gate is an open or closed one with the gradient of q.
+ProxylessNAS's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. Where the server of
+a federation steps α, clients have drawn different paths, and no logits are shifted.
+Sources: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
+et al. 2019, FBNet, section 3.3; Cai, Zhu, Han 2019, ProxylessNAS, eq. 4 and section 3.2.1, and its code.
+Differs: GDAS's code computes (onehot - p) + p, which is one-hot up to rounding; here
 onehot + (p - p), which always is.
 """
 
@@ -21,14 +31,16 @@ from __future__ import annotations
 
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.relax.relaxation import (
+from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
     SearchStep,
     drawn_from,
+    drawn_operations,
     gumbel_noise,
     one_hot,
     straight_through,
@@ -151,3 +163,72 @@ def check_temperature(name: str, value: float) -> None:
     """
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{name} must be positive, got {value}")
+
+
+def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor) -> EdgeWeights:
+    """Return gates of which one is open, with the gradient of the softmax over the paths.
+
+    Args:
+        alpha: (num_rows, num_operations).
+        paths: numbers of the operations that run, (num_rows, num_paths).
+        opened: number of the operation whose gate is open, (num_rows, 1); one of the paths.
+    """
+    paths = paths.to(alpha.device)
+    shares = alpha.gather(1, paths).softmax(1)
+    soft = torch.zeros_like(alpha).scatter(1, paths, shares)
+    running = tuple(tuple(sorted(row)) for row in paths.tolist())
+    return EdgeWeights(straight_through(one_hot(opened, alpha), soft), running)
+
+
+def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
+    """Return `after`, the moved logits shifted so that unmoved ones keep their probability.
+
+    The sum of the moved ones' exponentials stays what it was.
+
+    Args:
+        before: (num_rows, num_operations).
+        after: (num_rows, num_operations).
+        moved: of the same shape: which logits the step was about.
+    """
+    sums = [logits.masked_fill(~moved, -torch.inf).logsumexp(1) for logits in (before, after)]
+    offset = (sums[1] - sums[0])[:, None]
+    return torch.where(moved, after - offset, before)
+
+
+@final
+class BinaryGates(Relaxation):
+    """ProxylessNAS.
+
+    Args:
+        paths: ``two`` run when α learns, or ``all``, which needs the memory of all.
+
+    Raises:
+        ConfigurationError: if it is something else.
+    """
+
+    def __init__(self, paths: Literal["two", "all"] = "two") -> None:
+        if paths not in ("two", "all"):
+            raise ConfigurationError(f"paths must be two or all, got {paths!r}")
+        self._paths = paths
+
+    def weights(
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
+    ) -> EdgeWeights:
+        """Return the gates of a step."""
+        generator, num_operations = drawn_from(step), alpha.shape[1]
+        if not step.moves_alpha:
+            drawn = drawn_operations(alpha, 1, generator)
+            return gate_weights(alpha.detach(), drawn, drawn)
+        num_paths = num_operations if self._paths == "all" else min(2, num_operations)
+        paths = drawn_operations(alpha, num_paths, generator)
+        among = alpha.detach().cpu().gather(1, paths)
+        return gate_weights(alpha, paths, paths.gather(1, drawn_operations(among, 1, generator)))
+
+    def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
+        """Return α, the logits of the paths that ran shifted, the others as they were."""
+        if weights.running is None:
+            return after
+        moved = torch.zeros_like(before, dtype=torch.bool)
+        for row, numbers in enumerate(weights.running):
+            moved[row, list(numbers)] = True
+        return shifted(before, after, moved)

@@ -1,4 +1,4 @@
-"""Architecture parameters that the server moves by an optimizer of their own.
+"""The optimizer of architecture parameters in a federation: at the server, or with a state that clients keep.
 
     client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step a local step
     server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
@@ -7,16 +7,21 @@
 With one local step on a full batch each, g is the gradient over the pooled data, and α moves as in a
 search without clients. Adam at the clients would begin with empty moments in every round: its first
 step is a sign, and a mean of signs is no sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step
-goes down, the mean of the clients' steps goes up). Source: Reddi et al. 2021, Algorithm 1, for this
-one group of parameters. Differs from FedNAS (He et al. 2020), which averages the clients' α.
+goes down, the mean of the clients' steps goes up).
+
+Where clients step α all the same, what their optimizers have learnt can travel as buffers do: averaged over
+clients by the server, or kept by each client for itself (`keep`, `recall`).
+Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differs from FedNAS (He et al.
+2020), which averages the clients' α.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +32,7 @@ from fl_lightning.federation.stage import Stage
 
 
 @final
-class ServerStep(Stage):
+class ServerSearchStep(Stage):
     """Steps some parameters by an optimizer of their own, in place of the server's.
 
     Args:
@@ -42,7 +47,7 @@ class ServerStep(Stage):
 
     Example:
         >>> import torch
-        >>> step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
+        >>> step = ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
         >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}), None)
         >>> params = torch.tensor([0.0, 1.0])
         >>> step.open(0, GlobalModel(params, torch.empty(0)))
@@ -135,3 +140,53 @@ class ServerStep(Stage):
         if state:
             assert self._optimizer is not None
             self._optimizer.load_state_dict(state["optimizer"])
+
+
+def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
+    """Return how many numbers an optimizer has in its state after a step.
+
+    Example:
+        >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
+        7
+    """
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = make_optimizer(copies)
+    _fill(optimizer)
+    return sum(tensor.numel() for tensor in _tensors(optimizer))
+
+
+def keep(optimizer: Optimizer, kept: Tensor) -> None:
+    """Copy the state into a buffer, shape (s,), unless that has no place for any."""
+    if kept.numel():
+        torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
+
+
+def recall(optimizer: Optimizer, kept: Tensor) -> None:
+    """Copy the state from a buffer, shape (s,); zeros are that of an optimizer without a step."""
+    if not kept.numel():
+        return
+    if not optimizer.state:
+        _fill(optimizer)
+    tensors = list(_tensors(optimizer))
+    for tensor, part in zip(tensors, kept.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _fill(optimizer: Optimizer) -> None:
+    """Have a fresh optimizer make its state, and move nothing."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [(param.detach().clone(), param.grad) for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param, (value, gradient) in zip(params, before, strict=True):
+        param.data.copy_(value)
+        param.grad = gradient
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for _, value in sorted(optimizer.state[param].items()):
+                if isinstance(value, Tensor):
+                    yield value

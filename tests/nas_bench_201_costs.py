@@ -1,4 +1,4 @@
-"""Closed forms of what a cell of NAS-Bench-201 costs, in the benchmark's counting and in NASLib's.
+"""What a cell of NAS-Bench-201 costs by closed forms, in the benchmark's counting and in NASLib's: an oracle.
 
 With n₁, n₃, n_p the numbers of 1×1, 3×3 and pool edges of the cell, stages of channels C = 16, 32, 64
 and side S, S₀ the image's side, S₂ the last stage's, k classes, c the channels before a reduction:
@@ -13,15 +13,13 @@ Source: Dong & Yang 2020, section 2.2, and its published figures; NASLib's table
 for networks of the benchmark's own size; `cost_table` counts any.
 """
 
-from __future__ import annotations
-
-from fl_lightning.nas.spaces.space import Architecture
-
 _CELLS = 5
+
+
 _CHANNELS = (16, 32, 64)
 
 
-def benchmark_flops(architecture: Architecture, *, side: int = 32, num_classes: int = 10) -> int:
+def benchmark_flops(architecture, *, side=32, num_classes=10):
     """Return multiply-adds as the benchmark counts them.
 
     Args:
@@ -39,7 +37,7 @@ def benchmark_flops(architecture: Architecture, *, side: int = 32, num_classes: 
     return flops
 
 
-def benchmark_params(architecture: Architecture, *, num_classes: int = 10) -> int:
+def benchmark_params(architecture, *, num_classes=10):
     """Return how many numbers the network has to learn."""
     ones, threes, _ = _edges(architecture)
     params = 464 + 128 + 65 * num_classes
@@ -50,7 +48,7 @@ def benchmark_params(architecture: Architecture, *, num_classes: int = 10) -> in
     return params
 
 
-def naslib_flops(architecture: Architecture, *, side: int = 32, num_classes: int = 10) -> int:
+def naslib_flops(architecture, *, side=32, num_classes=10):
     """Return what NASLib's tables call flops: norms, ReLUs and pools too, no biases."""
     ones, threes, pools = _edges(architecture)
     more = 2 * 16 * side**2
@@ -65,7 +63,7 @@ def naslib_flops(architecture: Architecture, *, side: int = 32, num_classes: int
     return benchmark_flops(architecture, side=side, num_classes=num_classes) + more
 
 
-def _edges(architecture: Architecture) -> tuple[int, int, int]:
+def _edges(architecture):
     names = ("nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
     ones, threes, pools = (architecture.options.count(name) for name in names)
     return ones, threes, pools

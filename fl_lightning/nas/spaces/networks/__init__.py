@@ -1,1 +1,0 @@
-"""The networks of spaces of sizes, whole or elastic."""
