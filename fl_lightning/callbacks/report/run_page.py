@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.callbacks.report.history import History
-from fl_lightning.callbacks.report.run_charts import run_charts
-from fl_lightning.callbacks.report.tables import evaluated_clients
+from fl_lightning.callbacks.report.run_charts import byte_unit, evaluated_clients, run_charts
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.report.files import write_chart
 from fl_lightning.core.report.page import Page
@@ -121,6 +120,5 @@ def _spread(values: Sequence[float]) -> list[str]:
 
 
 def _size(num_bytes: float) -> str:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    unit, size = next(((u, s) for u, s in units if num_bytes >= s), ("bytes", 1.0))
+    unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"
