@@ -85,13 +85,7 @@ def log_round(
 
 
 def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> None:
-    """Log numbers at any time of a fit, for loggers and for callbacks that read ``callback_metrics``.
-
-    Args:
-        trainer: with the loggers.
-        values: by name.
-        step: of the run.
-    """
+    """Log numbers at any time of a fit; callbacks see them in ``callback_metrics``."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(values), step=step)

@@ -2,21 +2,30 @@
 
 ``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; the path of a
 checkpoint names its run. A fit goes on in the folder of its run, whatever the logger.
+A file that is no checkpoint is refused before anything starts. ``metrics.csv`` goes on as well, which
+`lightning.pytorch.loggers.CSVLogger` deletes in a folder in which it begins.
 """
 
 from __future__ import annotations
 
+import csv
+import os
 import secrets
+import warnings
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
-from lightning.pytorch.loggers import TensorBoardLogger
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.atomic_checkpoint import remove_unfinished
+from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, PREVIOUS, remove_unfinished
 from fl_lightning.federation.checkpoints.earlier_runs import (
     EarlierRun,
     choose,
@@ -25,7 +34,6 @@ from fl_lightning.federation.checkpoints.earlier_runs import (
     remove_empty,
     run_of,
 )
-from fl_lightning.federation.checks.checkpoint_file import best_of, check_checkpoint
 
 # Where Lightning puts a run whose logger is left to it.
 _DEFAULT_NAME = "lightning_logs"
@@ -176,3 +184,98 @@ def _listed(value: Any) -> list[Any]:
 
 def _kind(logger: Any) -> str:
     return str(logger.class_path).rpartition(".")[2]
+
+
+_KEPT = ".metrics.csv.kept"
+
+
+def keep_rows(trainer: Trainer, step: int) -> None:
+    """Have CSV files go on after the rows of steps before one, those of the run that is taken up.
+
+    To be called by the first process alone.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            _keep(logger, step)
+
+
+def _keep(logger: CSVLogger, step: int) -> None:
+    path, kept = Path(logger.log_dir, "metrics.csv"), Path(logger.log_dir, _KEPT)
+    if path.exists() and not kept.exists():  # else it was killed just here
+        os.replace(path, kept)
+    with warnings.catch_warnings():  # of what would be deleted
+        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+        writer = logger.experiment
+    if not kept.exists():
+        return
+    with kept.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [
+            row for row in reader if (row.get("step") or "").isdecimal() and int(row["step"]) < step
+        ]
+        writer.metrics_keys = list(reader.fieldnames or [])
+    unfinished = path.with_name(".metrics.csv.unfinished")
+    with unfinished.open("w", newline="") as file:
+        table = csv.DictWriter(file, writer.metrics_keys)
+        table.writeheader()
+        table.writerows(rows)
+    os.replace(unfinished, path)
+    kept.unlink()
+
+
+def check_checkpoint(path: Path) -> int:
+    """Return after how many global steps a checkpoint was saved.
+
+    Raises:
+        ConfigurationError: if the file cannot be one; with the round before it if that is whole.
+    """
+    problem, checkpoint = _read(path)
+    if problem is None:
+        return int(checkpoint.get("global_step", 0))
+    previous = path.with_name(PREVIOUS)
+    if path.name == LAST and previous.exists():
+        reason, checkpoint = _read(previous)
+        if reason is None:
+            rounds = checkpoint["global_step"]
+            raise ConfigurationError(
+                f"ckpt_path: {path} {problem}. The one before it is whole, global step {rounds}: go "
+                f"on with --ckpt_path {previous}"
+            )
+    raise ConfigurationError(f"ckpt_path: {path} {problem}. Give the path of a .ckpt file, or last")
+
+
+def best_of(last: Path) -> Path | None:
+    """Return the best checkpoint of the run that wrote a last one, None if it kept none."""
+    callbacks = _read(last)[1].get("callbacks", {})
+    for state in callbacks.values():
+        if isinstance(state, dict) and state.get("monitor") and state.get("best_model_path"):
+            best = Path(state["best_model_path"])
+            beside = last.with_name(best.name)  # where the run's folder has been moved since
+            return next((path for path in (beside, best) if path.exists()), None)
+    return None
+
+
+def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return why a file is no checkpoint, None if it is one, and what can be read of it."""
+    if path.is_dir():
+        return "is a folder and no checkpoint", {}
+    if not path.exists():
+        return "does not exist", {}
+    if path.stat().st_size == 0:
+        return "is empty", {}
+    try:
+        # mapped, not read: of a large model only what is looked at
+        checkpoint = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+    except Exception as error:  # noqa: BLE001 - pickle raises whatever the bytes lead to
+        return _in_words(error, path), {}
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        return "is no checkpoint of Lightning: it has no state_dict", {}
+    return None, checkpoint
+
+
+def _in_words(error: Exception, path: Path) -> str | None:
+    if isinstance(error, PermissionError):
+        return "may not be read by you"
+    if isinstance(error, UnpicklingError) and is_zipfile(path):
+        return None  # classes of the user's own: Lightning says what to do
+    return "is no checkpoint of Lightning, or a damaged one"
