@@ -110,8 +110,23 @@ class LogCollector:
             ConfigurationError: for a ``reduce_fx`` other than mean, sum, min and max, and for a
                 tensor with more than one element.
         """
+        both = bool(on_step and on_epoch)
+        if torch.compiler.is_compiling():  # each length of a list would be a graph of its own
+            torch.compiler.disable(self._keep)(name, value, prog_bar, both, reduce_fx, batch_size)
+        else:
+            self._keep(name, value, prog_bar, both, reduce_fx, batch_size)
+
+    def _keep(
+        self,
+        name: str,
+        value: Tensor | float | Metric,
+        prog_bar: bool,
+        both: bool,
+        reduce_fx: Any,
+        batch_size: int | None,
+    ) -> None:
         if name not in self._reductions:
-            self._first_time(name, reduce_fx, prog_bar, bool(on_step and on_epoch))
+            self._first_time(name, reduce_fx, prog_bar, both)
         if isinstance(value, Metric):
             self._metrics[name] = value
             return

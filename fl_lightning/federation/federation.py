@@ -118,7 +118,8 @@ class Federation(Options, Callback):
         assert self.rounds is not None
         self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
         number, server = trainer.current_epoch, self.rounds.server.optimizer
-        for line in idle_lines(number, self, self._calendar, trainer.optimizers[0], server):
+        clients = None if self.rounds.run.by_step else trainer.optimizers[0]
+        for line in idle_lines(number, self, self._calendar, clients, server):
             rank_zero_info(line)
         known = self.rounds.run.groups.population
         own = own_layers(self.personal, lambda: self.personal_models(trainer))

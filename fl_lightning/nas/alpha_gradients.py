@@ -44,6 +44,7 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.relaxation import drawn_operations
@@ -83,6 +84,15 @@ class WeightStep:
         for name in ("lr", "momentum", "weight_decay", "dampening"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> WeightStep | None:
+        """Return the step that SGD is about to take; None of other optimizers."""
+        if type(optimizer) is not torch.optim.SGD:
+            return None
+        group = optimizer.param_groups[0]
+        names = ("momentum", "weight_decay", "dampening", "nesterov")
+        return cls(float(group["lr"]), *(group[name] for name in names))
 
     def taken(
         self, weights: Tensors, gradients: Tensors, velocities: Tensors | None = None

@@ -18,28 +18,26 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import run_seed
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
 from fl_lightning.nas.cost.cost import Measure
+from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
 from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
-Batch = tuple[Tensor, Tensor]
 
-
-class OneShot(LightningModule):
+class OneShot(SharedWeights):
     """Trains a network of all sizes: a batch is images (B, in_channels, H, W) and labels (B,).
 
     Args:
@@ -89,20 +87,29 @@ class OneShot(LightningModule):
         schedule: Schedule | None = None,
         seed: int | None = None,
     ) -> None:
-        _check(num_classes, label_smoothing, drop_rate, recalibration_examples)
-        super().__init__()
+        super().__init__(
+            num_classes=num_classes,
+            schedule=schedule,
+            recalibration_examples=recalibration_examples,
+            seed=seed,
+            rules={
+                f"label_smoothing must be in [0, 1), got {label_smoothing}": 0
+                <= label_smoothing
+                < 1,
+                f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
+            },
+        )
         self.space, self.method = space, method or Sandwich()
         self.method.check(space)
         self.network = space.supernet(num_classes=num_classes, in_channels=in_channels)
-        _gather_no_statistics(self.network)
+        for norm in batch_norms(self.network):
+            norm.momentum = 0.0  # they leave their running statistics alone while they train
         self.costs = CostOf("flops", image_size, in_channels, num_classes)
-        self.capability, self.recalibration_examples = capability, recalibration_examples
-        self.seed = run_seed(seed)
+        self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._same_draws = same_draws
         # no default of the argument: YAML that names a class of its own would be mixed with it
         self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-        self._schedule = schedule
 
     @property
     def shown(self) -> dict[str, Architecture]:
@@ -134,7 +141,7 @@ class OneShot(LightningModule):
 
         def labels_loss(logits: Tensor) -> Tensor:
             if logits.requires_grad:
-                accuracies.append(_accuracy(logits, labels))
+                accuracies.append(accuracy(logits, labels))
             return functional.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
 
         def whole(architecture: Architecture) -> Tensor:
@@ -202,14 +209,6 @@ class OneShot(LightningModule):
 
     # Evaluation.
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log val/loss and val/accuracy of the largest, and accuracies of smaller ones."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log test/loss and test/accuracy of the largest, and accuracies of smaller ones."""
-        self._evaluate("test", batch)
-
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the largest, with the statistics it has."""
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
@@ -223,7 +222,7 @@ class OneShot(LightningModule):
                 continue  # no training data at hand: the largest has the checkpoint's
             rounds.use(name)
             logits = self(images, architecture)
-            values[f"{stage}/{name}_accuracy"] = _accuracy(logits, labels)
+            values[f"{stage}/{name}_accuracy"] = accuracy(logits, labels)
         values[f"{stage}/accuracy"] = values.pop(f"{stage}/largest_accuracy")
         values[f"{stage}/loss"] = functional.cross_entropy(logits, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
@@ -233,13 +232,9 @@ class OneShot(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, with the schedule's factors if there is one."""
         optimizer = self._optimizer(list(self.network.parameters()))
-        schedule = self._schedule
-        if schedule is None:
+        scheduler = self._scheduler(optimizer)
+        if scheduler is None:
             return optimizer
-        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda round: schedule.factor(round, num_rounds)
-        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
@@ -248,27 +243,3 @@ class OneShot(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Have clients keep to what they can afford, and statistics be recalibrated."""
         return [SubNetworkRounds()]
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def _gather_no_statistics(network: nn.Module) -> None:
-    """Have batch norms leave their running statistics alone while they train."""
-    for layer in network.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.momentum = 0.0
-
-
-def _check(num_classes: int, smoothing: float, drop_rate: float, examples: int | None) -> None:
-    rules = {
-        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-        f"label_smoothing must be in [0, 1), got {smoothing}": 0 <= smoothing < 1,
-        f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
-        f"recalibration_examples must be at least 2, got {examples}": examples is None
-        or examples >= 2,
-    }
-    broken = [message for message, holds in rules.items() if not holds]
-    if broken:
-        raise ConfigurationError("; ".join(broken))

@@ -9,8 +9,9 @@ A rule of relaxation says how many architectures run in one network; data come f
 travel in one update; the server steps α by the optimizer that a central search has, see `ServerSearchStep`.
 
 Batch normalisation has the statistics of the batch while it searches: those that it would gather are of no
-single architecture. An evaluation has statistics of training examples (`CellStatistics`). Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
-halves at clients. Differs: both gradients are taken where w and α were before the step, so that N clients
+single architecture. An evaluation has statistics of training examples (`CellStatistics`).
+Sources: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the halves at clients.
+Differs: both gradients are taken where w and α were before the step, so that N clients
 with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
 after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
 """
@@ -23,17 +24,16 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
+from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
@@ -57,12 +57,12 @@ from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Softmax, weights_of
 from fl_lightning.nas.report import CellStatistics, SearchReport, Shown
+from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
-Batch = tuple[Tensor, Tensor]
 Place = Literal["server", "clients", "none"]
 
 # not the arguments' defaults: YAML that names a class of its own would be mixed with them
@@ -70,7 +70,7 @@ _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
 _DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
 
 
-class Supernet(LightningModule):
+class Supernet(SharedWeights):
     """Searches a space of cells.
 
     Args:
@@ -139,8 +139,19 @@ class Supernet(LightningModule):
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        _check(num_classes, clip_norm, architecture_state, recalibration_examples)
-        super().__init__()
+        places = get_args(Place)
+        super().__init__(
+            num_classes=num_classes,
+            schedule=schedule,
+            recalibration_examples=recalibration_examples,
+            seed=seed,
+            rules={
+                f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
+                f"architecture_state must be {', '.join(places)}, got {architecture_state!r}": (
+                    architecture_state in places
+                ),
+            },
+        )
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
         self.shape: dict[str, Any] = {
@@ -152,10 +163,11 @@ class Supernet(LightningModule):
         self.image_size = image_size
         self.measure = expected_measure(measure, space, image_size, self.shape)
         self.network = space.network(self.rule.edge, affine=False, **self.shape)
-        _use_batch_statistics(self.network)
-        self._seed = run_seed(seed)
+        for norm in batch_norms(self.network):
+            norm.track_running_stats = False
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
         start = torch.randn(
-            space.num_rows, len(space.operations), generator=torch_generator(self._seed, "alpha")
+            space.num_rows, len(space.operations), generator=torch_generator(self.seed, "alpha")
         )
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
@@ -170,8 +182,7 @@ class Supernet(LightningModule):
         self.architecture_state = architecture_state
         self.is_federated = self.is_stepped_by_server = False
         self._optimizer = optimizer or _DARTS_SGD
-        self._schedule, self._clip_norm = schedule, clip_norm
-        self._same_draws, self.recalibration_examples = same_draws, recalibration_examples
+        self._clip_norm, self._same_draws = clip_norm, same_draws
         self.statistics = CellStatistics()
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
@@ -197,11 +208,6 @@ class Supernet(LightningModule):
     def costs(self) -> CostTable:
         """What each operation costs in a network of this shape."""
         return cost_table(self.space, side=self.image_size, **self.shape)
-
-    @property
-    def seed(self) -> int:
-        """Of draws that are the same for all."""
-        return self._seed
 
     @property
     def shown(self) -> dict[Shown, EdgeWeights]:
@@ -308,14 +314,14 @@ class Supernet(LightningModule):
         self.manual_backward(loss)
         self.clip_gradients(optimizer, self._clip_norm, "norm")
         optimizer.step()
-        accuracy = _accuracy(logits, labels)
-        self.log("train/accuracy", accuracy, on_step=False, on_epoch=True, batch_size=len(labels))
+        right = accuracy(logits, labels)
+        self.log("train/accuracy", right, on_step=False, on_epoch=True, batch_size=len(labels))
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
         """Return the seed of a step's draws: of the client's own, or the same one for all."""
         if self._same_draws or not self.is_federated:
-            return derive_seed(self._seed, "architecture", self.current_epoch, batch_idx)
+            return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
 
     def _search_step(self, draws: int, purpose: str, *, moves_alpha: bool) -> SearchStep:
@@ -354,21 +360,21 @@ class Supernet(LightningModule):
                 return found
             return self._penalty(found, self.expected_cost(alphas))
 
-        def accuracy(operations: Sequence[int]) -> Tensor:
+        def reward(operations: Sequence[int]) -> Tensor:
             images, labels = batch["search"]
             with torch.no_grad():
                 logits = self.network(images, self._one_each(operations))
                 # NaN would count as a wrong answer, and nobody would hear of it
-                return torch.where(logits.isfinite().all(), _accuracy(logits, labels), torch.nan)
+                return torch.where(logits.isfinite().all(), accuracy(logits, labels), torch.nan)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
         situation = Situation(
             train=partial(loss, "train"),
             search=search,
-            accuracy=accuracy,
+            accuracy=reward,
             weights={name: p.detach() for name, p in params.items()},
             alphas={name: tensor.detach() for name, tensor in self.alphas.items()},
-            weight_step=_weight_step(of_weights),
+            weight_step=WeightStep.of(of_weights),
             velocities={name: v for name, v in buffers.items() if v is not None},
             baseline=self.baseline,
             generator=partial(torch_generator, draws, "reward"),
@@ -397,14 +403,6 @@ class Supernet(LightningModule):
 
     # Evaluation.
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log val/loss and val/accuracy of the present architecture, in the shared weights."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log test/loss and test/accuracy of the present architecture, in the shared weights."""
-        self._evaluate("test", batch)
-
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the present architecture."""
         with self.statistics.used(self, "cell"):
@@ -415,12 +413,12 @@ class Supernet(LightningModule):
         images, labels = batch
         with self.statistics.used(self, "cell"):
             logits = self(images)
-        loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
-        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
+        loss = functional.cross_entropy(logits, labels)
+        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy(logits, labels)}
         if not self.rule.draws:
             with self.statistics.used(self, "all"):
                 mixed = self.mixed_logits(images, self.alphas)
-            values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
+            values[f"{stage}/mixed_accuracy"] = accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     # Set up.
@@ -429,7 +427,7 @@ class Supernet(LightningModule):
         """Return the optimizer of the weights and that of α, which a server may take over."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
-        if self._learn.needs_weight_step and _weight_step(weights) is None:
+        if self._learn.needs_weight_step and WeightStep.of(weights) is None:
             raise ConfigurationError(
                 f"model.learn looks a step of SGD ahead, and model.optimizer is "
                 f"{type(weights).__name__}: use torch.optim.SGD, or order: first"
@@ -438,14 +436,8 @@ class Supernet(LightningModule):
         own: Optimizer = self.new_architecture_optimizer(alphas)
         if self.is_stepped_by_server:
             own = torch.optim.SGD(alphas, lr=self.local_lr)
-        schedule = self._schedule
-        if schedule is None:
-            return [weights, own]
-        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            weights, lambda round: schedule.factor(round, num_rounds)
-        )
-        return [weights, own], [scheduler]
+        scheduler = self._scheduler(weights)
+        return ([weights, own], [scheduler]) if scheduler else [weights, own]
 
     @property
     def local_lr(self) -> float:
@@ -455,43 +447,3 @@ class Supernet(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Have the search be reported, and its α be stepped by the server of a federation."""
         return [SearchReport()]
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def _weight_step(optimizer: Optimizer) -> WeightStep | None:
-    """Return the step that SGD is about to take; None of other optimizers."""
-    if type(optimizer) is not torch.optim.SGD:
-        return None
-    group = optimizer.param_groups[0]
-    return WeightStep(
-        float(group["lr"]),
-        group["momentum"],
-        group["weight_decay"],
-        group["dampening"],
-        group["nesterov"],
-    )
-
-
-def _use_batch_statistics(network: nn.Module) -> None:
-    """Have batch normalisations keep no statistics."""
-    for layer in network.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.track_running_stats = False
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-
-
-def _check(num_classes: int, clip_norm: float, state: str, num_examples: int | None) -> None:
-    places = get_args(Place)
-    rules = {
-        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-        f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-        f"recalibration_examples must be at least 2, got {num_examples}": num_examples is None
-        or num_examples >= 2,
-        f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
-    }
-    broken = [message for message, holds in rules.items() if not holds]
-    if broken:
-        raise ConfigurationError("; ".join(broken))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
@@ -14,6 +15,7 @@ from fl_lightning.callbacks.console.overview import RunOverview
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation import client_id, local_step
 from fl_lightning.server.staleness import FedBuff
@@ -324,3 +326,36 @@ def test_two_processes_take_the_same_rates():
         fit(module, trainer=trainer)
         ends.append(weights(module))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it
+def test_a_compiled_module_is_compiled_once_however_many_steps_log():
+    counts = []
+    for rounds in (1, 3):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        data = toy_data(3, num_examples=72, partition=DirichletSizes(alpha=1e6))  # 3 full batches
+        fit(
+            torch.compile(ToyModule(scheduler=False), backend=counter),
+            data=data,
+            max_epochs=rounds,
+            engine="sequential",
+            trainer={"limit_val_batches": 0},
+        )
+        counts.append(counter.frame_count)
+    assert counts == [1, 1]
+
+
+class FromZero(ToyModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        warm_up = LAMBDA(optimizer, lambda step: min(1.0, step / WARM))
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+
+def test_a_warm_up_by_steps_from_zero_is_no_idle_round(caplog):
+    module = FromZero()
+    before = weights(module)
+    fit(module, max_epochs=1)
+    assert not torch.equal(weights(module), before)
+    assert "nothing moves" not in caplog.text

@@ -20,7 +20,12 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fl_lightning.cli import main
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.network.folder import Network, SiteFolder, make_network, parse_address
+from fl_lightning.flower.network.folder import (
+    NetworkFolder,
+    SiteFolder,
+    make_network,
+    parse_address,
+)
 from fl_lightning.flower.network.probe import check_server
 from fl_lightning.flower.rules.site_file import read_policy
 
@@ -117,7 +122,7 @@ def test_keys_that_sites_have_made_stay_with_them(tmp_path, monkeypatch, capsys)
         }
     words = ["--out", "net", "--server", "localhost:8443", "--public_keys", "a/a.public,b/b.public"]
     main(["network", "init", *words])
-    made = Network.read(Path("net"))
+    made = NetworkFolder.read(Path("net"))
     assert made.sites == ("a", "b")
     private = [Path(name, file).read_bytes() for name in "ab" for file in ("key", "signing.key")]
     written = [path.read_bytes() for path in Path("net").rglob("*") if path.is_file()]
@@ -166,7 +171,7 @@ def test_the_certificate_has_the_names_of_the_server(network):
 
 
 def test_the_folder_is_read_as_it_was_written(network):
-    read = Network.read(network.folder)
+    read = NetworkFolder.read(network.folder)
     assert read == network
     assert yaml.safe_load((network.site("b") / "site.yaml").read_text())["clients"] == [3, 4]
     site = SiteFolder.read(network.site("b"))

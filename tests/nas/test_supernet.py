@@ -158,7 +158,7 @@ def test_fresh_optimizers_at_clients_do_not_take_the_pooled_step():
 def test_three_clients_whose_mean_sign_is_wrong():
     """Gradients 0.9, -0.1, -0.1: Adam at clients goes up, the pooled step goes down."""
     step = ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=3e-4), local_lr=3e-4)
-    step.place(Space({"alpha": torch.zeros(1)}))
+    step.place(Space({"alpha": torch.zeros(1)}), None)
     params = torch.zeros(1)
     step.open(0, GlobalModel(params, torch.empty(0)))
     aggregate = sum(3e-4 * torch.tensor([g]) for g in (0.9, -0.1, -0.1)) / 3

@@ -133,11 +133,11 @@ def _add_serve(parser: ArgumentParser) -> None:
 
 
 def _serve(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.serving import serving
     from fl_lightning.flower.network.supervision import Supervisor
 
-    served = Network.read(Path(given.folder))
+    served = NetworkFolder.read(Path(given.folder))
     port = given.control_port or served.port + 1
     with (
         Supervisor() as supervisor,
@@ -188,7 +188,7 @@ def _add_run(parser: ArgumentParser) -> None:
 
 def _run(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.cli.subcommands import resolve
-    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.following import carry_out
     from fl_lightning.flower.network.serving import control_of
 
@@ -199,7 +199,7 @@ def _run(given: Any, rest: Sequence[str]) -> None:
             f"sites:   {name} is a module of this folder: each site must have it installed, and allow"
         )
         _say(f"         it in its site.yaml: classes: [{name}.*]")
-    served = Network.read(Path(given.folder))
+    served = NetworkFolder.read(Path(given.folder))
     control = control_of(served)
     options = {
         "sites": given.sites or len(served.sites),
@@ -224,11 +224,11 @@ def _add_folder(parser: ArgumentParser) -> None:
 
 
 def _status(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.serving import control_of
     from fl_lightning.flower.network.standing import last_words, runs, sites
 
-    served = Network.read(Path(given.folder))
+    served = NetworkFolder.read(Path(given.folder))
     control = control_of(served)
     _say(markdown(["site", "state", "last seen", "fl-lightning", "flwr"], sites(served, control)))
     known = runs(control)

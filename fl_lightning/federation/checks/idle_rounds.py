@@ -18,37 +18,36 @@ _NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as
 
 
 def idle_lines(
-    round_index: int, options: Options, calendar: Calendar, clients: Optimizer, server: Optimizer
+    number: int, options: Options, calendar: Calendar, clients: Optimizer | None, server: Optimizer
 ) -> Iterator[str]:
     """Give what to tell before a round in which nobody trains or nothing moves.
 
     Args:
-        round_index: of the round that begins.
+        number: of the round that begins.
         options: what was asked for.
         calendar: who trains when.
-        clients: their optimizer, as its schedule left it.
+        clients: their optimizer, as its schedule left it; None if its rate moves from step to step.
         server: its optimizer, likewise.
     """
-    if num_left_out := calendar.groups.num_left_out(round_index):
+    if num_left_out := calendar.groups.num_left_out(number):
         yield (
-            f"round {round_index}: a cohort of {num_left_out} is too small for "
+            f"round {number}: a cohort of {num_left_out} is too small for "
             f"{type(options.aggregator).__name__}, which hides updates among those of "
             f"{calendar.fewest_clients} clients or more: nobody trains, the model stays as it is"
         )
-    is_private = options.privacy is not None
-    line = zero_rate_line(round_index, clients, server, is_private=is_private)
+    line = zero_rate_line(number, clients, server, is_private=options.privacy is not None)
     if line is not None:
         yield line
 
 
 def zero_rate_line(
-    round_index: int, clients: Optimizer, server: Optimizer, *, is_private: bool
+    round_index: int, clients: Optimizer | None, server: Optimizer, *, is_private: bool
 ) -> str | None:
     """Return what to tell of a round in which the clients' or the server's rate is 0; else None.
 
     Args:
         round_index: of the round that begins.
-        clients: their optimizer, as its schedule left it.
+        clients: their optimizer, as its schedule left it; None if its rate moves from step to step.
         server: its optimizer, likewise.
         is_private: whether noise is added to the round's aggregate or to the steps.
 
@@ -61,7 +60,7 @@ def zero_rate_line(
         "round 3: a learning rate is 0, so nothing moves (the server'"
     """
     pairs = (("the clients' one", clients), ("the server's", server))
-    idle = [whose for whose, made in pairs if _is_zero(made)]
+    idle = [whose for whose, made in pairs if made is not None and _is_zero(made)]
     if not idle:
         return None
     noise = "; the noise of privacy is all that is left" if is_private else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import tied
-from fl_lightning.flower.network.folder import Network
+from fl_lightning.flower.network.folder import NetworkFolder
 from fl_lightning.flower.network.probe import check_server
 from fl_lightning.flower.network.programs import flower_command, flower_environment, names_file
 
@@ -32,7 +32,7 @@ class Control:
         network: whose server it is.
     """
 
-    def __init__(self, network: Network, port: int) -> None:
+    def __init__(self, network: NetworkFolder, port: int) -> None:
         self.network, self._home = network, network.server / "flower"
         self._home.mkdir(exist_ok=True)
         certificate = network.server / "ca.crt"

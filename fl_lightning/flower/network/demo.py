@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.flower.network.control import Control
-from fl_lightning.flower.network.folder import Network, SiteFolder, make_network
+from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
 from fl_lightning.flower.network.joining import site_supervised
 from fl_lightning.flower.network.programs import SITE_PROCESS
 from fl_lightning.flower.network.serving import free_port, serving
@@ -32,7 +32,7 @@ class Demo:
         control: of its server.
     """
 
-    network: Network
+    network: NetworkFolder
     sites: Sequence[SiteFolder]
     supervisor: Supervisor
     control: Control
@@ -90,7 +90,9 @@ def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
             raise
 
 
-def _settled(network: Network, name: str, root: Path, settings: Mapping[str, object]) -> SiteFolder:
+def _settled(
+    network: NetworkFolder, name: str, root: Path, settings: Mapping[str, object]
+) -> SiteFolder:
     """Give a site a socket in the folder that goes at the end, and its settings."""
     file = network.site(name) / "site.yaml"
     told = yaml.safe_load(file.read_text())

@@ -26,7 +26,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkFolder:
     """A network as its folder describes it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Network:
         return self.folder / "sites" / name
 
     @staticmethod
-    def read(folder: Path) -> Network:
+    def read(folder: Path) -> NetworkFolder:
         """Return the network of a folder.
 
         Raises:
@@ -63,7 +63,9 @@ class Network:
         """
         told = _read_yaml(folder / "network.yaml", "fl-lightning network init makes one")
         host, port = parse_address(str(told.get("server")))
-        return Network(folder.resolve(), host, port, parse_sites(",".join(told.get("sites") or ())))
+        return NetworkFolder(
+            folder.resolve(), host, port, parse_sites(",".join(told.get("sites") or ()))
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def make_network(
     clients: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
     keys: Mapping[str, PublicKeys] | None = None,
-) -> Network:
+) -> NetworkFolder:
     """Write the folder of a new network.
 
     Args:
@@ -179,7 +181,7 @@ def make_network(
     sites = parse_sites(",".join(sites))
     if folder.exists() and any(folder.iterdir()):
         raise ConfigurationError(f"out: {folder} is not empty: keys are never overwritten")
-    network = Network(folder.resolve(), host, port, sites)
+    network = NetworkFolder(folder.resolve(), host, port, sites)
     (network.server / "keys").mkdir(parents=True)
     network.server.chmod(0o700)
     authority = make_authority(network.server)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fl_lightning
 from fl_lightning.flower.network.certificates import write_private
-from fl_lightning.flower.network.folder import Network, SiteFolder
+from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
@@ -48,7 +48,7 @@ def flower_command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def server_programs(network: Network, *, bind: str, control_port: int) -> list[Program]:
+def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
     """Return what a server consists of, but for what runs its apps.
 
     Args:
@@ -83,7 +83,7 @@ def server_programs(network: Network, *, bind: str, control_port: int) -> list[P
     ]
 
 
-def app_runner(network: Network, *, control_port: int) -> Program:
+def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
     """Return what runs the server's apps.
 
     Args:
@@ -102,7 +102,7 @@ def app_runner(network: Network, *, control_port: int) -> Program:
     return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
-def names_file(network: Network) -> Path:
+def names_file(network: NetworkFolder) -> Path:
     """Return the file that knows the node of each site.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.control import Control, wait_for_port
-from fl_lightning.flower.network.folder import Network
+from fl_lightning.flower.network.folder import NetworkFolder
 from fl_lightning.flower.network.programs import app_runner, server_programs
 from fl_lightning.flower.network.supervision import Supervisor
 
@@ -20,7 +20,7 @@ _START_SECONDS = 120.0
 
 @contextmanager
 def serving(
-    network: Network, supervisor: Supervisor, *, bind: str, control_port: int
+    network: NetworkFolder, supervisor: Supervisor, *, bind: str, control_port: int
 ) -> Iterator[Control]:
     """Have a network's server run, with all sites' keys registered.
 
@@ -50,7 +50,7 @@ def serving(
         file.unlink(missing_ok=True)
 
 
-def control_of(network: Network) -> Control:
+def control_of(network: NetworkFolder) -> Control:
     """Return the control interface of a server that runs on this machine.
 
     Raises:
@@ -83,5 +83,5 @@ def _check_free(host: str, port: int) -> None:
             ) from None
 
 
-def _control_file(network: Network) -> Path:
+def _control_file(network: NetworkFolder) -> Path:
     return network.server / "control.json"

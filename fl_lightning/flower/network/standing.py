@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fl_lightning.flower.network.control import Control
-from fl_lightning.flower.network.folder import Network
+from fl_lightning.flower.network.folder import NetworkFolder
 from fl_lightning.flower.network.programs import names_file
 from fl_lightning.flower.transport.grid import SEEN
 
 _UNKNOWN = "-"
 
 
-def sites(network: Network, control: Control) -> Sequence[Sequence[str]]:
+def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
     """Return a row for each site: name, state, when it was last seen, its versions.
 
     Args:
@@ -54,7 +54,7 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
     ]
 
 
-def last_words(network: Network) -> str:
+def last_words(network: NetworkFolder) -> str:
     """Return the last line that a run has told, such as its round.
 
     Args:

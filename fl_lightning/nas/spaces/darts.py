@@ -16,8 +16,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
+from functools import cache, cached_property
+from itertools import combinations, product
 from typing import Any, ClassVar, final
 
 import torch
@@ -77,15 +77,25 @@ class DARTS(CellSpace):
     )
     none: ClassVar[int] = 0
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The 14 edges of the normal cell, then those of the reduction cell."""
-        return _rows()
+        return tuple(
+            Row(cell, source, node) for cell in CELLS for node in NODES for source in range(node)
+        )
 
-    @property
+    @cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """For each node of each cell: its inputs, the operation on the first, on the second."""
-        return _decisions()
+        decisions = []
+        for cell, node in product(CELLS, NODES):
+            pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
+            decisions.append(Decision(f"{cell} inputs of {node}", pairs))
+            decisions += [
+                Decision(f"{cell} {which} operation of {node}", self.operations[1:])
+                for which in ("first", "second")
+            ]
+        return tuple(decisions)
 
     def inputs(self, architecture: Architecture) -> dict[str, Inputs]:
         """Return for each cell, node by node, ((operation, source), (operation, source))."""
@@ -131,7 +141,7 @@ class DARTS(CellSpace):
         """Return the pair of cells of a string of ours, or of a published ``Genotype(normal=…)``."""
         text = " ".join(text.split())  # a genotype may go over several lines
         if text.startswith("Genotype("):
-            return self.of_inputs(read_genotype(text, self.name, self.operations[1:]))
+            return self.of_inputs(_Genotype(text).cells())
         reader, cells = ArchitectureReader(text, self.name), {}
         for cell in CELLS:
             reader.expect(f"{cell}:" if cell == CELLS[0] else f";{cell}:")
@@ -212,29 +222,8 @@ class DARTS(CellSpace):
 
 
 @cache
-def _rows() -> tuple[Row, ...]:
-    return tuple(
-        Row(cell, source, node) for cell in CELLS for node in NODES for source in range(node)
-    )
-
-
-@cache
 def _pairs(node: int) -> tuple[tuple[int, int], ...]:
     return tuple(combinations(range(node), 2))
-
-
-@cache
-def _decisions() -> tuple[Decision, ...]:
-    decisions = []
-    for cell in CELLS:
-        for node in NODES:
-            pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
-            decisions.append(Decision(f"{cell} inputs of {node}", pairs))
-            decisions += [
-                Decision(f"{cell} {which} operation of {node}", DARTS.operations[1:])
-                for which in ("first", "second")
-            ]
-    return tuple(decisions)
 
 
 STEM_MULTIPLIER = 3
@@ -374,70 +363,73 @@ class DARTSNetwork(nn.Module):
         return self.classifier
 
 
-def read_genotype(text: str, space: str, operations: Sequence[str]) -> dict[str, Inputs]:
-    """Return what a genotype says, for each cell.
+@dataclass(frozen=True)
+class _Genotype:
+    """A genotype as papers print it; what cannot be read is refused with its place."""
 
-    Raises:
-        ConfigurationError: if it is none of this space; the message says where.
-    """
-    try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise _refusal(text, space, (error.offset or 1) - 1, "it is no Python") from None
-    if not isinstance(call, ast.Call):
-        raise _refusal(text, space, 0, "expected Genotype(…) and nothing else")
-    given = {word.arg: word.value for word in call.keywords}
-    cells = {}
-    for cell, name in zip(CELLS, ("normal", "reduce"), strict=True):
-        if name not in given:
-            raise _refusal(text, space, 0, f"it lacks {name}=[…]")
-        cells[cell] = _read_cell(text, space, given[name], operations)
-        _check_output(text, space, given.get(f"{name}_concat"))
-    return cells
+    text: str
 
+    def cells(self) -> dict[str, Inputs]:
+        """Return what it says for each cell."""
+        try:
+            call = ast.parse(self.text, mode="eval").body
+        except SyntaxError as error:
+            raise self._refusal((error.offset or 1) - 1, "it is no Python") from None
+        if not isinstance(call, ast.Call):
+            raise self._refusal(0, "expected Genotype(…) and nothing else")
+        given = {word.arg: word.value for word in call.keywords}
+        cells = {}
+        for cell, name in zip(CELLS, ("normal", "reduce"), strict=True):
+            if name not in given:
+                raise self._refusal(0, f"it lacks {name}=[…]")
+            cells[cell] = self._nodes(given[name])
+            self._check_output(given.get(f"{name}_concat"))
+        return cells
 
-def _read_cell(text: str, space: str, cell: ast.expr, operations: Sequence[str]) -> Inputs:
-    entries = cell.elts if isinstance(cell, ast.List) else []
-    if len(entries) != 8:
-        reason = "expected a list of 8 pairs (operation, source), two for each of the nodes 2 to 5"
-        raise _refusal(text, space, cell.col_offset, reason)
-    nodes = []
-    for number, node in enumerate(NODES):
-        first, second = (
-            _read_entry(text, space, entry, operations, node)
-            for entry in entries[2 * number : 2 * number + 2]
+    def _nodes(self, cell: ast.expr) -> Inputs:
+        entries = cell.elts if isinstance(cell, ast.List) else []
+        if len(entries) != 8:
+            reason = (
+                "expected a list of 8 pairs (operation, source), two for each of the nodes 2 to 5"
+            )
+            raise self._refusal(cell.col_offset, reason)
+        nodes = []
+        for node, one, other in zip(NODES, entries[::2], entries[1::2], strict=True):
+            first, second = self._entry(one, node), self._entry(other, node)
+            if first[1] == second[1]:
+                reason = (
+                    f"node {node} reads two different nodes in this space, got {first[1]} twice"
+                )
+                raise self._refusal(other.col_offset, reason)
+            nodes.append((first, second))
+        return tuple(nodes)
+
+    def _entry(self, entry: ast.expr, node: int) -> tuple[str, int]:
+        value, names = _literal(entry), DARTS.operations[1:]
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise self._refusal(entry.col_offset, "expected a pair (operation, source)")
+        name, source = value
+        if name not in names:
+            raise self._refusal(entry.col_offset, f"expected an operation: {', '.join(names)}")
+        if not isinstance(source, int) or not 0 <= source < node:
+            reason = f"node {node} reads an earlier one, 0 to {node - 1}"
+            raise self._refusal(entry.col_offset, reason)
+        return name, source
+
+    def _check_output(self, output: ast.expr | None) -> None:
+        """Refuse a cell that puts out other nodes than all four; none given means these."""
+        if output is None or ast.unparse(output) in ("range(2, 6)", "list(range(2, 6))"):
+            return
+        value = _literal(output)
+        if not isinstance(value, list | tuple) or list(value) != list(NODES):
+            reason = "cells of this space put out the nodes [2, 3, 4, 5]"
+            raise self._refusal(output.col_offset, reason)
+
+    def _refusal(self, place: int, reason: str) -> ConfigurationError:
+        here = f"at character {place + 1} ({self.text[place : place + 30]!r})"
+        return ConfigurationError(
+            f"not an architecture of {DARTS.name}: {here} of the genotype: {reason}"
         )
-        if first[1] == second[1]:
-            reason = f"node {node} reads two different nodes in this space, got {first[1]} twice"
-            raise _refusal(text, space, entries[2 * number + 1].col_offset, reason)
-        nodes.append((first, second))
-    return tuple(nodes)
-
-
-def _read_entry(
-    text: str, space: str, entry: ast.expr, operations: Sequence[str], node: int
-) -> tuple[str, int]:
-    value = _literal(entry)
-    if not (isinstance(value, tuple) and len(value) == 2):
-        raise _refusal(text, space, entry.col_offset, "expected a pair (operation, source)")
-    name, source = value
-    if name not in operations:
-        reason = f"expected an operation: {', '.join(operations)}"
-        raise _refusal(text, space, entry.col_offset, reason)
-    if not isinstance(source, int) or not 0 <= source < node:
-        reason = f"node {node} reads an earlier one, 0 to {node - 1}"
-        raise _refusal(text, space, entry.col_offset, reason)
-    return name, source
-
-
-def _check_output(text: str, space: str, output: ast.expr | None) -> None:
-    """Refuse a cell that puts out other nodes than all four; none given means these."""
-    if output is None or ast.unparse(output) in ("range(2, 6)", "list(range(2, 6))"):
-        return
-    value = _literal(output)
-    if not isinstance(value, list | tuple) or list(value) != list(NODES):
-        reason = "cells of this space put out the nodes [2, 3, 4, 5]"
-        raise _refusal(text, space, output.col_offset, reason)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -445,8 +437,3 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         return None
-
-
-def _refusal(text: str, space: str, place: int, reason: str) -> ConfigurationError:
-    here = f"at character {place + 1} ({text[place : place + 30]!r})"
-    return ConfigurationError(f"not an architecture of {space}: {here} of the genotype: {reason}")

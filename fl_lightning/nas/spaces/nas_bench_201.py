@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
@@ -67,10 +67,10 @@ class NASBench201(CellSpace):
         """The six edges."""
         return tuple(Row("cell", *edge) for edge in EDGES)
 
-    @property
+    @cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """An operation for every edge."""
-        return _decisions()
+        return tuple(Decision(f"{i}→{j}", self.operations) for i, j in EDGES)
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
         """Return the choices: a decision is a row."""
@@ -136,11 +136,6 @@ class NASBench201(CellSpace):
         """Return the best operation of each edge, `none` among them; β has no say in that."""
         self.check_alpha(alpha, beta)
         return self.architecture(alpha.argmax(1).tolist())
-
-
-@cache
-def _decisions() -> tuple[Decision, ...]:
-    return tuple(Decision(f"{i}→{j}", NASBench201.operations) for i, j in EDGES)
 
 
 def _term(source: str, operation: str) -> str:
