@@ -52,7 +52,7 @@ CAPS = {
     "data": (7050, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
-    "federation": (13000, 97),
+    "federation": (13000, 90),
     "flower": (9700, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),

@@ -74,11 +74,11 @@ class WorkingFolder:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
-    return True
+    except OSError:  # somebody else's, or a system without /proc
+        return True
 
 
 def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
