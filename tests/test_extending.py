@@ -479,7 +479,7 @@ class TestAStage:
     def test_privacy_is_refused_unless_the_stage_says_why_not(self):
         private = CentralDP(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
         block = {"privacy": private, "cohort": PoissonCohort(fraction=0.5)}
-        with pytest.raises(ConfigurationError, match="ε may not hold with the stage Stage"):
+        with pytest.raises(ConfigurationError, match="stages Stage does not say what it shows"):
             Federation(**block, stages=[Stage()])
         Federation(**block, stages=[part("SlowStart")()])
 

@@ -28,16 +28,16 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import log_numbers
 from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers.once import log_once
-from fl_lightning.federation.loggers.pictures import log_histogram
+from fl_lightning.federation.loggers import log_histogram, log_once
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.client_examples import (
+from fl_lightning.federation.visits.client_visits import (
+    PERSONAL,
     ClientExamples,
     chosen_clients,
     common_test_examples,
+    evaluated_clients,
     held_out_examples,
 )
-from fl_lightning.federation.visits.client_visits import PERSONAL, evaluated_clients
 from fl_lightning.federation.visits.personal_models import personal_models
 from fl_lightning.federation.visits.visiting import StepOf
 

@@ -17,14 +17,18 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Upload
-from fl_lightning.federation.visits.client_examples import ClientExamples, common_test_examples
-from fl_lightning.federation.visits.client_visits import evaluate_clients
+from fl_lightning.federation.visits.client_visits import (
+    ClientExamples,
+    common_test_examples,
+    evaluate_clients,
+)
 from fl_lightning.federation.visits.personal_models import personal_models
 
 TABLE = "local_models.csv"
@@ -34,8 +38,9 @@ GLOBAL = "global"  # in the column of clients
 class KeptLocalModels(Stage):
     """Keeps the local models of a round, in memory, until the next one begins."""
 
-    reason_against_privacy = "clients' own models are evaluated one by one, without noise"
-    reason_against_sites = "clients' models are evaluated where all of them are simulated"
+    traits = Stage.traits | Traits(
+        needs={Trait.SIMULATION: "evaluates the models of simulated clients"}
+    )
 
     def __init__(self) -> None:
         self.models: dict[int, tuple[Tensor, Tensor]] = {}

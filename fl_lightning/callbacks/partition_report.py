@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers.pictures import log_figure
+from fl_lightning.federation.loggers import log_figure
 
 
 class PartitionReport(Callback):

@@ -50,16 +50,15 @@ from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
 from fl_lightning.federation.checkpoints.resumption import (
-    check_checkpoint,
     clean_up_after,
     find_run,
     keep_rows,
     settle_folder,
     settle_loggers,
 )
-from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
+from fl_lightning.federation.checkpoints.run_folder import EarlierRun, checkpoint_folders
+from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
 from fl_lightning.federation.checks.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.interruption import Interruption

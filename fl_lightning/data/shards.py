@@ -239,7 +239,8 @@ def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) 
         [10, 12]
     """
     epochs, rest = np.divmod(num_steps, np.maximum(-(-per_epoch // accumulate), 1))
-    return epochs * per_epoch + rest * accumulate
+    batches: Integers = epochs * per_epoch + rest * accumulate
+    return batches
 
 
 def poisson_batches(

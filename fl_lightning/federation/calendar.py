@@ -20,8 +20,10 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
 from fl_lightning.federation.checks.compatibility import check_validation_interval
 from fl_lightning.federation.checks.options import check_cohort_size, check_trusted
-from fl_lightning.federation.execution.engine_options import trains_in_large_groups
-from fl_lightning.federation.execution.group_size import num_short_clients
+from fl_lightning.federation.execution.engine_options import (
+    num_short_clients,
+    trains_in_large_groups,
+)
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stages.devices import VirtualTime

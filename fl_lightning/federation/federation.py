@@ -30,13 +30,13 @@ from fl_lightning.federation.stages.privacy_run import (
     count_on,
 )
 from fl_lightning.federation.start import begin, prepare, take_over
-from fl_lightning.federation.visits.fresh_losses import refresh_losses
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.personal_recall import (
     own_layers,
     recalled_models,
     state_to_bring_home,
 )
+from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
 @final

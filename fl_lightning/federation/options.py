@@ -195,7 +195,6 @@ class Options:
                 self.privacy,
                 cohort=self.cohort,
                 asynchronous=self.asynchronous,
-                stages=self.stages,
             ),
             partial(check_together, self.parts),
             partial(UpdatePath, self.updates, 0),  # these refuse what does not go together

@@ -26,12 +26,28 @@ from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
 
 if TYPE_CHECKING:
     from fl_lightning.federation.run import Run
 
+# Traits of a stage that says nothing of itself.
+_UNKNOWN = Traits(
+    needs={Trait.SIMULATION: "does not say which side of a network it runs on"},
+    breaks={
+        Trait.PRIVATE_CLIENTS: "does not say what it shows of single clients",
+        Trait.PRIVATE_EXAMPLES: "does not say what it shows of single examples",
+    },
+    instead={
+        Trait.SIMULATION: "leave it out, or drop this from its traits if its methods for the two sides share "
+        "nothing but to_sites and to_server",
+        Trait.PRIVATE_CLIENTS: "leave it out, or drop this from its traits if it neither reads single updates "
+        "nor changes what clients do",
+        Trait.PRIVATE_EXAMPLES: "leave it out, or drop this from its traits if it changes no local step",
+    },
+)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _NO_TERM = GradientTerm()
 
@@ -146,9 +162,8 @@ class Stage:
             hold no open round.
         restarts: whether a round that is resumed begins with its first client.
         one_at_a_time: why slots cannot serve it; None if they can.
-        reason_against_sites: why clients cannot be elsewhere; None if they can.
-        reason_against_privacy: why ε would not hold with it; None for a stage that neither reads
-            single updates nor changes what clients do. Of one of the user's own nothing is known.
+        traits: what it needs of a round and breaks. Of a stage that does not say, nothing is known: it needs a
+            simulation and breaks privacy.
     """
 
     key: str | None = None
@@ -156,8 +171,7 @@ class Stage:
     is_private: bool = False
     restarts: bool = False
     one_at_a_time: str | None = None
-    reason_against_sites: str | None = "nobody knows which side of a network it runs on"
-    reason_against_privacy: str | None = "nobody knows what it shows of single clients"
+    traits: Traits = _UNKNOWN
 
     def enter(self, run: Run) -> None:
         """Learn in which run it takes part, when a fit starts.

@@ -15,8 +15,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.checks.compatibility import check_compatible, check_set_up
-from fl_lightning.federation.checks.idle_rounds import check_data_fits
-from fl_lightning.federation.checks.options import check_shards
+from fl_lightning.federation.checks.options import check_data_fits, check_shards
 from fl_lightning.federation.checks.privacy import check_trainer_private
 from fl_lightning.federation.checks.together import check_module_together, check_trainer_together
 from fl_lightning.federation.fit_rounds import FitRounds

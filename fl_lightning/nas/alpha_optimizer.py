@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.stage import Stage
 
@@ -58,7 +59,8 @@ class ServerSearchStep(Stage):
     """
 
     key = "architecture"
-    reason_against_privacy = None  # it reads nothing but the aggregate
+    # it reads nothing but the aggregate
+    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
     def __init__(
         self,

@@ -532,7 +532,7 @@ class TestCost:
         assert words in caplog.text
 
     def test_a_trial_says_it_and_a_checkpoint_keeps_it(self, monkeypatch, caplog, tmp_path):
-        trial = "fl_lightning.federation.execution.slot_trial"
+        trial = "fl_lightning.federation.execution.trial"
         seconds = iter([4.6e-3, 1e-3])
         monkeypatch.setattr(f"{trial}.LEAST_SECONDS", 0.0)
         measure = f"{trial}.SlotTrial._seconds_per_step"

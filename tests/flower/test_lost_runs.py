@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -92,6 +93,26 @@ def test_a_lost_run_goes_on_by_itself_to_the_same_bits(act, reason):
     assert "the run starts again from its last whole round" in lost[0]
     assert saying.said[-1] == "same bits as the simulation; all files are removed"
     assert sum("| round 1/" in line for line in saying.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("secure", "last"),
+    [(True, "not compared: secure_noise gives every run its own noise;"), (False, "same bits as")],
+)
+def test_a_demo_with_noise_is_compared_where_the_noise_can_be_drawn_again(secure, last):
+    """It failed with "other bits than the simulation", whichever noise was drawn."""
+    noise = {"clip_norm": 0.5, "noise_multiplier": 3.0, "secure_noise": secure}
+    given = {
+        "federation__privacy": {"class_path": "fl_lightning.LocalDP", "init_args": noise},
+        "federation__aggregator": {
+            "class_path": "fl_lightning.Mean",
+            "init_args": {"weight_by_examples": False},
+        },
+    }
+    Path("run.yaml").write_text(configuration(**GIVEN | given))
+    saying = Saying({})
+    compared_demo(["--config=run.yaml"], ["a", "b"], 1, saying)
+    assert re.match(last, saying.said[-1])
 
 
 PROGRAMS = (

@@ -59,6 +59,7 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
         folder = str(running.network.folder)
         options = {"sites": 3, "rounds": 3, "ttl": 60}
         carry_out(running.control, say, options=options, run=f"{ECHO}:exchange")
+        apps = Path(f"/proc/{running.supervisor.process('a: apps')}/stat").read_text()
         pids = processes_with(folder)
         assert len(pids) >= 8  # the killed node may be between two tries
     assert killed.is_set()
@@ -69,6 +70,8 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     assert "c answered" in rounds[1]
     assert "a answered" in rounds[2]  # by a run that the server's death did not end
     assert "all rounds done" in said
+    ticks = sum(map(int, apps.rpartition(")")[2].split()[13:15]))  # of its children that have ended
+    assert ticks / os.sysconf("SC_CLK_TCK") < 2  # Flower is not imported for each of three messages
     assert not processes_with(folder)
     assert not Path(folder).exists()
 

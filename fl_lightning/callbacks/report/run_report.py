@@ -17,7 +17,7 @@ from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder, run_folder
 from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.loggers.once import SingleDots, keep_once
+from fl_lightning.federation.loggers import SingleDots, keep_once
 
 REPORT = "report.html"
 

@@ -3,15 +3,29 @@
 Every logger of Lightning has a save_dir, a name and a version. The folder is made of them as
 `lightning.pytorch.callbacks.ModelCheckpoint` does it for its checkpoints, so that no two runs share it.
 ``trainer.log_dir`` does so for TensorBoard and CSV files alone: all runs of W&B would have one.
+
+Which run ``ckpt_path: last`` means: the newest one of the same configuration.
+
+A run is a folder with ``config.yaml``, its whole configuration, and checkpoints. They are looked for two
+folders deep, where every logger of Lightning has its runs (``save_dir/name/version``).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, PREVIOUS
 
 CHECKPOINTS = "checkpoints"
 
@@ -42,3 +56,192 @@ def checkpoint_folders(trainer: Trainer) -> list[Path]:
     usual = str(Path(own_run_folder(trainer), CHECKPOINTS))
     savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     return list(dict.fromkeys(Path(saver.dirpath or usual) for saver in savers))
+
+
+CONFIG = "config.yaml"
+# What a run may have otherwise when it is taken up again, and remains the same run.
+_FREE = (
+    *(
+        "ckpt_path",
+        "config",
+        "num_threads",
+        "report",
+        "resume_changed",
+        "test_after_fit",
+        "verbose",
+    ),
+    *("return_predictions", "weights_only", "log_level"),
+    *("trainer.accelerator", "trainer.barebones", "trainer.default_root_dir", "trainer.devices"),
+    *("trainer.enable_model_summary", "trainer.enable_progress_bar", "trainer.fast_dev_run"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs"),
+    *("trainer.min_steps", "trainer.num_nodes", "trainer.num_sanity_val_steps"),
+    *("trainer.profiler", "trainer.strategy", "trainer.plugins"),
+)
+_PLACES = ("version", "id")  # of a logger: which run it is, not what it does
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that may be taken up again.
+
+    Attributes:
+        folder: its own.
+        checkpoint: from which it goes on.
+        config: what it was started with, or taken up with most recently.
+    """
+
+    folder: Path
+    checkpoint: Path
+    config: dict[str, Any]
+
+
+def earlier_runs(root: Path) -> Iterator[EarlierRun]:
+    """Yield the runs below a folder that have a checkpoint, the one started last first."""
+    found = [*root.glob(f"*/*/{CONFIG}"), *root.glob(f"*/{CONFIG}")]
+    seen: set[Path] = set()
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        run = run_in(path.parent)
+        # runs that were told to write to one folder of checkpoints: the last one has written there
+        if run is not None and run.checkpoint.resolve() not in seen:
+            seen.add(run.checkpoint.resolve())
+            yield run
+
+
+def run_in(folder: Path) -> EarlierRun | None:
+    """Return the run in a folder, None if there is none or it has no checkpoint."""
+    try:
+        config = yaml.load((folder / CONFIG).read_text(), _Loader)
+    except (OSError, yaml.YAMLError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    for place in [*_own_folders(config), folder / CHECKPOINTS]:
+        if (checkpoint := newest_checkpoint(place)) is not None:
+            return EarlierRun(folder, checkpoint, config)
+    return None
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def run_of(checkpoint: Path) -> EarlierRun | None:
+    """Return the run that wrote a checkpoint, None if that is unknown."""
+    run = run_in(checkpoint.parent.parent)
+    return None if run is None else EarlierRun(run.folder, checkpoint, run.config)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the last checkpoint in a folder: the one named so, or else the newest."""
+    by_time = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    named = [path for path in by_time if path.name.startswith(Path(LAST).stem)]
+    others = [path for path in by_time if path.name == PREVIOUS]
+    return next(reversed(named or others or by_time), None)
+
+
+def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
+    """Return in words what a configuration has otherwise than a run, of what makes it that run.
+
+    Args:
+        run: the earlier one.
+        config: the present one.
+        sections: which parts are compared.
+    """
+    then, now = (dict(_flat(c, sections)) for c in (run.config, config))
+    found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    # of another class all options are others
+    other = [key.removesuffix("class_path") for key in found if key.endswith(".class_path")]
+    return [
+        f"{key} ({_shown(then, key)} there, {_shown(now, key)} here)"
+        for key in found
+        if not any(
+            key.startswith((f"{prefix}init_args", f"{prefix}dict_kwargs")) for prefix in other
+        )
+    ]
+
+
+def _shown(config: Mapping[str, Any], key: str) -> str:
+    return "nothing" if key not in config else str(config[key]) or "''"
+
+
+def choose(
+    root: Path, config: Mapping[str, Any], sections: Sequence[str], *, changed: bool
+) -> EarlierRun:
+    """Return the newest run of a configuration.
+
+    Args:
+        root: below which it is looked for.
+        config: the present configuration.
+        sections: which parts of it must be the same.
+        changed: take the one with the fewest differences instead.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    closest: tuple[EarlierRun, list[str]] | None = None
+    for run in earlier_runs(root):
+        found = differences(run, config, sections)
+        if not found:
+            return run
+        if closest is None or len(found) < len(closest[1]):
+            closest = run, found
+    if closest is None:
+        raise ConfigurationError(
+            f"ckpt_path: last, but below {root.resolve()} there is no run with a checkpoint to go on "
+            "from: start without ckpt_path, or give the path of a .ckpt file"
+        )
+    if not changed:
+        refuse(*closest)
+    return closest[0]
+
+
+def refuse(run: EarlierRun, found: Sequence[str]) -> None:
+    """Refuse to go on with another configuration.
+
+    Raises:
+        ConfigurationError: if there are differences.
+    """
+    if not found:
+        return
+    more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    raise ConfigurationError(
+        f"ckpt_path: the run in {run.folder} has another configuration: "
+        f"{'; '.join(found[:_MOST_SHOWN])}{more}. Give the options of that run, or start without "
+        "ckpt_path; --resume_changed true goes on with what is different"
+    )
+
+
+def remove_empty(folder: Path, seconds: float = 5.0) -> None:
+    """Remove the folders of runs beside one that were killed before they wrote anything."""
+    for other in folder.parent.glob("version_*"):
+        is_new = time.time() - other.stat().st_mtime < seconds  # its run may be about to write
+        if other.is_dir() and not is_new and not any(p.is_file() for p in other.rglob("*")):
+            with suppress(OSError):  # its run lives, and has just written
+                for path in sorted([other, *other.rglob("*")], reverse=True):
+                    path.rmdir()
+
+
+def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folders of checkpoints that a configuration names itself."""
+    callbacks = (config.get("trainer") or {}).get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if dirpath := (callback.get("init_args") or {}).get("dirpath"):
+            yield Path(dirpath)
+
+
+def _flat(config: Any, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for section in sections:
+        yield from _leaves(section, config.get(section))
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in _FREE or (key.startswith("trainer.logger") and key.split(".")[-1] in _PLACES):
+        return
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for number, inner in enumerate(value):
+            yield from _leaves(f"{key}.{number}", inner)
+    elif value is not None:  # what an older version did not know is left open
+        yield key, value

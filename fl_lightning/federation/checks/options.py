@@ -1,17 +1,22 @@
-"""What a federation's options refuse: values out of range, and what does not go together."""
+"""What a federation's options refuse: values out of range, and what does not go together.
+
+Data that a model cannot take, found by a few examples before the first client trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
+from lightning.pytorch import Trainer
 
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.stage import Stage
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
@@ -75,9 +80,8 @@ def check_privacy(
     *,
     cohort: CohortSampler,
     asynchronous: object,
-    stages: Sequence[Stage],
 ) -> None:
-    """Refuse cohorts and stages for which nothing is proved.
+    """Refuse cohorts for which nothing is proved.
 
     Raises:
         ConfigurationError: naming them.
@@ -91,13 +95,6 @@ def check_privacy(
         )
     if asynchronous is None:  # which is refused, and has no cohorts
         privacy.check_cohort(cohort)
-    for stage in stages:
-        if (reason := stage.reason_against_privacy) is not None:
-            raise ConfigurationError(
-                f"federation.privacy: ε may not hold with the stage {type(stage).__name__}, of which "
-                f"{reason}: leave it out, or set its reason_against_privacy to None if it neither reads "
-                "single updates nor changes what clients do"
-            )
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
@@ -161,3 +158,37 @@ def check_trusted(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
             f"which {cohort} would often leave out: let all clients take part (cohort: null)"
         )
+
+
+# examples that are looked at, evenly spaced over all clients'
+_EXAMPLES = 64
+
+
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A module that says whether a training batch fits it."""
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that it cannot train on.
+
+        Raises:
+            ConfigurationError: with what the model takes and what the data have.
+        """
+
+
+def check_data_fits(trainer: Trainer) -> None:
+    """Have a module that knows how look at some of the data; nothing is drawn or changed.
+
+    Raises:
+        ConfigurationError: as the module says it.
+    """
+    module = trainer.lightning_module
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(module, ChecksBatches):
+        return
+    indices = torch.from_numpy(data.clients.flat.indices)
+    if not len(indices):
+        return
+    chosen = indices[:: max(1, len(indices) // _EXAMPLES)].long()
+    with preserve_global_generators():
+        module.check_batch(data.train_batch(chosen))

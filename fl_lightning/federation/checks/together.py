@@ -65,6 +65,7 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, as_step(step).traits) for step in options.updates),
         *(("download", step, _DOWNLOAD) for step in options.download),
+        *(("stages", stage, stage.traits) for stage in options.stages),
     ]
     if cohort is not None:
         given.append(("cohort", cohort, as_cohort(cohort).traits))

@@ -27,9 +27,8 @@ from fl_lightning.federation.execution.slot_engine import (
     TrainOne,
     raise_if_impossible,
 )
-from fl_lightning.federation.execution.slot_trial import SlotTrial
-from fl_lightning.federation.execution.speedup_trial import SpeedupTrial
 from fl_lightning.federation.execution.spot_check import SpotRate
+from fl_lightning.federation.execution.trial import SlotTrial, SpeedupTrial
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
 

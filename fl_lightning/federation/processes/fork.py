@@ -31,8 +31,7 @@ from torch.multiprocessing.spawn import start_processes
 from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
 from fl_lightning.federation.checkpoints.memory_files import WorkingFolder
 from fl_lightning.federation.processes.interruption import interruption_of
-from fl_lightning.federation.processes.results import (
-    TrainerOutcome,
+from fl_lightning.federation.processes.last_words import (
     call_on_exception,
     end_runs,
     forget_checkpoints,
@@ -41,6 +40,7 @@ from fl_lightning.federation.processes.results import (
     wait_for_first,
     write_error,
 )
+from fl_lightning.federation.processes.results import TrainerOutcome
 from fl_lightning.federation.processes.shared_memory import Neighbours
 
 if TYPE_CHECKING:

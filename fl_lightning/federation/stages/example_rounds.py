@@ -25,7 +25,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
-from fl_lightning.federation.checks.examples import warn_of_unprotected
+from fl_lightning.federation.checks.privacy import warn_of_unprotected
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run

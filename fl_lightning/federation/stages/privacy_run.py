@@ -11,8 +11,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.examples import check_local_steps
-from fl_lightning.federation.checks.privacy import check_monitors
+from fl_lightning.federation.checks.privacy import check_local_steps, check_monitors
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks

@@ -32,7 +32,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),
-        # a process is started for every message, and would compile all it imports
+        # Flower starts a process for every run, which would compile all it imports
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPATH": os.pathsep.join(paths),  # the package that this process has as well
         "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
@@ -143,7 +143,7 @@ def site_programs(
     (folder / "superexec.secret").unlink(missing_ok=True)
     write_private(folder / "superexec.secret", secrets.token_hex(32).encode())
     module = "fl_lightning.flower.network.site_app"
-    apps = [sys.executable, "-m", module, str(folder), "tasks", f"{_LOCAL}:{runtime_port}"]
+    apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{runtime_port}"]
     log, common = folder / "log", flower_environment(folder / "flower")
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [

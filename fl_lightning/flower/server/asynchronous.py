@@ -24,6 +24,7 @@ from fl_lightning.client.recorded import FILE, write_arrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 from fl_lightning.federation.options import Options
@@ -67,8 +68,7 @@ class VersionsAtSites(Stage):
 
     key = "versions"
     restarts = True  # answers of a round that was broken off are asked for again
-    reason_against_sites = None
-    reason_against_privacy = None
+    traits = NO_TRAITS
     go_on: Callable[[Sequence[Visit]], Ended]
 
     def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:

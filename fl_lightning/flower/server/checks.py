@@ -23,20 +23,13 @@ def check_over_network(trainer: Trainer, module: Any, data: Any, options: Option
     Raises:
         ConfigurationError: all of it at once.
     """
-    problems = [*conflicts(network_parts(trainer, module, options)), *_of_stages(options)]
-    problems += [*_of_trainer(trainer), *_of_data(data)]
+    problems = [
+        *conflicts(network_parts(trainer, module, options)),
+        *_of_trainer(trainer),
+        *_of_data(data),
+    ]
     if problems:
         raise ConfigurationError("\n".join(problems))
-
-
-def _of_stages(options: Options) -> Iterator[str]:
-    for stage in options.stages:
-        if stage.reason_against_sites is not None:
-            yield (
-                f"federation.stages {type(stage).__name__}: {stage.reason_against_sites}: set its "
-                "reason_against_sites to None if its methods for the two sides share nothing but to_sites "
-                "and to_server"
-            )
 
 
 def _of_trainer(trainer: Trainer) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage
@@ -23,8 +24,7 @@ class Counted(Stage):
     """
 
     key = "sites"
-    reason_against_sites = None
-    reason_against_privacy = None
+    traits = NO_TRAITS
 
     def __init__(self, run: str) -> None:
         self.run = run

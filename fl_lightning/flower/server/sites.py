@@ -17,8 +17,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
-from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.federation.checks.together import NETWORK
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
@@ -90,8 +92,7 @@ class Sites(FitClients):
     ) -> None:
         super().__init__(run, stages)
         for stage in run.options.handed:
-            if stage.reason_against_sites is not None:
-                raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
+            check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting

@@ -18,7 +18,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.compatibility import check_set_up
-from fl_lightning.federation.checks.idle_rounds import check_data_fits
+from fl_lightning.federation.checks.options import check_data_fits
 from fl_lightning.federation.checks.together import check_trainer_together
 from fl_lightning.federation.loop import plan_rounds, set_round
 from fl_lightning.federation.options import Options

@@ -1,7 +1,7 @@
 """The two apps that Flower runs: at a site one that hands bytes on, at the server one that trains.
 
-At a site Flower starts a process for every message, so that what this file imports must be light:
-neither PyTorch nor Lightning.
+At a site every message has a process of its own, forked from one that imports this file, which must be
+light: neither PyTorch nor Lightning.
 """
 
 from __future__ import annotations

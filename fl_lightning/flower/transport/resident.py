@@ -1,6 +1,6 @@
 """A site's resident process: it keeps a model warm between the orders that reach it over a Unix socket.
 
-Flower starts a process for every message, which could import PyTorch and build the model each time.
+A message has a process of its own, which would import PyTorch and build the model each time.
 This one does so once. It works on one order at a time, says every two seconds that it lives, and
 answers an order that comes again with the same bytes.
 """

@@ -23,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.client_masks import MaskOfClient
@@ -66,7 +67,8 @@ class Turns(Stage):
     """
 
     one_at_a_time = "which sub-networks train differs from step to step"
-    reason_against_privacy = None  # it reads a client's number alone
+    # it reads a client's number alone
+    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
     def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
         self._limits, self._largest = limits, largest

@@ -1,1 +1,0 @@
-"""What loggers take besides numbers."""
