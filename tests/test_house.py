@@ -45,7 +45,7 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (4425, 39),
+    "callbacks": (4405, 30),
     "cli": (5110, 40),
     "client": (4600, 35),
     "core": (2600, 29),
@@ -56,7 +56,7 @@ CAPS = {
     "flower": (9700, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),
-    "nas": (11615, 46),
+    "nas": (11580, 46),
     "privacy": (2820, 15),
     "secure": (5260, 24),
     "server": (4060, 24),
@@ -66,11 +66,11 @@ CAPS = {
     "__init__": (190, 1),
 }
 # What is left to mend, as figures that may only fall.
-MOST_FILES_IN_CIRCLES = 10
+MOST_FILES_IN_CIRCLES = 9
 MOST_PAST_FEDERATIONS_DOOR = 46
 MOST_NAMES_TWICE = 7
-MOST_WITH_ONE_IMPORTER = 0.27
-MOST_OLD_MANNER = 603
+MOST_WITH_ONE_IMPORTER = 0.26
+MOST_OLD_MANNER = 530
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.local_models import LocalModels
-from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation import log_numbers
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.loggers import log_histogram, log_once
 from fl_lightning.federation.processes.ranks import Ranks
@@ -206,11 +206,10 @@ class ClientEvaluation(Callback):
             _save(Path(folder) / f"clients_{stage}.csv", values, examples)
 
     def _log(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
         if self.every_n_rounds and trainer.state.fn == "fit":
-            for logger in trainer.loggers:
-                logger.log_metrics(logs, step=trainer.global_step)
+            log_numbers(trainer, logs, step=trainer.global_step)
         else:
+            trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
             log_once(trainer, "clients", logs, step=trainer.global_step)
 
 
@@ -263,3 +262,27 @@ def _save(path: Path, values: Mapping[int, Mapping[str, Tensor]], examples: Clie
         for client, metrics in values.items():
             row: list[Any] = [client, int(examples.num_examples[client])]
             writer.writerow([*row, *(float(metrics[n]) if n in metrics else "" for n in names)])
+
+
+def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
+    """Return the mean over the tenth of the clients (at least one) that do worst.
+
+    Example:
+        >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)
+        tensor(0.0263)
+    """
+    count = max(1, round(len(values) / 10))
+    return values.sort(descending=not higher_is_better).values[:count].mean()
+
+
+def jains_index(values: Tensor) -> Tensor:
+    """Return Jain's index (Σx)² / (n Σx²): 1 if all clients do alike, 1/n if one has everything.
+
+    Source: Jain et al. 1984, A Quantitative Measure of Fairness, Section 3. For values ≥ 0.
+
+    Example:
+        >>> jains_index(torch.tensor([1.0, 1.0, 1.0])), jains_index(torch.tensor([0.0, 5.0]))
+        (tensor(1.), tensor(0.5000))
+    """
+    squares = values.square().sum() * len(values)
+    return values.sum().square() / squares if squares else torch.ones_like(squares)

@@ -1,6 +1,6 @@
 """Rounds inside Lightning's fit loop."""
 
-from fl_lightning.federation.logs import begin_round, logged_in_round
+from fl_lightning.federation.logs import begin_round, log_numbers, logged_in_round
 from fl_lightning.federation.processes.last_words import ProcessTraceback
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -22,5 +22,6 @@ __all__ = [
     "begin_round",
     "client_id",
     "local_step",
+    "log_numbers",
     "logged_in_round",
 ]

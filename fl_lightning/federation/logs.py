@@ -84,6 +84,13 @@ def log_round(
         logger.save()
 
 
+def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> None:
+    """Log numbers at any time of a fit; callbacks see them in ``callback_metrics``."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=step)
+
+
 @contextmanager
 def _one_event(logger: Logger) -> Iterator[None]:
     """Have TensorBoard's writer write the scalars of the block as one event instead of one each.

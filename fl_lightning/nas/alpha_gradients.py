@@ -127,7 +127,7 @@ class WeightStep:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a step of α is about.
+    """A step of α: losses, parameters and what the weights are about to do.
 
     Attributes:
         train: loss on the batch of the weights' half.

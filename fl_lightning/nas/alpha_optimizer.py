@@ -137,7 +137,7 @@ class ServerSearchStep(Stage):
         return {"round": self._round, "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         self.open((state or {}).get("round", 0), model)
         if state:
             assert self._optimizer is not None
@@ -175,7 +175,7 @@ def recall(optimizer: Optimizer, kept: Tensor) -> None:
 
 
 def _fill(optimizer: Optimizer) -> None:
-    """Have a fresh optimizer make its state, and move nothing."""
+    """Make the state of a fresh optimizer, without a move of its parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param.detach().clone(), param.grad) for param in params]
     for param in params:

@@ -149,7 +149,7 @@ class StopAtCollapse(Callback):
         return {"stop": stop, "earlier": self._earlier}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         if self._stop is not None and state_dict["stop"]:
             self._stop.load_state_dict(state_dict["stop"])
         self._earlier = state_dict["earlier"]
@@ -296,5 +296,5 @@ class EigenvalueStop:
         return {"eigenvalues": list(self._eigenvalues)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         self._eigenvalues = list(state["eigenvalues"])

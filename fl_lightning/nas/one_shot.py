@@ -183,7 +183,7 @@ class OneShot(SharedWeights):
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Have the classifier drop some of its inputs."""
+        """Drop some of the inputs of the classifier."""
         if not self._drop_rate:
             yield
             return
@@ -241,5 +241,5 @@ class OneShot(SharedWeights):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Have clients keep to what they can afford, and statistics be recalibrated."""
+        """Return the callback by which clients keep to what they can afford and statistics are recalibrated."""
         return [SubNetworkRounds()]

@@ -37,7 +37,7 @@ from fl_lightning.nas.spaces.cells import Candidate
 
 @dataclass(frozen=True)
 class SearchStep:
-    """What a step of the search tells a rule, besides α.
+    """Inputs of a rule in a step of the search, besides α.
 
     Attributes:
         progress: part of the search that is over, in [0, 1].
@@ -63,7 +63,7 @@ class SearchStep:
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """What the edges of a network multiply their operations by; every edge looks at its row.
+    """Factors of the operations on the edges of a network; every edge looks at its row.
 
     Attributes:
         operations: h, (num_rows, num_operations).

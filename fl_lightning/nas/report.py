@@ -57,7 +57,7 @@ class SearchReport(Callback):
     unprotected: str | None = None  # it shows the released model alone
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the server of a federation step α."""
+        """Check the run, and add the stage by which the server of a federation steps α."""
         module: Any = pl_module
         check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ class CellStatistics:
             module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
 
     def used(self, module: Any, shown: Shown) -> AbstractContextManager[Any]:
-        """Have the network use those of what is shown; the batch's where α is another, as a client's own."""
+        """Use the statistics of what is shown; the batch's where α is another, as a client's own."""
         is_known = self._alpha is not None and torch.equal(self._alpha, module.alpha.detach())
         if shown not in self._sums or not is_known:
             return nullcontext()

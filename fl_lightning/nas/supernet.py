@@ -200,18 +200,18 @@ class Supernet(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """What the architecture parameters mean now."""
+        """Architecture that the architecture parameters mean now."""
         beta = None if self.beta is None else self.beta.detach()
         return self.space.derive(self.alpha.detach(), beta)
 
     @cached_property
     def costs(self) -> CostTable:
-        """What each operation costs in a network of this shape."""
+        """Cost of each operation in a network of this shape."""
         return cost_table(self.space, side=self.image_size, **self.shape)
 
     @property
     def shown(self) -> dict[Shown, EdgeWeights]:
-        """What evaluations show: the present cell, and all cells at once where the rule does not draw."""
+        """Networks of an evaluation: the present cell, and all cells at once where the rule does not draw."""
         shown: dict[Shown, EdgeWeights] = {"cell": self._fixed(self.architecture)}
         if not self.rule.draws:
             shown["all"] = self._mixed(self.alphas, SearchStep())
@@ -223,7 +223,7 @@ class Supernet(SharedWeights):
         return min(1.0, round_index / last) if last > 0 else 0.0
 
     def moves_alpha(self, round_index: int) -> bool:
-        """Whether α learns in a round; before, weights alone do."""
+        """Return whether α learns in a round; before, weights alone do."""
         return self.progress(round_index) >= self.rule.alpha_from
 
     @property
@@ -233,7 +233,7 @@ class Supernet(SharedWeights):
 
     @property
     def travels_beside(self) -> str:
-        """What clients send in buffers, in words; empty if nothing."""
+        """Option by which clients send buffers, in words; empty if none."""
         if self.architecture_state == "clients":
             return "architecture_state: clients"
         return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
@@ -389,11 +389,11 @@ class Supernet(SharedWeights):
         return self.costs.expected(shares, self.measure)
 
     def on_train_start(self) -> None:
-        """Have the learning rate of this round, also where a run goes on from a round's last batch."""
+        """Set the learning rate of this round, also where a run resumes at a round's last batch."""
         self._schedule_to(self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        """Let the learning rate of the weights go on."""
+        """Set the learning rate of the next round."""
         self._schedule_to(self.current_epoch + 1)
 
     def _schedule_to(self, round_index: int) -> None:
@@ -445,5 +445,5 @@ class Supernet(SharedWeights):
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Have the search be reported, and its α be stepped by the server of a federation."""
+        """Return the callback that reports the search and lets the server of a federation step α."""
         return [SearchReport()]

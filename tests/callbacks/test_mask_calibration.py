@@ -2,6 +2,7 @@
 
 import csv
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from fl_lightning import (
     FederatedDataModule,
     Federation,
     MaskCalibration,
+    RunReport,
     UniformCohort,
 )
+from fl_lightning.callbacks.report.history import History
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.partitions.partition import IID
+from fl_lightning.federation.loggers import logged_once
 from fl_lightning.sparsity import (
     ExactFisher,
     LinearHead,
@@ -473,6 +477,32 @@ class TestReport:
         with open(logger.experiment.metrics_file_path) as file:
             sent = next(csv.DictReader(file)).get("calibration/total_bytes_up")
         assert (sent and float(sent)) == (None if times is None else times * 4 * 40)
+
+    @pytest.mark.parametrize("options", [{}, {"every_n_rounds": 1}, {"per_client": True}])
+    def test_the_report_has_all_bytes(self, options, tmp_path):
+        logger = CSVLogger(tmp_path)
+        run = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "num_sanity_val_steps": 2}
+        sparse = calibration(head=RidgeHead(), **options)
+        data = toy_data(client_val_fraction=0.3)
+        fit(sparse, None, RunReport(), data=data, **run)
+        with open(logger.experiment.metrics_file_path) as file:
+            rows = [
+                {
+                    name.removesuffix("/total_bytes_up"): value
+                    for name, value in row.items()
+                    if value
+                }
+                for row in csv.DictReader(file)
+            ]
+        purposes = {"updates": "round", "calibration": "calibration", "head": "head"}
+        counted = {p: sum(float(row.get(n, 0)) for row in rows) for p, n in purposes.items()}
+        assert all(counted.values())
+        folder = Path(logger.log_dir)
+        found = History.read(folder).bytes_by_purpose("up", logged_once(folder))
+        assert {p: sum(curve.values()) for p, curve in found.items()} == counted
+        total = f"{sum(counted.values()) / 1000:.4g} kB"
+        tile = f"<span>bytes from clients</span><b>{total}</b>"
+        assert tile in (folder / "report.html").read_text()
 
     @pytest.mark.parametrize(
         ("bar", "shown"), [(TQDMProgressBar, True), (RichProgressBar, True), (None, False)]

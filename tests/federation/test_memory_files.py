@@ -1,7 +1,16 @@
 """Files beside checkpoints: there as long as a checkpoint needs them."""
 
-import torch
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
+import torch
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import Federation
 from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.checkpoints.memory_files import FOLDER, WorkingFolder
@@ -41,8 +50,8 @@ def test_a_run_without_such_files_leaves_no_folder(tmp_path):
 def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path):
     first = WorkingFolder(tmp_path)
     mine = first()
-    host, _, _ = mine.name.rsplit("-", 2)
-    left = mine.with_name(f"{host}-4194399-killed")  # above the largest process id
+    largest = "_4194399_"  # above all process ids
+    left = mine.with_name(mine.name.replace(f"_{os.getpid()}_", largest))
     left.mkdir()
     second = WorkingFolder(tmp_path)
     assert second() != mine
@@ -50,3 +59,42 @@ def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(tm
     assert not left.exists()
     del first, second
     assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from lightning.pytorch import Callback
+from toys import ToyModule, toy_data, toy_trainer
+from fl_lightning import Federation
+from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+
+class Killed:
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Saves(Callback):
+    def on_train_start(self, trainer, module):
+        AtomicCheckpointIO().save_checkpoint({"half": Killed()}, sys.argv[1] + "/best.ckpt")
+
+trainer = toy_trainer(Federation(), Saves(), devices=2, strategy="federated", max_epochs=1)
+trainer.fit(ToyModule(), datamodule=toy_data())
+"""
+
+
+def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
+    scratch, checkpoints = tmp_path / "scratch", tmp_path / "checkpoints"
+    scratch.mkdir()
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": tests}
+    command = (sys.executable, "-W", "ignore", "-c", KILLED, str(checkpoints))
+    ended = subprocess.run(command, env=environment, timeout=120, capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    assert len(list(scratch.glob("fl_lightning_*"))) == 1
+    assert {path.suffix for path in checkpoints.iterdir()} == {".unfinished"}
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    trainer = toy_trainer(Federation(), devices=2, strategy="federated", max_epochs=1)
+    trainer.fit(ToyModule(), datamodule=toy_data())
+    AtomicCheckpointIO().save_checkpoint({}, checkpoints / "last.ckpt")
+    assert not list(scratch.glob("fl_lightning_*"))
+    assert [path.name for path in checkpoints.iterdir()] == ["last.ckpt"]

@@ -1,7 +1,5 @@
 """The benchmark's table: reading, looking up, ranks, correlation; what is wrong with a file."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from readme import ROOT
@@ -61,19 +59,6 @@ def test_a_correlation_that_does_not_exist_is_an_error(table):
         table.spearman({})
     with pytest.raises(ValueError, match="not finite"):
         table.spearman({SPACE.parse(CELLS[0]): float("nan"), SPACE.parse(CELLS[1]): 1.0})
-
-
-@pytest.mark.parametrize("num_cells", [1, 2, 3, 4, 5])
-def test_the_expected_best_is_the_mean_over_all_draws(table, num_cells):
-    draws = combinations((10.0, 54.5, 90.0, 90.0, 49.0), num_cells)
-    expected = np.mean([max(draw) for draw in draws])
-    assert table.expected_best(num_cells) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("num_cells", [0, 6])
-def test_the_best_of_more_than_there_are_is_refused(table, num_cells):
-    with pytest.raises(ValueError, match=f"num_cells must be in 1 to 5, got {num_cells}"):
-        table.expected_best(num_cells)
 
 
 def test_cells_that_the_table_lacks_are_refused(table):
@@ -158,11 +143,6 @@ def test_what_is_known_of_all_cells(truth):
     )
     medians = [np.median(column) for column in columns]
     assert medians == pytest.approx([90.745, 65.287, 36.389], abs=6e-4)
-    best = {n: [truth.expected_best(n, name) for name in DATA_SETS] for n in (10, 50, 100, 500)}
-    assert best[10] == pytest.approx([93.095, 69.824, 43.388], abs=6e-4)
-    assert best[50] == pytest.approx([93.688, 71.103, 45.183], abs=6e-4)
-    assert best[100] == pytest.approx([93.847, 71.553, 45.633], abs=6e-4)
-    assert best[500] == pytest.approx([94.117, 72.526, 46.400], abs=6e-4)
     assert [(columns[0] >= bound).sum() for bound in (94, 93.5)] == [42, 411]
     skips = np.array([cell.choices.count(1) for cell in truth.rows])
     by_skips = [columns[0][skips == number].mean() for number in range(7)]

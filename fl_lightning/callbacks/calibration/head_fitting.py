@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from fl_lightning.callbacks.calibration.owners import (
     ExampleOwners,
     example_owners,
+    own_share,
+    progress_bar,
     scoring_context,
+    visit_together,
 )
-from fl_lightning.callbacks.calibration.progress import progress_bar
-from fl_lightning.callbacks.calibration.shares import own_share, visit_together
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.visiting import Visit, visiting

@@ -17,21 +17,22 @@ from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.callbacks.calibration.apply import WhatMoves, heads_of, masked_optimizer
-from fl_lightning.callbacks.calibration.bytes_sent import calibration_bytes, head_bytes
-from fl_lightning.callbacks.calibration.checks import (
+from fl_lightning.callbacks.calibration.apply import (
+    WhatMoves,
     check_callbacks,
     check_forward,
     check_options,
     check_takes_masks,
+    heads_of,
+    masked_optimizer,
 )
-from fl_lightning.callbacks.calibration.client_mask_report import (
+from fl_lightning.callbacks.calibration.client_masks import (
+    ClientMasks,
     announce_client_masks,
     tell_client_masks,
 )
-from fl_lightning.callbacks.calibration.client_masks import ClientMasks
 from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
-from fl_lightning.callbacks.calibration.mask_report import MaskReport
+from fl_lightning.callbacks.calibration.mask_report import MaskReport, calibration_bytes, head_bytes
 from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError

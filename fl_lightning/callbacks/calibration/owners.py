@@ -2,13 +2,14 @@
 
 A central run is a federation with one client: everything that scores, sums and fits is written
 once, over owners of examples. They are read in the order of their indices, without augmentation
-where the data set knows how.
+where the data set knows how. Each process visits its share of the owners; an error in one is raised in all.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loop import training_loader
+from fl_lightning.federation.processes.cores import shares
+from fl_lightning.federation.processes.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -102,3 +109,71 @@ def _checked(loader: Any) -> DataLoader[Any]:
             "fl_lightning.sparsity.calibrate, save_mask, and give mask_file"
         )
     return loader
+
+
+def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
+    """Return the positions of the owners that this process visits, increasing.
+
+    Args:
+        trainer: whose processes.
+        owners: ids.
+        work: of each of them, in examples.
+    """
+    ranks = Ranks(trainer)
+    if ranks.size == 1:
+        return np.arange(len(owners))
+    return shares(work, ranks.size)[ranks.rank]
+
+
+def visit_together(trainer: Trainer, visit: Callable[[], None]) -> None:
+    """Do this process's part; to be called by all of them.
+
+    Raises:
+        Exception: what went wrong here; in the other processes a `ConfigurationError` that says it.
+    """
+    failure: Exception | None = None
+    try:
+        visit()
+    except Exception as error:  # noqa: BLE001 - a process that ended here would leave others waiting
+        failure = error
+    told = Ranks(trainer).gather(
+        None if failure is None else f"{type(failure).__name__}: {failure}"
+    )
+    if failure is not None:
+        raise failure
+    if elsewhere := [words for words in told if words is not None]:
+        raise ConfigurationError(f"another process failed: {elsewhere[0]}")
+
+
+@contextmanager
+def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar inside this block, and give the function that moves it by one.
+
+    It is ours, rich's or tqdm's as the Trainer's own bar is; none where that one is missing or disabled,
+    nor in other processes than the first.
+
+    Args:
+        trainer: whose bar.
+        what: the word beside it.
+        total: how often it moves.
+    """
+    own = trainer.progress_bar_callback
+    if isinstance(own, RoundProgressBar):
+        with own.counting(what, total) as tick:
+            yield tick
+    elif isinstance(own, RichProgressBar) and own.is_enabled:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        # the common console is what it was when first used: maybe no terminal
+        with Progress(console=Console(), transient=True) as rich_bar:
+            task = rich_bar.add_task(what, total=total)
+            rich_bar.refresh()  # a short one would be gone before it is drawn
+            yield lambda: rich_bar.advance(task)
+    elif isinstance(own, TQDMProgressBar) and own.is_enabled:
+        with Tqdm(
+            desc=what, total=total, leave=False, dynamic_ncols=True, file=sys.stdout
+        ) as tqdm_bar:
+            yield lambda: tqdm_bar.update() and None
+    else:
+        yield lambda: None

@@ -26,10 +26,11 @@ from fl_lightning.callbacks.calibration.owners import (
     ExampleOwners,
     example_owners,
     federation_of,
+    own_share,
+    progress_bar,
     scoring_context,
+    visit_together,
 )
-from fl_lightning.callbacks.calibration.progress import progress_bar
-from fl_lightning.callbacks.calibration.shares import own_share, visit_together
 from fl_lightning.core.seeds import (
     derive_seed,
     seed_global_generators,

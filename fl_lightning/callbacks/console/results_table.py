@@ -18,7 +18,9 @@ from fl_lightning.core.console.tables import aligned
 from fl_lightning.federation import begin_round, logged_in_round
 
 # of a round, not of the model
-_OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
+_OF_ROUNDS = re.compile(
+    r"round/|secure/|privacy/|mask/|calibration/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/"
+)
 _OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|spread|worst_decile|jain)")
 _COLUMNS = ("mean", "spread", "worst_decile")
 _HEAD = ("model", "clients", "spread", "worst 10 %")

@@ -38,7 +38,7 @@ _LAYOUT: dict[str, dict[str, str]] = {
         "participants": r"^round/(cohort_size|skipped|lost)$",
     },
     "3 Cost": {
-        "bytes": r"^round/total_bytes_(up|down)$",
+        "bytes": r"^\w+/total_bytes_(up|down)$",
         "seconds": r"^round/(virtual_)?seconds$",
         "privacy": r"^privacy/.*",
         "masks": r"^mask/.*",

@@ -98,6 +98,26 @@ class History:
         """Return one metric of the clients that took part, round to values."""
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
+    def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:
+        """Return what all clients of a round sent or received, by what it is for.
+
+        Args:
+            way: ``up`` or ``down``.
+            once: what the run has logged once: sent ahead of the rounds, so in round 0.
+
+        Example:
+            >>> history = History([RoundLine(1, {"round/total_bytes_up": 8.0})])
+            >>> history.bytes_by_purpose("up", {"head/total_bytes_up": 2.0})
+            {'updates': {1: 8.0}, 'head': {0: 2.0}}
+        """
+        end, found = f"/total_bytes_{way}", dict[str, Curve]()
+        for name in dict.fromkeys([*self.names, *once]):
+            if name.endswith(end):
+                ahead = {0: once[name]} if name in once else {}
+                purpose = name.removesuffix(end)
+                found["updates" if purpose == "round" else purpose] = ahead | self.curve(name)
+        return {purpose: curve for purpose, curve in found.items() if any(curve.values())}
+
     @property
     def client_names(self) -> list[str]:
         """Of metrics that are known by client."""

@@ -1,18 +1,21 @@
-"""Which charts a run's report has: each is made of what the run's folder holds, or left out."""
+"""Charts of a run's report: each is made of the rounds and tables in the run's folder, or left out."""
 
 from __future__ import annotations
 
+import csv
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fl_lightning.callbacks.report.history import IDS, Curve, History
-from fl_lightning.callbacks.report.tables import LOCAL_MODELS, PARTITION, Table, evaluated_clients
 from fl_lightning.core.report.charts import Chart, Panel
 from fl_lightning.core.report.colours import series
 from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
+from fl_lightning.federation.loggers import logged_once
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
@@ -28,7 +31,7 @@ def run_charts(folder: Path, history: History) -> Iterator[Chart]:
     yield from _distribution(history)
     yield from _participants(history)
     yield from _partition(folder)
-    yield from _bytes(history)
+    yield from _bytes(history, logged_once(folder))
     for prefix, title, caption in (
         ("privacy/", "Privacy", "What has been spent so far, after each round."),
         ("mask/", "Masks", "How many of the entries train, after each round that changed it."),
@@ -184,14 +187,18 @@ def _partition(folder: Path) -> Iterator[Chart]:
     yield Chart("partition", "Partition", caption, panels, is_tall=len(shown) > 12)
 
 
-def _bytes(history: History) -> Iterator[Chart]:
-    up, down = (history.curve(f"round/total_bytes_{way}") for way in ("up", "down"))
+def _bytes(history: History, once: Mapping[str, float]) -> Iterator[Chart]:
+    purposes = history.bytes_by_purpose("up", once)
+    up, down = (_sum(c.values()) for c in (purposes, history.bytes_by_purpose("down", once)))
     if not up:
         return
-    unit, size = _unit(max(sum(up.values()), sum(down.values())))
+    unit, size = byte_unit(max(sum(up.values()), sum(down.values())))
+    shown = {"from clients": up, "to clients": down}
+    if len(purposes) > 1:
+        shown |= {f"from clients: {purpose}": curve for purpose, curve in purposes.items()}
     total = [
         Line([*c], (np.cumsum([*c.values()]) / size).tolist(), label, colour=series(n))
-        for n, (c, label) in enumerate(((up, "from clients"), (down, "to clients")))
+        for n, (label, c) in enumerate(shown.items())
     ]
     panels = [curves("so far, all clients", total, y=unit, from_zero=True)]
     metrics = _best_first([n for n in history.names if _is_of(n, "val")])
@@ -200,7 +207,15 @@ def _bytes(history: History) -> Iterator[Chart]:
         pairs = [(so_far[n], value) for n, value in curve.items() if n in so_far]
         line = Line([x for x, _ in pairs], [y for _, y in pairs], colour=series(2))
         panels.append(curves(f"{metrics[0]} over bytes from clients", [line], x=unit))
-    yield Chart("bytes", "Bytes", "The length of the real messages, headers included.", panels)
+    caption = "Of all clients; updates with their headers, as they are sent."
+    yield Chart("bytes", "Bytes", caption, panels)
+
+
+def _sum(curves_: Iterable[Curve]) -> Curve:
+    total: Counter[int] = Counter()
+    for curve in curves_:
+        total.update(curve)
+    return dict(sorted(total.items()))
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Iterator[Chart]:
@@ -243,6 +258,49 @@ def _best_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: next((r for w, r in rank.items() if w in name), 2))
 
 
-def _unit(num_bytes: float) -> tuple[str, float]:
+def byte_unit(num_bytes: float) -> tuple[str, float]:
+    """Return the unit for a number of bytes, and its size."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))
+
+
+_EVALUATED = {"validation": "clients_validation.csv", "test": "clients_test.csv"}
+PARTITION = "partition.csv"
+LOCAL_MODELS = "local_models.csv"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers in named columns.
+
+    Attributes:
+        columns: name to values, all of one length; nan where there is none.
+    """
+
+    columns: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Return a file's numbers; without columns if there is no such file."""
+        if not path.exists():
+            return cls({})
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [*csv.DictReader(file)]
+        names = rows[0].keys() if rows else ()
+        return cls({name: [_number(row[name]) for row in rows] for name in names})
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+
+def evaluated_clients(folder: Path) -> dict[str, Table]:
+    """Return every client's metrics at the end, by stage; only of stages that there are."""
+    tables = {stage: Table.read(folder / name) for stage, name in _EVALUATED.items()}
+    return {stage: table for stage, table in tables.items() if len(table)}
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return math.nan

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.callbacks.report.history import History
-from fl_lightning.callbacks.report.run_charts import run_charts
-from fl_lightning.callbacks.report.tables import evaluated_clients
+from fl_lightning.callbacks.report.run_charts import byte_unit, evaluated_clients, run_charts
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.report.files import write_chart
 from fl_lightning.core.report.page import Page
@@ -68,15 +67,22 @@ def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
     facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
     if asked := history.curve("round/cohort_size"):
         facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
-    for way, words in (("up", "from clients"), ("down", "to clients")):
-        if total := sum(history.curve(f"round/total_bytes_{way}").values()):
-            facts.append((f"bytes {words}", _size(total)))
+    facts += _bytes(history, once)
     if seconds := history.curve("round/seconds"):
         facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
     for name, words in (("", "ε"), ("_unamplified", "ε without amplification by sampling")):
         if epsilon := history.curve(f"privacy/epsilon{name}"):
             facts.append((words, f"{[*epsilon.values()][-1]:.4g}"))
     return facts
+
+
+def _bytes(history: History, once: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    for way, words in (("up", "from clients"), ("down", "to clients")):
+        of = {p: sum(c.values()) for p, c in history.bytes_by_purpose(way, once).items()}
+        if of:
+            yield f"bytes {words}", _size(sum(of.values()))
+        if len(of) > 1:
+            yield from ((f"bytes {words}: {purpose}", _size(n)) for purpose, n in of.items())
 
 
 def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
@@ -114,6 +120,5 @@ def _spread(values: Sequence[float]) -> list[str]:
 
 
 def _size(num_bytes: float) -> str:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    unit, size = next(((u, s) for u, s in units if num_bytes >= s), ("bytes", 1.0))
+    unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"

@@ -51,6 +51,7 @@ class RunReport(Callback):
         self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
         self._folder: Path | None = None
         self._seen: dict[str, Any] = {}
+        self._ahead: dict[str, Any] = {}
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
         self._single_dots: SingleDots | None = None
@@ -75,6 +76,7 @@ class RunReport(Callback):
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
         self._seen, self._noted, self._has_begun = {}, None, False
+        self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch before of a central run: by now all of it has been logged."""
@@ -154,7 +156,7 @@ class RunReport(Callback):
             begin(self._folder, number - 1)
             lay_out(trainer, trainer.callback_metrics)
         self._noted, self._has_begun = number, True
-        logged = trainer.callback_metrics
+        logged, self._ahead = self._ahead | trainer.callback_metrics, {}
         # what was logged in this round is another object than in the last one
         new = {name: v for name, v in logged.items() if self._seen.get(name) is not v}
         self._seen = dict(logged)

@@ -235,11 +235,16 @@ def _given(value: str | None) -> str:
 
 
 def _other_class(path: str, given: str) -> str:
-    """Return a suggestion for the misspelt name of a class."""
+    """Return a suggestion for a class's name that is misspelt, or short where it must be whole.
+
+    Example:
+        >>> _other_class("data.partition", "LabelShards")
+        'Did you mean fl_lightning.data.LabelShards? '
+    """
     match = _WITH_CLASSES.match(path)
     names = paths(match["block"], match["option"]) if match else {}
     close = difflib.get_close_matches(given.rpartition(".")[2], names, n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    return f"Did you mean {names[close[0]]}? " if close else ""
 
 
 def _catalogue(path: str) -> str:

@@ -23,12 +23,17 @@ from typing_extensions import override
 
 from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.core.errors import CheckpointFailure, ConfigurationError
-from fl_lightning.federation.checkpoints.memory_files import hold, names_of, place, tidy
+from fl_lightning.federation.checkpoints.memory_files import (
+    hold,
+    names_of,
+    owned,
+    place,
+    remove_left,
+    tidy,
+)
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
-# Where a file is written before it takes its name; a killed process may leave it behind.
-_UNFINISHED = ".{}.unfinished"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -52,6 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.files: Callable[[], Sequence[VectorFile]] = tuple
         self.saved_step: int | None = None
         self._whole: dict[Path, Any] = {}
+        self._cleared: set[Path] = set()
 
     @override
     def save_checkpoint(
@@ -72,8 +78,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             referred = names_of(target)
             place(files, target)
-            # always the same name, so that what a killed run left behind is overwritten
-            unfinished = target.with_name(_UNFINISHED.format(target.name))
+            if target.parent not in self._cleared:
+                remove_left(target.parent, ".")
+                self._cleared.add(target.parent)
+            unfinished = _unfinished(target)
             with unfinished.open("wb") as file:
                 torch.save(checkpoint, file)
             step = checkpoint.get("global_step")
@@ -102,14 +110,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what killed processes have left in a folder of checkpoints."""
-    for left in folder.glob(_UNFINISHED.format("*")):
+    for left in folder.glob(".*.unfinished"):
         left.unlink(missing_ok=True)
+
+
+def _unfinished(target: Path) -> Path:
+    """Return where a file is written before it takes its name; it says whose it is, see `remove_left`."""
+    return target.with_name(f"{owned('.')}{target.name}.unfinished")
 
 
 def _keep_previous(last: Path, names: Sequence[str]) -> None:
     """Give a whole ``last.ckpt``, about to be replaced, and the files it needs its second name."""
     previous = last.with_name(PREVIOUS)
-    unfinished = last.with_name(_UNFINISHED.format(PREVIOUS))
+    unfinished = _unfinished(previous)
     hold(previous, names)
     unfinished.unlink(missing_ok=True)
     try:
@@ -129,7 +142,7 @@ def _in_a_sentence(target: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # PyTorch's writer tells of a full disk by the latter
         with suppress(OSError):
-            target.with_name(_UNFINISHED.format(target.name)).unlink(missing_ok=True)
+            _unfinished(target).unlink(missing_ok=True)
         free = _free_megabytes(target.parent)
         reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
         raise CheckpointFailure(

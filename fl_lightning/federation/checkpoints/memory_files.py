@@ -12,53 +12,73 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.client.vector_file import SUFFIX, VectorFile
 
 FOLDER = "client_memory"
 _REFERENCES = "references.json"
-_WORKING = ".client_memory-"
+
+
+def owned(prefix: str) -> str:
+    """Return the beginning of a name that says which process it belongs to, for `remove_left`."""
+    return f"{prefix}{socket.gethostname()}_{os.getpid()}_"
+
+
+def remove_left(parent: Path, prefix: str) -> None:
+    """Remove the files and folders that killed processes of this machine have left, see `owned`."""
+    host = f"{prefix}{socket.gethostname()}_"  # no name of a machine has a _
+    for left in parent.glob(f"{host}*"):
+        process, *_ = left.name.removeprefix(host).split("_")
+        if process.isdigit() and not _is_running(int(process)):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 class WorkingFolder:
-    """Where one process keeps files as long as this lives; a killed one's is removed by the next.
+    """Folder of one process, removed with this or after a ``with``; a killed one's by the next.
 
     Args:
         parent: in which it will be.
+        prefix: of its name.
     """
 
-    def __init__(self, parent: Path) -> None:
-        self._parent = parent
+    def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
+        self._parent, self._prefix = parent, prefix
         self._path: Path | None = None
+        self._remove: Callable[[], Any] | None = None
 
     def __call__(self) -> Path:
         """Return the folder, made when first asked for."""
         if self._path is None:
-            host = f"{_WORKING}{socket.gethostname()}-"
-            for left in self._parent.glob(f"{host}*"):
-                if not _is_running(left.name.removeprefix(host).split("-")[0]):
-                    shutil.rmtree(left, ignore_errors=True)
+            remove_left(self._parent, self._prefix)
             self._parent.mkdir(parents=True, exist_ok=True)
-            prefix = f"{host}{os.getpid()}-"  # one process may have several runs
-            self._path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent))
+            # one process may have several runs
+            self._path = Path(tempfile.mkdtemp(prefix=owned(self._prefix), dir=self._parent))
             # unlike weakref's and atexit's it also runs where a forked process ends
-            Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
+            self._remove = Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
         return self._path
 
+    __enter__ = __call__
 
-def _is_running(process: str) -> bool:
-    if not process.isdigit():
-        return False
+    def __exit__(self, *_: object) -> None:
+        if self._remove is not None:
+            self._remove()
+
+
+def _is_running(process: int) -> bool:
     try:
-        os.kill(int(process), 0)
+        os.kill(process, 0)
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:  # somebody else's, or a system without /proc
         return True
-    return True
 
 
 def place(files: Iterable[VectorFile], checkpoint: Path) -> None:

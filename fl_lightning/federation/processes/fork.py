@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
+from fl_lightning.federation.checkpoints.memory_files import WorkingFolder
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.processes.last_words import (
     call_on_exception,
@@ -91,7 +92,7 @@ class ForkLauncher:
         interruption = interruption_of(trainer) if fits else None
         with (
             interruption.passed_on(self.kill) if interruption else nullcontext(),
-            tempfile.TemporaryDirectory(prefix="fl_lightning_") as folder,
+            WorkingFolder(Path(tempfile.gettempdir()), "fl_lightning_") as folder,
             warnings.catch_warnings(),
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
@@ -104,7 +105,7 @@ class ForkLauncher:
                         self._strategy,
                         trainer,
                         neighbours,
-                        Path(folder),
+                        folder,
                         function,
                         args,
                         kwargs,
@@ -119,14 +120,14 @@ class ForkLauncher:
             neighbours.leave()  # this one is none of them
             self.neighbours = None
             try:
-                _wait(self._processes, Path(folder))
+                _wait(self._processes, folder)
             except BaseException:
-                wait_for_first(self._processes[0], Path(folder) / "error_0")
+                wait_for_first(self._processes[0], folder / "error_0")
                 forget_checkpoints(trainer)
                 raise
             finally:
                 self.kill(signal.SIGKILL)
-            outcome: TrainerOutcome = torch.load(Path(folder) / "outcome", weights_only=False)
+            outcome: TrainerOutcome = torch.load(folder / "outcome", weights_only=False)
         return outcome.bring_into(trainer)
 
     def kill(self, signum: int) -> None:

@@ -40,7 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 @dataclass(frozen=True)
 class Cost:
-    """What one example costs.
+    """Cost of one example.
 
     Attributes:
         flops: multiply-adds.

@@ -35,7 +35,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Where:
-    """What a latency was measured on.
+    """Device and software on which a latency was measured.
 
     Attributes:
         device: its name.

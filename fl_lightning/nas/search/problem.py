@@ -45,7 +45,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         evaluated: every architecture that was scored, in that order.
@@ -166,7 +166,7 @@ def _refuse(text: str, place: int, expected: str, advice: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is searched for.
+    """Space, score, cost and constraints of a search.
 
     Attributes:
         space: of the architectures.

@@ -1,4 +1,4 @@
-"""Zero-cost proxies: what a network that was never trained tells about one that was.
+"""Scores of architectures that need no training: zero-cost proxies of fresh networks, sizes, a table of truths.
 
     synflow   log(1 + Σ_θ |θ · ∂R/∂θ|), R the sum of the outputs for an image of ones, of the network
               with |θ| and without norms                            Tanaka et al. 2020, NeurIPS
@@ -10,16 +10,12 @@
 
 As scores of architectures: Abdelfattah et al. 2021, ICLR, and its code; θ are the weights of
 convolutions and linear layers. The sizes of a network (`params`, `flops`) are proxies as well: one that
-does not beat them says nothing.
+does not beat them says nothing. All networks see one batch: noise, or images of a folder.
 Differs: the logarithm of synflow, which keeps the order and fits a plot.
 A network whose output does not depend on its input scores -∞ (synflow: 0).
 
-Scores of architectures that need no training: proxies of fresh networks, sizes, a table of truths.
-
 An objective is any function from an architecture to a number, higher is better; one that evaluates
 sub-networks of a trained supernet is used in the same way.
-
-The one batch that a proxy sees: noise, or images of a folder.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Spaces of architectures, a file each."""
+"""Spaces of architectures and their networks, a file each, of plain or of elastic layers."""

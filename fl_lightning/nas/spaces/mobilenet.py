@@ -135,7 +135,7 @@ def small_mobilenet() -> MobileNet:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is chosen for a block: kernel and expansion."""
+    """Kernel and expansion chosen for a block."""
 
     kernel: int
     expansion: float

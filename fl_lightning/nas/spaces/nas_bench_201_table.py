@@ -111,31 +111,6 @@ class NASBench201Table:
             raise ValueError("a rank correlation needs two cells of different score and accuracy")
         return float(spearmanr(given, truth).statistic)
 
-    def expected_best(self, num_cells: int, data_set: DataSet = "cifar10") -> float:
-        """Return the mean accuracy of the best of n different cells drawn at random.
-
-        Σ_i a_(i) · C(i − 1, n − 1) / C(N, n), over the table's N cells from worst to best: what
-        a random search finds that trains n cells to the end.
-
-        Args:
-            num_cells: n, from 1 to the number of cells in the table.
-            data_set: whose accuracy.
-
-        Raises:
-            ValueError: if n is out of range.
-        """
-        total = len(self)
-        if not 1 <= num_cells <= total:
-            raise ValueError(f"num_cells must be in 1 to {total}, got {num_cells}")
-        best = np.sort(self.accuracies[data_set])[::-1]
-        chance = num_cells / total  # that the best of all is drawn; then that the next one is best
-        expectation = 0.0
-        for place, accuracy in enumerate(best):
-            expectation += chance * float(accuracy)
-            left = total - place - 1
-            chance *= (left - num_cells + 1) / left if left else 0.0
-        return expectation
-
     @cached_property
     def _space(self) -> NASBench201:
         return NASBench201()

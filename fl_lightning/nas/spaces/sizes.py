@@ -89,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartSizes:
-    """What is chosen in a stage.
+    """Sizes chosen in a stage.
 
     Attributes:
         own: of the whole stage.
@@ -148,7 +148,7 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def named_sizes(self) -> tuple[tuple[str, Size], ...]:
-        """What there is to choose, in the order of the decisions."""
+        """Sizes to choose, with their names, in the order of the decisions."""
         return tuple(named for part in self.parts for named in part.sizes)
 
     @cached_property

@@ -25,7 +25,7 @@ MOST_ENUMERATED = 1_000_000
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be decided, and the options, in the order of their numbers.
+    """A decision and its options, in the order of their numbers.
 
     Attributes:
         name: of what is decided, e.g. ``"0→1"`` for an edge or ``"stage 2 depth"``.
@@ -85,7 +85,7 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def decisions(self) -> tuple[Decision, ...]:
-        """What is to be decided, in the order of an architecture's choices."""
+        """Decisions, in the order of an architecture's choices."""
 
     @abstractmethod
     def text(self, choices: Sequence[int]) -> str:

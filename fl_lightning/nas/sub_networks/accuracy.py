@@ -228,7 +228,7 @@ _COUNT_BYTES = 8  # of a count
 
 
 class Accuracies(NamedTuple):
-    """What clients have counted.
+    """Accuracies that clients have counted.
 
     Attributes:
         values: of each sub-network, in [0, 1].
@@ -346,7 +346,7 @@ class SubNetworkScore:
         return right / total
 
     def _normalised(self, sums: Sums) -> AbstractContextManager[Any]:
-        """Have the network use statistics; one that keeps none, for a while."""
+        """Give the network its statistics; one that keeps none, for a while."""
         if not has_statistics(self.network):
             return normalised_by(self.network, sums)
         apply_sums(self.network, sums)

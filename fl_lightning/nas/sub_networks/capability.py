@@ -39,7 +39,7 @@ from fl_lightning.nas.spaces.space import Architecture
 
 @dataclass(frozen=True)
 class CostOf:
-    """What an architecture costs in networks of one shape.
+    """Cost of an architecture in networks of one shape.
 
     Attributes:
         measure: ``flops``, ``params`` or ``activations``.

@@ -67,7 +67,7 @@ class Step:
 
     @property
     def space(self) -> SizeSpace:
-        """What to draw from."""
+        """Space to draw from."""
         space = self.limit.space
         assert isinstance(space, SizeSpace)
         return space

@@ -44,7 +44,7 @@ _BYTES = 8  # of a number in a sum
 
 
 class Recalibrated(NamedTuple):
-    """What clients have sent.
+    """Sums that clients have sent.
 
     Attributes:
         sums: of every sub-network, over all clients.
@@ -205,7 +205,7 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Have batch norms that keep no statistics use those of sums for a while, in evaluation mode.
+    """Give batch norms that keep no statistics those of sums for a while, in evaluation mode.
 
     Args:
         network: whose layers the sums name; others go on with the statistics of the batch.

@@ -75,7 +75,7 @@ class Turns(Stage):
         self.guest: ClientAtWork | None = None
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Have the module be this client's."""
+        """Note whose turn it is, for a client's turn."""
         return self._visit(turn.work.client_id)
 
     @contextmanager
@@ -118,7 +118,7 @@ class SubNetworkRounds(Callback):
         return None if self._predictor is None else self._predictor.predict
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have a federation tell whose turn it is.
+        """Check the run, and add the stage that notes whose turn it is.
 
         Raises:
             ConfigurationError: for a capability in a run without clients, a budget that no network
@@ -181,7 +181,7 @@ class SubNetworkRounds(Callback):
         return {} if self._predictor is None else self._predictor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the predictor that the run had."""
+        """Restore the predictor that the run had."""
         if self._predictor is not None:
             self._predictor.load_state_dict(state_dict)
 
@@ -226,7 +226,7 @@ class SubNetworkRounds(Callback):
 
     @property
     def has_statistics(self) -> bool:
-        """Whether the statistics of all that are shown are known, or none are needed."""
+        """True where the statistics of all that are shown are known, or none are needed."""
         assert self._network is not None
         return bool(self._sums) or not has_statistics(self._network)
 
@@ -281,7 +281,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> bool:
 
 
 def _begin_anew(trainer: Trainer) -> None:
-    """Have the optimizer that lasts from round to round forget."""
+    """Clear the state of the optimizer that lasts from round to round."""
     federation = _federation(trainer)
     if federation is None:
         for optimizer in trainer.optimizers:
