@@ -8,7 +8,6 @@ import itertools
 import sys
 from pathlib import Path
 
-import fl_lightning.nas.server_step
 from lightning.pytorch import Callback
 from toys import ToyModule, toy_data, toy_trainer
 
@@ -16,6 +15,7 @@ import fl_lightning
 import fl_lightning.callbacks.local_models
 import fl_lightning.flower.server.asynchronous
 import fl_lightning.flower.server.counted
+import fl_lightning.nas.alpha_optimizer
 import fl_lightning.nas.sub_networks.rounds
 from fl_lightning import Federation
 from fl_lightning.federation import Stage
