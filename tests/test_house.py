@@ -46,7 +46,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (4405, 30),
-    "cli": (5110, 40),
+    "cli": (5100, 38),
     "client": (4600, 35),
     "core": (2600, 29),
     "data": (7010, 34),
