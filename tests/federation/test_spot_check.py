@@ -297,6 +297,7 @@ def test_a_run_has_the_same_bits_with_checks(case, checked):
     for fraction in (1.0, 0.0):
         module, seen = toy(kind), Draws()
         block = options | {"data": make(), "spot_check": fraction, "cohort": UniformCohort(size=4)}
+        block |= {"pad_batches": make is toy_data}
         trainer = run(module, seen, **block)
         federation = trainer.callbacks[0]
         assert federation.rounds.clients.engine.slots is not None
@@ -325,7 +326,7 @@ def test_stale_starts_are_the_clients_own(checked):
         module = toy()
         rule = FedBuff(concurrency=4, buffer_size=2)
         devices = {"devices": Devices(speeds=LogNormalSpeeds(sigma=1.0)), "asynchronous": rule}
-        run(module, max_epochs=8, spot_check=fraction, **devices)
+        run(module, max_epochs=8, spot_check=fraction, pad_batches=True, **devices)
         ends.append(weights(module))
     assert len(checked) == 8 * 2
     assert torch.equal(*ends)
@@ -345,6 +346,7 @@ def test_updates_that_nobody_multiplies_out(monkeypatch, checked):
         ThinDeltas, "numbers", property(lambda d: sizes.append(d.shape[0]) or numbers(d))
     )
     one_step = {"local_epochs": None, "local_steps": 1, "data": toy_data(batch_size=60)}
+    one_step["pad_batches"] = True
     module, same = toy(Wide), toy(Wide)
     run(module, **one_step)
     run(same, **one_step | {"spot_check": 0.0})
