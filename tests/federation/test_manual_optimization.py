@@ -30,6 +30,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.personal.fine_tuned import FineTuned
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.data import IID
 from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.privacy.example import ExampleDP
@@ -570,7 +571,7 @@ class Accumulating(ByHand):
 
 @pytest.mark.parametrize("correction", CORRECTIONS[:3], ids=lambda c: type(c).__name__)
 def test_accumulating_by_hand_is_accumulating(correction):
-    data = {"num_clients": 3, "num_examples": 48, "drop_last": True, "batch_size": 4}
+    data = {"num_clients": 3, "num_examples": 48, "batch_size": 4, "partition": IID()}
     automatic = fit(
         new(ToyModule),
         data=toy_data(**data),
