@@ -537,6 +537,7 @@ class TestCost:
         trial = "fl_lightning.federation.execution.trial"
         seconds = iter([4.6e-3, 1e-3])
         monkeypatch.setattr(f"{trial}.LEAST_SECONDS", 0.0)
+        monkeypatch.setattr(f"{trial}.LEAST_STEPS", 0)
         measure = f"{trial}.SlotTrial._seconds_per_step"
         monkeypatch.setattr(measure, lambda _, run, __: run() or next(seconds))
         options = {"engine": "auto", "spot_check": None, "clients_per_group": 6, "max_epochs": 2}

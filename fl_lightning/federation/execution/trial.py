@@ -50,8 +50,8 @@ from fl_lightning.federation.execution.slot_engine import (
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 from fl_lightning.server.means.running_mean import RunningMean
 
-# A trial of slots that are not compiled takes about a tenth of this.
-LEAST_SECONDS = 1.0
+# A trial of slots that are not compiled takes about a tenth of this; to time one client takes some steps.
+LEAST_SECONDS, LEAST_STEPS = 1.0, 500
 # Compiling takes 5 to 20 s and makes steps 2 to 6 times as fast: less training does not repay it.
 COMPILER_SECONDS = 20.0
 # Of what is to be trained, the share that one measurement may take, and its most seconds.
@@ -111,7 +111,9 @@ class SlotTrial:
         size = self.local.space.num_entries
         if size > most_parameters(self.trainer.strategy.root_device):
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        one, num_steps = self._seconds_alone(model, work, train_one), self.num_steps(work)
+        if (num_steps := self.num_steps(work)) < LEAST_STEPS:
+            raise CannotStack(f"{num_steps:.0f} local steps do not repay a trial")
+        one = self._seconds_alone(model, work, train_one)
         if one * num_steps < LEAST_SECONDS:
             raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")
         began = time.perf_counter()
