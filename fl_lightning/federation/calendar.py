@@ -93,7 +93,9 @@ class Calendar:
             options.seed,
             share=_share(trainer, batches),
             clients_per_group=_clients_per_group(trainer, module, options, data),
-            restarts=options.client_privacy is not None or aggregator.restarts,
+            restarts=options.client_privacy is not None
+            or aggregator.restarts
+            or any(stage.restarts for stage in options.stages),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )

@@ -92,7 +92,8 @@ class Federation(Options, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""
         assert self._cleanup is not None
-        earlier, saved = self.private, self._saved or {}
+        is_other = self.rounds is not None and self.rounds.run.module is not pl_module
+        earlier, saved = None if is_other else self.private, self._saved or {}
         self.rounds, self.private = begin(trainer, self, self._calendar)
         num_groups = len(self._calendar.groups)
         self._groups_before = saved.get("groups", num_groups)

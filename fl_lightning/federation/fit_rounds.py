@@ -196,12 +196,14 @@ class FitRounds:
         if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._has_come = True
+        if (
+            not self._has_begun and self.travelling.module_has_all
+        ):  # hooks between rounds may have changed it
+            self.server.replace_model(self.run.local.read())
         if not self._cost_is_told:  # not before hooks have changed the model for the last time
             self._cost_is_told = True
             self._announce()
         if not self._has_begun:
-            if self.travelling.module_has_all:  # hooks between rounds may have changed it
-                self.server.replace_model(self.run.local.read())
             self._round.open(self.run.round_index)
 
     def follow_masks(self) -> None:

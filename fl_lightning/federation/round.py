@@ -82,7 +82,9 @@ class Round:
 
     def open(self, number: int) -> None:
         """Begin a round."""
-        self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
+        before = self.record  # of the last round, or of this one if it was broken off
+        began_at = before.began_at if before.ended_at is None else before.ended_at
+        self.record = RoundRecord(began_at=began_at)
         self.memory.discard()
         for stage in self.stages.having("open"):
             stage.open(number, self.server.model)

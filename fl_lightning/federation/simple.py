@@ -21,7 +21,7 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.clients.one_by_one import OneByOne
@@ -78,7 +78,13 @@ class SimpleFederation:
         seed: int = 0,
     ) -> None:
         self.module, self.optimizers, self.data, self.round_index = module, [optimizer], data, 0
-        self._cohort, self._seed = cohort or AllClients(), seed
+        self._cohort, self._seed = as_cohort(cohort or AllClients()), seed
+        if self._cohort.needs_fresh_losses:
+            raise ConfigurationError(
+                f"{type(cohort).__name__} measures losses before it draws, which needs a Trainer: set its losses "
+                "to last_known, or use Federation"
+            )
+        self._population = Population(data.clients.num_examples)
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
         self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
         self.step = PlainStep(module, optimizer, self.collector)
@@ -95,15 +101,23 @@ class SimpleFederation:
 
     def run(self, rounds: int) -> GlobalModel:
         """Run some rounds more, and return the global model."""
-        population = Population(self.data.clients.num_examples)
         for _ in range(rounds):
             self.local.start_round(self.round_index)
             self.round.open(self.round_index)
-            cohort = self._cohort.sample(self.round_index, population, self._seed)
+            cohort = self._cohort.sample(self.round_index, self._population, self._seed)
             self.round.train(cohort.tolist())
             self.round.step()
             self.local.end_round(self.round.server.model)
             self.round.close()
+            record = self.round.record
+            record.pooled = self.collector.collect_metrics()
+            losses = record.means.by_client("train/loss")
+            self._population.note(
+                record.finished,
+                round_index=self.round_index,
+                losses=losses,
+                durations=record.durations,
+            )
             self.round_index += 1
         return self.round.server.model
 

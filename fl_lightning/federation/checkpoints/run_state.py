@@ -27,7 +27,8 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
     record = rounds.record
     if stages.is_private:
-        record = RoundRecord() if server.is_open else record.without_clients()
+        begun = RoundRecord(began_at=record.began_at)
+        record = begun if server.is_open else record.without_clients()
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),

@@ -86,7 +86,10 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
     given += [
         (name, part, traits_of(part)) for name, part in zip(names, parts, strict=True) if part
     ]
-    named = {f"federation.{name} {type(part).__name__}": traits for name, part, traits in given}
+    named: dict[str, Traits] = {}
+    for name, part, traits in given:  # of one class there may be several
+        key = f"federation.{name} {type(part).__name__}"
+        named[key] = named.get(key, NO_TRAITS) | traits
     if options.engine == "slots":
         named["federation.engine slots"] = _SLOTS
     if options.speedups:

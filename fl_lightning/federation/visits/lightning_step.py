@@ -299,9 +299,10 @@ class LightningStep:
                 return None
             value = values[0] if len(values) == 1 else torch.stack(values).sum()
             if term is not None:
-                term.add(self.scale)
+                share = len(batches) / self._accumulate  # an epoch's last step may have fewer
+                term.add(self.scale * share)
                 if isinstance(self._optimizer, LBFGS):  # which compares values along a line
-                    return value + term.value()
+                    return value + term.value() * share
             return value
 
         optimizer = self._module.optimizers()

@@ -183,7 +183,9 @@ class AtSite(Callback):
             rounds.pay()
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
             tensors = rounds.tensors | rounds.sums.tensors
-            options = {OPTION: rounds.sums.logged, "reductions": rounds.run.collector.reductions}
+            reductions = rounds.run.collector.reductions
+            shown = {name: how for name, how in reductions.items() if self._allows(name)}
+            options = {OPTION: rounds.sums.logged, "reductions": shown}
             more: dict[str, Any] = {
                 "vectors": rounds.vectors,
                 "rules": rounds.rules,
