@@ -127,8 +127,7 @@ class Compiled:
         if kind in self._checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        # e.g. batches of another size; only once another kind has shown that nothing else changed
-        is_new = bool(self._checked) and kind not in self._made
+        is_new = bool(self._checked) and kind not in self._made  # e.g. batches of another size
         if (self._refuses and not is_new) or (self._has_one_graph and self._made):
             result = self._run_unchanged(*args)
             self._checked.append(kind)
