@@ -73,7 +73,7 @@ def _run(
 
 
 def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
-    """Whether any differ by more than rounding; a GPU is waited for once."""
+    """True if any differ by more than rounding; a GPU is waited for once."""
     if [one is None for one in ones] != [two is None for two in twos]:
         return True
     far = [
@@ -85,7 +85,7 @@ def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
 
 
 def _differs(one: Tensor, two: Tensor) -> Tensor:
-    """Which numbers do; NaN is the same as NaN."""
+    """Mask of the numbers that do; NaN is the same as NaN."""
     return (one != two) & ~(one.isnan() & two.isnan())
 
 
