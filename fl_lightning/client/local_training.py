@@ -218,6 +218,10 @@ class LocalTrainer:
         """Give tensors that others replaced in the module their places again, see `ModuleTensors`."""
         self._homes.bring_home()
 
+    def note_homes(self) -> None:
+        """Note the memory that tensors have now as their own: they were laid out anew on purpose."""
+        self._homes.note()
+
     def keep_growth(self, growth: Growth) -> None:
         """Have `show_growth` show what a client appended to lists, whose update is used."""
         self._grown += growth

@@ -89,6 +89,7 @@ class Run:
             by_hand=not module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
+        step.on_new_layout = local.note_homes
         return cls(
             trainer=trainer,
             options=options,

@@ -74,9 +74,9 @@ def long_run(monkeypatch):
     """Have every run count as one that repays a trial, and every speedup that agrees as one."""
     monkeypatch.setattr(speedup_trial, "_SHORT_RUN_SECONDS", 0.0)
     monkeypatch.setattr(speedup_trial, "_SHORT_RUN_STEPS", 0)
-    monkeypatch.setattr(speedup_trial, "_SHARE", 1e9)
+    monkeypatch.setattr(speedup_trial, "_SHARE_OF_TRIAL", 1e9)
     monkeypatch.setattr(speedup_trial, "_SECONDS_OF_A_TRY", 0.001)
-    monkeypatch.setattr(speedup_trial, "_LEAST_RATIO", 1e-9)
+    monkeypatch.setattr(speedup_trial, "_LEAST_SPEEDUP", 1e-9)
 
 
 def speedups_of(trainer):
@@ -104,6 +104,18 @@ def test_nothing_of_it_stays_in_the_model():
     assert all(p.is_contiguous() for p in module.parameters())
     assert not any("forward" in vars(layer) for layer in module.modules())
     assert trainer.optimizers[0].param_groups[0]["fused"] is None
+
+
+def test_every_step_of_every_client_has_the_layout():
+    layouts = set()
+
+    class Seen(Conv):
+        def training_step(self, batch, batch_idx):
+            layouts.add(self.net[0].weight.stride())
+            return super().training_step(batch, batch_idx)
+
+    run(Seen, speedups=["channels_last"])
+    assert layouts == {(27, 1, 9, 3)}
 
 
 def test_math_attention_in_half_precision():

@@ -89,7 +89,8 @@ class Compiled:
 
         Args:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
-                else it makes another graph.
+                else it makes another graph. So it does for arguments of another kind, once a call
+                has found that nothing else changed.
         """
         self._checked, self._refuses = [], refuse
 
@@ -126,7 +127,7 @@ class Compiled:
         if kind in self._checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        is_new = bool(self._made) and kind not in self._made  # e.g. batches of another size
+        is_new = bool(self._checked) and kind not in self._made  # e.g. batches of another size
         if (self._refuses and not is_new) or (self._has_one_graph and self._made):
             result = self._run_unchanged(*args)
             self._checked.append(kind)

@@ -50,9 +50,6 @@ class SlotTrainer:
         reads_at_random: whether ``read`` draws random numbers (augmentation).
         own: what clients have for themselves; None for nothing.
         integers: gives the integer buffers that clients begin with, by name; None for those of now.
-
-    Attributes:
-        change: of what Python reads in the step, the last that was seen, in words; "" if none was.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class SlotTrainer:
     ) -> None:
         if any(step.buffers[name].is_complex() for name in buffers.names if step.buffers):
             raise CannotStack("clients change a buffer of complex numbers")
-        self._own, self.change = own, ""
+        self._own = own
         self._left_out: set[int] = set()
         self._results = SlotResults(step, space, buffers, names or {})
         self._step = step
@@ -120,12 +117,11 @@ class SlotTrainer:
         except HasChanged as change:
             if has_yielded:
                 raise CannotStack(str(change)) from change
-            self.change, has_changed = str(change), True
         else:
-            has_changed = False
-        if has_changed:  # it was the first step that saw it: nothing has happened
-            self._step.graphs.forget()
-            yield from self._train(start, work, term, own)
+            return
+        # it was the first step that saw it: nothing has happened
+        self._step.graphs.forget()
+        yield from self._train(start, work, term, own)
 
     def _train(
         self, start: GlobalModel, work: GroupWork, term: TermOf | None, own: OwnOf | None

@@ -236,7 +236,7 @@ def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> lis
 _SHORT_RUN_SECONDS = 60.0
 _SHORT_RUN_STEPS = 1000
 # Of what is to be trained, the share that a trial may take, and its most seconds.
-_SHARE, _MOST_SECONDS = 0.05, 120.0
+_SHARE_OF_TRIAL, _MOST_SECONDS_OF_TRIAL = 0.05, 120.0
 # Compiling takes 2 to 17 seconds, and brings some per cent.
 _COMPILER_SECONDS = 1200.0
 # What a speedup must bring, so that it is not noise.
@@ -305,7 +305,7 @@ class SpeedupTrial:
             self._num_tries = _NUM_TRIES
             candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
-        limit = min(_MOST_SECONDS, _SHARE * one * num_steps)
+        limit = min(_MOST_SECONDS_OF_TRIAL, _SHARE_OF_TRIAL * one * num_steps)
         self._ends = time.perf_counter() + limit
         rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
         expected, total, remarks = train_one(sample.head(2)), 1.0, ""

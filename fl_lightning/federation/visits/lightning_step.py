@@ -55,6 +55,7 @@ class LightningStep:
         contrast: what it adds to its loss, given a batch; None if nothing.
         examples: makes the gradients private; None where they are plain.
         is_lean: whether steps are lean ones.
+        on_new_layout: is called when parameters may have got new memory.
     """
 
     def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
@@ -83,6 +84,7 @@ class LightningStep:
         self.contrast: Callable[[Any], Tensor] | None = None
         self.examples: PrivateGradients | None = None
         self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
+        self.on_new_layout: Callable[[], None] = lambda: None
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
         )
@@ -99,6 +101,7 @@ class LightningStep:
             if speedups
             else None
         )
+        self.on_new_layout()
 
     def _graph(self, speedups: Sequence[Speedup]) -> CompiledGradients:
         """Return the graph that goes with the other speedups; a trial asks for it many times."""
