@@ -21,6 +21,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import pool
 from fl_lightning.federation.checkpoints.run_memory import Waiting
 from fl_lightning.federation.processes.interruption import interruption_of
+from fl_lightning.federation.processes.last_words import ProcessTraceback, traceback_behind
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.server.server import Server
@@ -34,6 +35,7 @@ class Report:
 
     Attributes:
         failure: what stopped its clients.
+        behind: the traceback of its cause, which does not travel; None without one.
         record: its counts and its clients' metrics.
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
@@ -43,6 +45,7 @@ class Report:
     """
 
     failure: Failure | None
+    behind: str | None
     record: dict[str, Any]
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
@@ -90,10 +93,8 @@ class Meeting:
             return record, time.perf_counter()
         reports = self._run.ranks.gather(self._report(record))
         began = time.perf_counter()  # waiting for other processes is no work
-        first = first_failure(reports)
-        if first is not None:
-            own = self.failure  # knows its cause
-            raise own if own is not None and own.args == first.args else first
+        if first := first_failure(reports):
+            raise first
         if self._interruption is not None and any(report.stops for report in reports):
             self._interruption.agree()
         pool_metrics(reports, self._run.collector, self._run.module)
@@ -106,6 +107,7 @@ class Meeting:
         collector, module = self._run.collector, self._run.module
         return Report(
             failure=self.failure,
+            behind=None if self.failure is None else traceback_behind(self.failure),
             record=record.state_dict(),
             logged=logged_metrics(collector, module),
             metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
@@ -117,8 +119,11 @@ class Meeting:
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
     """Return the failure that one process alone would have met first, that of the lowest client."""
-    failures = [report.failure for report in reports if report.failure is not None]
-    return min(failures, key=lambda failure: getattr(failure, "client_id", -1), default=None)
+    failures = {r.failure: r.behind for r in reports if r.failure is not None}
+    first = min(failures, key=lambda failure: getattr(failure, "client_id", -1), default=None)
+    if first is not None and (behind := failures[first]) is not None:
+        first.__cause__ = ProcessTraceback(behind, behind)
+    return first
 
 
 def merged_record(reports: Sequence[Report]) -> RoundRecord:

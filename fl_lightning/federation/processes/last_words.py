@@ -71,10 +71,17 @@ class ProcessTraceback(Exception):  # noqa: N818 - it is the cause of an error, 
         return f"\n\n{self.args[0]}"
 
 
+def traceback_behind(error: BaseException) -> str | None:
+    """Return the traceback of an error's cause as text; None without a cause."""
+    cause = error.__cause__
+    if isinstance(cause, ProcessTraceback):
+        return cause.args[1]  # type: ignore[no-any-return]
+    return None if cause is None else "".join(traceback.format_exception(cause))
+
+
 def write_error(error: BaseException, path: Path) -> None:
     """Write an error and its traceback to a file, which then is whole or not there."""
-    where, cause = "".join(traceback.format_exception(error)), error.__cause__
-    behind = None if cause is None else "".join(traceback.format_exception(cause))
+    where, behind = "".join(traceback.format_exception(error)), traceback_behind(error)
     try:
         content = pickle.dumps((error, where, behind))
         pickle.loads(content)  # some errors can be written but not read
