@@ -30,7 +30,7 @@ from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
-from fl_lightning.federation.execution import slot_engine, slot_trial
+from fl_lightning.federation.execution import slot_engine, trial
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
@@ -542,14 +542,14 @@ class Breaking(ToyModule):
     ],
 )
 def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypatch, caplog):
-    monkeypatch.setattr(slot_trial, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(slot_trial, "LEAST_STEPS", 0)
-    monkeypatch.setattr(slot_trial, "COMPILER_SECONDS", compiler_seconds)
-    monkeypatch.setattr(slot_trial, "_LEAST_RATIO", 1e-9)  # whatever the machine does meanwhile
+    monkeypatch.setattr(trial, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "LEAST_STEPS", 0)
+    monkeypatch.setattr(trial, "COMPILER_SECONDS", compiler_seconds)
+    monkeypatch.setattr(trial, "_LEAST_RATIO", 1e-9)  # whatever the machine does meanwhile
     # each way that is tried is faster than the one before
     seconds = iter([4.0, 2.0, 1.0])
     measure = "_seconds_per_step"
-    monkeypatch.setattr(slot_trial.SlotTrial, measure, lambda _, run, __: run() or next(seconds))
+    monkeypatch.setattr(trial.SlotTrial, measure, lambda _, run, __: run() or next(seconds))
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):

@@ -206,6 +206,7 @@ def without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
     Clients of one length end together, and the last ones leave slots empty.
 
     Example:
+        >>> import torch
         >>> work = [ClientWork(i, 4, torch.arange(4), [4]) for i in range(100)]
         >>> without_idle_slots(32, work)  # four times 25
         25
@@ -220,6 +221,7 @@ def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> lis
     """Return the first steps of some clients, at least one client a slot, about ``num_steps`` in all.
 
     Example:
+        >>> import torch
         >>> work = [ClientWork(i, 8, torch.arange(8), [2] * 4) for i in range(100)]
         >>> [(len(some), len(some[0].sizes)) for some in (sample_of(work, 25, n) for n in (9, 75, 240))]
         [(25, 2), (25, 3), (60, 4)]

@@ -74,11 +74,11 @@ def secure() -> Iterator[Row]:
     """Sums that hide their parts."""
     at = "federation.aggregator"
     yield from refused(
-        at, f"{SERVER}.secure.SecureMean", clip=ABOVE_ZERO, levels=COUNT, max_examples=COUNT,
+        at, "fl_lightning.secure.SecureMean", clip=ABOVE_ZERO, levels=COUNT, max_examples=COUNT,
         bits=COUNT, threshold=FRACTION, protocol=CHOICE,
     )  # fmt: skip
     yield from refused(
-        at, f"{SERVER}.secure.EncryptedMean", fraction=FRACTION, max_examples=COUNT, degree=COUNT
+        at, "fl_lightning.secure.EncryptedMean", fraction=FRACTION, max_examples=COUNT, degree=COUNT
     )
 
 
