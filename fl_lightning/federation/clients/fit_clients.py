@@ -1,8 +1,8 @@
 """The clients' side of a round in a fit: clients train, and what they send is yielded.
 
 One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
-chose. What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the
-fp16 scale) never reaches the next one. Nothing here knows the server.
+chose. Weights, optimizer state, attributes and the fp16 scale that a client leaves never reach the next
+one; torchmetrics objects pool over the cohort. Nothing here knows the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Clients that train one after the other in one module, with all that stages do to them.
 
-What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the fp16 scale)
-never reaches the next one.
+Weights, optimizer state, attributes and the fp16 scale that a client leaves never reach the next one.
+Torchmetrics objects pool over the cohort; those of a client that fails are wound back.
 """
 
 from __future__ import annotations

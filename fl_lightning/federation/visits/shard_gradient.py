@@ -69,7 +69,10 @@ class ShardGradient:
         """
         local, step = self._local, self._step
         step.forget_gradients()  # of the last step, which would only take memory
-        with visiting(step.trainer, logs=local.collector, in_place=True):
+        with (
+            visiting(step.trainer, logs=local.collector, in_place=True),
+            step.counts.of_client(work),
+        ):
             try:
                 return self._finite(model, work)
             except (ClientFailure, ConfigurationError):
