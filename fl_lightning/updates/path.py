@@ -28,6 +28,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
@@ -38,7 +39,6 @@ from fl_lightning.updates.transform import (
     as_step,
     as_transform,
 )
-from fl_lightning.updates.wire.message import Message, bytes_down, bytes_up, encoded_size
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
 Step = UpdateTransform | ErrorFeedback

@@ -6,9 +6,9 @@ from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import FedDyn, Federation, FedProx, Scaffold, UniformCohort
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.updates.message import Message, encode
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.quantisers import Cast
-from fl_lightning.updates.wire.message import Message, encode
 
 
 def encoded_bytes(module, record, dtype, vectors_up=0, vectors_down=0):

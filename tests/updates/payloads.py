@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from fl_lightning.updates.message import Agreement, Message
 from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, num_blocks
-from fl_lightning.updates.wire.message import Agreement, Message
 
 SPACE = "0123456789abcdef" * 2
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.updates.wire.message import bytes_down
+from fl_lightning.updates.message import bytes_down
 
 if TYPE_CHECKING:
     from fl_lightning.federation.run import Run

@@ -15,9 +15,9 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
+from fl_lightning.updates.message import bytes_up
 from fl_lightning.updates.path import Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
-from fl_lightning.updates.wire.message import bytes_up
 
 _FEEDBACK = "error feedback"
 
