@@ -53,7 +53,7 @@ CAPS = {
     "engines": (4708, 34),
     "experiments": (3450, 30),
     "federation": (13132, 77),
-    "flower": (9700, 77),
+    "flower": (9722, 76),
     "kernels": (1690, 11),
     "models": (1150, 9),
     "nas": (11580, 46),
