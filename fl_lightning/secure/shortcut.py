@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from fl_lightning.core.container import read, write
+from fl_lightning.core.container import as_tensor, bytes_of, read, write
 from fl_lightning.secure.entropy import system_entropy
 from fl_lightning.secure.protocol.keys import (
     AgreementKey,
@@ -258,7 +258,9 @@ class UnitSeconds:
             split(b"s" * 32, range(1, 41), 20, system_entropy)
 
         def pack() -> None:
-            ring.unpack(ring.pack(total), len(total))
+            data = write("MaskedVector", {}, {"values": as_tensor(ring.pack(total))})
+            _, tensors = read(data, "MaskedVector")
+            ring.unpack(bytes_of(tensors["values"]), len(total))
 
         return cls(
             agreement=_seconds(repetitions, agree) / 20,

@@ -274,8 +274,8 @@ def bytes_up(updates: ClientUpdate | Updates) -> int:
 
     Example:
         >>> update = ClientUpdate(0, torch.zeros(100), torch.zeros(0), 5, 1, {"train/loss": 0.5})
-        >>> bytes_up(update)  # 4 bytes a number and 488 for everything else
-        888
+        >>> bytes_up(update)  # 4 bytes a number and 424 for everything else
+        824
     """
     updates = Updates.of(updates)
     active = None if updates.active is None else updates.active[0]

@@ -8,7 +8,7 @@
 
 In a container, the params' payload for instance, a payload is up to three tensors and what its fields say:
 
-    Dense       params (the numbers)          nothing
+    Dense       params (unless it is empty)   nothing
     Quantised   params.codes (packed),        bits, count (of codes), block (a number, a list of
                 params.scales and .offsets    the blocks' sizes, or nothing for one block)
     Sparse      params.gaps (a Rice code,     low_bits (of the Rice code), size, and those of the
@@ -234,7 +234,8 @@ def layout_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Form]]:
         payload: that will be sent.
     """
     if isinstance(payload, Dense):
-        return {}, {name: (DTYPE_NAMES[payload.values.dtype], (payload.size,))}
+        form = DTYPE_NAMES[payload.values.dtype], (payload.size,)
+        return {}, {name: form} if payload.size else {}
     if isinstance(payload, Quantised):
         block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
         scales = ("F32", (payload.num_blocks,))
@@ -260,7 +261,7 @@ def tensors_of(name: str, payload: Payload) -> dict[str, Tensor]:
     if isinstance(payload, Dense):
         if not _is_finite(payload.values):
             raise MessageError("values must be finite to be sent: leave this client out")
-        return {name: payload.values}
+        return {name: payload.values} if payload.size else {}
     if isinstance(payload, Quantised):
         return _written_quantised(name, payload)
     gaps = gaps_of(_checked_indices(payload))
@@ -297,8 +298,12 @@ def _read_values(
 ) -> Dense | Quantised:
     if fields:
         return _read_quantised(name, fields, tensors, size)
-    values = _take(tensors, name, *FLOATS)
-    _check_count(len(values), size)
+    values = _take(tensors, name, *FLOATS) if name in tensors else None
+    _check_count(0 if values is None else len(values), size)
+    if values is None:
+        return Dense(torch.empty(0))
+    if not len(values):
+        raise MessageError(f"{name} is empty: then it does not travel")
     if not _is_finite(values):
         raise MessageError("values are not finite")
     return Dense(values)

@@ -257,8 +257,9 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _name_and_shape(entry: Any) -> tuple[str, list[int]]:
+    name: Any
     name, shape = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
     check_string(name, "a mask: a name")
     for size in shape if isinstance(shape, list) else (None,):
         check_whole(f"a mask: shape of {name}", size)
-    return name, shape
+    return name, list(shape or ())
