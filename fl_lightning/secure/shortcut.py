@@ -77,7 +77,7 @@ def shortcut(
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
         >>> outcome = shortcut(session, vectors, {3: ProtocolStage.MASK})
         >>> outcome.total, outcome.costs.bytes_up[0], outcome.costs.bytes_up[3]
-        (array([3, 3], dtype=uint32), 838, 580)
+        (array([3, 3], dtype=uint32), 2502, 1480)
     """
     first_silent = checked_dropouts(session, dropouts or {})
     count = _Count(session, first_silent, unit_seconds or UnitSeconds())
