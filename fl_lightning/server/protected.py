@@ -103,7 +103,7 @@ class SumsOverSites(Protocol):
         """Return the integers that stand for a client's update in the sum of the current round."""
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Let ``adds`` sum the vectors at the sites; from now on `add` only counts updates."""
+        """Sum the vectors at the sites by ``adds``; from now on `add` only counts updates."""
 
 
 class NoiseShares(Protocol):
