@@ -48,29 +48,29 @@ CAPS = {
     "callbacks": (4405, 30),
     "cli": (5100, 38),
     "client": (4600, 35),
-    "core": (3140, 30),
-    "data": (7010, 34),
+    "core": (3080, 23),
+    "data": (6993, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
     "federation": (13132, 77),
-    "flower": (9722, 76),
-    "kernels": (1690, 11),
-    "models": (1150, 9),
-    "nas": (11580, 46),
-    "privacy": (2820, 15),
-    "secure": (5275, 24),
-    "server": (4060, 24),
-    "sparsity": (3420, 23),
-    "updates": (2560, 11),
+    "flower": (9151, 68),
+    "kernels": (1661, 10),
+    "models": (1126, 8),
+    "nas": (11579, 46),
+    "privacy": (2801, 15),
+    "secure": (5270, 24),
+    "server": (4000, 22),
+    "sparsity": (3418, 23),
+    "updates": (2542, 11),
     "__main__": (10, 1),
     "__init__": (190, 1),
 }
 # What is left to mend, as figures that may only fall.
 MOST_FILES_IN_CIRCLES = 9
 MOST_PAST_FEDERATIONS_DOOR = 46
-MOST_NAMES_TWICE = 7
+MOST_NAMES_TWICE = 6
 MOST_WITH_ONE_IMPORTER = 0.26
-MOST_OLD_MANNER = 530
+MOST_OLD_MANNER = 468
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
