@@ -53,7 +53,7 @@ CAPS = {
     "engines": (4708, 34),
     "experiments": (3450, 30),
     "federation": (13132, 77),
-    "flower": (9068, 53),
+    "flower": (9037, 53),
     "kernels": (1661, 10),
     "models": (1126, 8),
     "nas": (11579, 46),
