@@ -58,7 +58,7 @@ CAPS = {
     "models": (1126, 8),
     "nas": (11579, 46),
     "privacy": (2801, 15),
-    "secure": (5270, 24),
+    "secure": (5236, 24),
     "server": (4000, 22),
     "sparsity": (3418, 23),
     "updates": (2542, 11),
