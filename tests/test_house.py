@@ -52,7 +52,7 @@ CAPS = {
     "data": (7010, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
-    "federation": (13030, 80),
+    "federation": (12580, 75),
     "flower": (9700, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),
@@ -66,7 +66,7 @@ CAPS = {
     "__init__": (190, 1),
 }
 # What is left to mend, as figures that may only fall.
-MOST_FILES_IN_CIRCLES = 9
+MOST_FILES_IN_CIRCLES = 0
 MOST_PAST_FEDERATIONS_DOOR = 46
 MOST_NAMES_TWICE = 7
 MOST_WITH_ONE_IMPORTER = 0.26

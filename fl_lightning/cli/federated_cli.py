@@ -51,6 +51,7 @@ from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.resumption import (
+    check_checkpoint,
     clean_up_after,
     find_run,
     keep_rows,
@@ -58,8 +59,7 @@ from fl_lightning.federation.checkpoints.resumption import (
     settle_loggers,
 )
 from fl_lightning.federation.checkpoints.run_folder import EarlierRun, checkpoint_folders
-from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
-from fl_lightning.federation.checks.compatibility import check_strategy
+from fl_lightning.federation.checks.fit import check_strategy
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.interruption import Interruption
 

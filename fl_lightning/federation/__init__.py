@@ -1,7 +1,7 @@
 """Rounds inside Lightning's fit loop."""
 
 from fl_lightning.federation.logs import begin_round, log_numbers, logged_in_round
-from fl_lightning.federation.processes.last_words import ProcessTraceback
+from fl_lightning.federation.processes.fork import ProcessTraceback
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.simple import SimpleFederation

@@ -14,10 +14,15 @@ from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checks.compatibility import check_compatible, check_set_up
-from fl_lightning.federation.checks.options import check_data_fits, check_shards
+from fl_lightning.federation.checks.fit import (
+    check_compatible,
+    check_data_fits,
+    check_module_together,
+    check_set_up,
+    check_shards,
+    check_trainer_together,
+)
 from fl_lightning.federation.checks.privacy import check_trainer_private
-from fl_lightning.federation.checks.together import check_module_together, check_trainer_together
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
@@ -95,12 +100,12 @@ def begin(
     aggregator: Aggregator | None = None if private is None else private.aggregator
     if aggregator is None:
         aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
-    run = Run.of(trainer, options, calendar, None if private is None else private.draws)
+    run = calendar.run_of(trainer, options, None if private is None else private.draws)
     rounds = FitRounds(
         run,
-        stages_of(run, aggregator, calendar.time, private),
+        options,
+        stages_of(run, options, aggregator, calendar.time, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
-        options.clients_side,
     )
     if options.correction is not None:
         options.correction.check_server(rounds.server.optimizer)

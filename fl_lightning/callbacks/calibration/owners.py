@@ -29,8 +29,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loop import training_loader
-from fl_lightning.federation.processes.cores import shares
-from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.processes.ranks import Ranks, shares
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
-        "seed": run.options.seed,
+        "seed": rounds.options.seed,
         "server": server.state_dict(with_round=with_round),
         "record": record.state_dict(),
         "metrics": run.collector.metric_states(run.module) if with_round else {},
@@ -100,7 +100,7 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them
     if names is not None:
         run.local.settle_state(names)
-    check_same("seed", state["seed"], run.options.seed)
+    check_same("seed", state["seed"], rounds.options.seed)
     if state["inside"]:
         check_same("number of processes", state["ranks"], run.ranks.size)
         check_same("number of groups of clients", state["groups"], len(run.groups))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,9 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Processes, Stage, Start, Upload
 from fl_lightning.server.staleness import AsyncRule
-
-if TYPE_CHECKING:
-    from fl_lightning.federation.run import Run
 
 # Steps that may pass, in virtual time, without an update that arrives.
 MOST_LOST_IN_A_ROW = 10_000

@@ -122,7 +122,7 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=rounds.run.options.clients_remember,
+            has_memory=rounds.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:

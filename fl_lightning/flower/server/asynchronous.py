@@ -161,15 +161,22 @@ class AsynchronousSites(Sites):
 
     Args:
         run: whose server this is.
+        options: what was asked for.
         stages: of the run.
         versions: one of them.
         given: what else `Sites` needs.
     """
 
     def __init__(
-        self, run: Run, stages: Stages, *, versions: VersionsAtSites, **given: Any
+        self,
+        run: Run,
+        options: Options,
+        stages: Stages,
+        *,
+        versions: VersionsAtSites,
+        **given: Any,
     ) -> None:
-        super().__init__(run, stages, **given)
+        super().__init__(run, options, stages, **given)
         self._versions = versions
         versions.go_on = self._next_end
         self._asked: dict[int, float] = {}  # when, by the number of the start
@@ -230,7 +237,7 @@ class AsynchronousSites(Sites):
             RoundFailure: if nobody answers any more.
         """
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
-        if self._run.options.on_client_failure == "raise":
+        if self._options.on_client_failure == "raise":
             self.lose(failure)
         rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
         self._lost_in_a_row += 1

@@ -20,8 +20,9 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.checks.together import NETWORK
+from fl_lightning.federation.checks.fit import NETWORK
 from fl_lightning.federation.clients.fit_clients import FitClients
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
@@ -73,6 +74,7 @@ class Sites(FitClients):
 
     Args:
         run: whose server this is.
+        options: what was asked for.
         stages: of the run.
         correspondence: with sites.
         site_of: the site of each client.
@@ -83,6 +85,7 @@ class Sites(FitClients):
     def __init__(
         self,
         run: Run,
+        options: Options,
         stages: Stages,
         *,
         correspondence: Correspondence,
@@ -90,8 +93,8 @@ class Sites(FitClients):
         greeting: Greeting,
         signing_keys: Mapping[str, bytes],
     ) -> None:
-        super().__init__(run, stages)
-        for stage in run.options.handed:
+        super().__init__(run, options, stages)
+        for stage in options.handed:
             check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
@@ -301,7 +304,7 @@ class Sites(FitClients):
         """Refuse an answer that its client cannot mean."""
         run = self._run
         num_examples = int(run.data.clients.num_examples[answer.client])
-        counts_steps = as_aggregator(run.options.aggregator).needs_effective_steps
+        counts_steps = as_aggregator(self._options.aggregator).needs_effective_steps
         check_plausible(answer, num_examples, counts_steps=counts_steps)
 
     def _read(self, answer: ClientAnswer, came: _Came, start: Start, packing: Packing) -> Upload:
