@@ -25,7 +25,7 @@ from fl_lightning.federation.checks.fit import (
     check_trusted,
     check_validation_interval,
 )
-from fl_lightning.federation.execution.engine_options import (
+from fl_lightning.federation.clients.engine_options import (
     num_short_clients,
     trains_in_large_groups,
 )

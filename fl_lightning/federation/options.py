@@ -19,7 +19,7 @@ from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort, as_cohort
 from fl_lightning.engines import Speedup
-from fl_lightning.federation.execution.engine_options import EngineName, EngineOptions
+from fl_lightning.federation.clients.engine_options import EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP

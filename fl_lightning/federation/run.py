@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.state.round_start import GradientScale, LocalSchedules
+from fl_lightning.client.state.round_start import LocalSchedules
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
 from fl_lightning.federation.groups import RoundGroups
@@ -20,6 +23,51 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import local_schedules
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
+
+
+class GradientScale:
+    """The scale of fp16 gradients, wound back to that of the round's start; nothing where there is none.
+
+    Args:
+        scaler: the precision plugin's, or None.
+    """
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+        self._start: dict[str, Any] = self.present()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there is a scaler."""
+        return self._scaler is not None
+
+    def start_round(self) -> None:
+        """Begin the round with the present scale."""
+        self._start = self.present()
+
+    def wind_back(self) -> None:
+        """Return to the round's first scale."""
+        self.go_on_from(self._start)
+
+    def present(self) -> dict[str, Any]:
+        """Return the present scale, for `go_on_from`."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Have the next round begin with a scale."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Return to a scale after a client."""
+        if self._scaler is None:
+            return
+        self.load(state)
+        # A step that raised left gradients marked as unscaled; before the first step there
+        # is nothing to forget, which `update` takes for misuse
+        with suppress(AssertionError):
+            self._scaler.update(state["scale"])
+            self.load(state)
 
 
 @dataclass(frozen=True, kw_only=True)

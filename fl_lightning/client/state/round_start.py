@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
@@ -42,51 +41,6 @@ class RateSchedule(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-
-
-class GradientScale:
-    """The scale of fp16 gradients, wound back to that of the round's start; nothing where there is none.
-
-    Args:
-        scaler: the precision plugin's, or None.
-    """
-
-    def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
-        self._start: dict[str, Any] = self.present()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether there is a scaler."""
-        return self._scaler is not None
-
-    def start_round(self) -> None:
-        """Begin the round with the present scale."""
-        self._start = self.present()
-
-    def wind_back(self) -> None:
-        """Return to the round's first scale."""
-        self.go_on_from(self._start)
-
-    def present(self) -> dict[str, Any]:
-        """Return the present scale, for `go_on_from`."""
-        return {} if self._scaler is None else self._scaler.state_dict()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Have the next round begin with a scale."""
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state)
-
-    def go_on_from(self, state: dict[str, Any]) -> None:
-        """Return to a scale after a client."""
-        if self._scaler is None:
-            return
-        self.load(state)
-        # A step that raised left gradients marked as unscaled; before the first step there
-        # is nothing to forget, which `update` takes for misuse
-        with suppress(AssertionError):
-            self._scaler.update(state["scale"])
-            self.load(state)
 
 
 class RoundStart:

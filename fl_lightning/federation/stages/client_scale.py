@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fl_lightning.client.state.round_start import GradientScale
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import GradientScale
 from fl_lightning.federation.stage import Processes, Stage, Turn
 
 
