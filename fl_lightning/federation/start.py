@@ -28,6 +28,7 @@ from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
@@ -91,11 +92,7 @@ def begin(
     Raises:
         ConfigurationError: for what does not go together, all at once.
     """
-    raise_together(
-        lambda: check_set_up(trainer),
-        lambda: check_trainer_together(trainer, options),
-        lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
-    )
+    check_begun(trainer, options)
     private = privacy_at_work(trainer, options, calendar)
     aggregator: Aggregator | None = None if private is None else private.aggregator
     if aggregator is None:
@@ -112,6 +109,22 @@ def begin(
     if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
         trainer.strategy.checkpoint_io.files = rounds.memory.files_of_checkpoint
     return rounds, private
+
+
+def check_begun(trainer: Trainer, options: Options) -> None:
+    """Refuse what is known once Lightning has set up module, optimizers and data, all at once."""
+    raise_together(
+        lambda: check_set_up(trainer),
+        lambda: check_trainer_together(trainer, options),
+        lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
+    )
+
+
+def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tuple[Run, Stages]:
+    """Return what trains at a site and what happens in its rounds; who adds up is the server."""
+    run = calendar.run_of(trainer, options)
+    aggregator = run_aggregator(trainer, options.aggregator, None)
+    return run, stages_of(run, options, aggregator, calendar.time, None)
 
 
 class DrivenRounds(Rounds, Protocol):

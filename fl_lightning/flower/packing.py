@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation import Transport
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.wire.coding import DecodeError

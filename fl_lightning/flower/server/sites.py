@@ -20,16 +20,21 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.checks.fit import NETWORK
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
-from fl_lightning.federation.stages.private_rounds import PrivateRounds
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
+from fl_lightning.federation import (
+    NETWORK,
+    FitClients,
+    Missing,
+    Options,
+    Ranks,
+    Run,
+    SecureRounds,
+    SpansNetwork,
+    Stages,
+    Start,
+    Transaction,
+    Transport,
+    Upload,
+)
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
@@ -104,9 +109,6 @@ class Sites(FitClients):
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self.stages_ahead = stages.after(self._transport)
-        for stage in stages:
-            if isinstance(stage, PrivateRounds):
-                stage.have_noise_at_sites()
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # in the present round, where only sums are shown
         self._sums = None if hidden is None else hidden.aggregator.over_sites

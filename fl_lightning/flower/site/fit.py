@@ -13,20 +13,20 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.fit import (
-    check_data_fits,
-    check_set_up,
-    check_trainer_together,
+from fl_lightning.federation import (
+    Calendar,
+    Options,
+    begin_at_site,
+    check_begun,
+    plan_rounds,
+    prepare,
+    recalled_models,
+    set_round,
+    take_over,
 )
-from fl_lightning.federation.loop import plan_rounds, set_round
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.stages.order import run_aggregator, stages_of
-from fl_lightning.federation.start import prepare, take_over
-from fl_lightning.federation.visits.personal_recall import recalled_models
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy
@@ -88,15 +88,9 @@ class AtSite(Callback):
         plan_rounds(trainer, None)  # the server says when it is over
         options, calendar = self._options, self._calendar
         greeting = self._first_mask(trainer)
-        raise_together(
-            lambda: check_set_up(trainer),
-            lambda: check_trainer_together(trainer, options),
-            lambda: check_data_fits(trainer),
-        )
+        check_begun(trainer, options)
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
-        run = calendar.run_of(trainer, options)
-        aggregator = run_aggregator(trainer, options.aggregator, None)
-        stages = stages_of(run, options, aggregator, calendar.time, None)
+        run, stages = begin_at_site(trainer, options, calendar)
         sums, privacy = hidden_at_site(
             self._given, run, self._num_rounds, self._policy, self._account
         )

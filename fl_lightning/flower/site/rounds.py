@@ -17,14 +17,20 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.groups import ClientGroup
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
+from fl_lightning.federation import (
+    ClientGroup,
+    FitClients,
+    Missing,
+    Options,
+    RoundRecord,
+    Run,
+    SpansNetwork,
+    Stages,
+    Start,
+    Transaction,
+    Transport,
+    Upload,
+)
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
