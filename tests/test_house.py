@@ -52,7 +52,7 @@ CAPS = {
     "data": (7010, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
-    "federation": (12761, 70),
+    "federation": (12722, 67),
     "flower": (9690, 76),
     "kernels": (1690, 11),
     "models": (1150, 9),

@@ -4,7 +4,8 @@ This is the room's door: what other rooms use stands here, and they import nothi
 """
 
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.files import LAST, AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.memory import RunMemory
 from fl_lightning.federation.checkpoints.resumption import (
     check_checkpoint,
     clean_up_after,
@@ -23,7 +24,6 @@ from fl_lightning.federation.checkpoints.run_folder import (
     run_folder,
     run_of,
 )
-from fl_lightning.federation.checkpoints.run_memory import RunMemory
 from fl_lightning.federation.checks.fit import (
     NETWORK,
     check_strategy,

@@ -13,7 +13,7 @@ from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
 from fl_lightning.federation.checks.fit import (
     check_compatible,
     check_data_fits,

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, PREVIOUS, remove_unfinished
+from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS, remove_unfinished
 from fl_lightning.federation.checkpoints.run_folder import (
     EarlierRun,
     choose,
@@ -33,6 +33,8 @@ from fl_lightning.federation.checkpoints.run_folder import (
     run_of,
 )
 
+# A table of metrics that is about to be gone on with.
+_KEPT = ".metrics.csv.kept"
 # Where Lightning puts a run whose logger is left to it.
 _DEFAULT_NAME = "lightning_logs"
 _EVALUATED = ("seed_everything", "model", "data", "federation")
@@ -184,12 +186,10 @@ def _kind(logger: Any) -> str:
     return str(logger.class_path).rpartition(".")[2]
 
 
-_KEPT = ".metrics.csv.kept"
-
-
 def keep_rows(trainer: Trainer, step: int) -> None:
     """Have CSV files go on after the rows of steps before one, those of the run that is taken up.
 
+    `lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
     To be called by the first process alone.
     """
     for logger in trainer.loggers:
