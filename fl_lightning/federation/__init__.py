@@ -24,11 +24,7 @@ from fl_lightning.federation.checkpoints.run_folder import (
     run_folder,
     run_of,
 )
-from fl_lightning.federation.checks.fit import (
-    NETWORK,
-    check_strategy,
-    network_parts,
-)
+from fl_lightning.federation.checks.fit import NETWORK, check_strategy, network_parts
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.federation import Federation

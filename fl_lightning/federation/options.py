@@ -34,19 +34,9 @@ from fl_lightning.server.server import (
 )
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.error_feedback import ErrorFeedback
-from fl_lightning.updates.path import Broadcast, UpdatePath
+from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform, as_step
 
-_DOWNLOAD = Traits(
-    needs={
-        Trait.COHORTS: "rounds the model of a round",
-        Trait.ONE_MASK: "sends all clients the same coordinates",
-    },
-    instead={
-        Trait.COHORTS: "leave download out",
-        Trait.ONE_MASK: "leave download out, or use one mask for all",
-    },
-)
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
     instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},
@@ -295,7 +285,7 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
     """
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, as_step(step).traits) for step in options.updates),
-        *(("download", step, _DOWNLOAD) for step in options.download),
+        *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
     ]
     if cohort is not None:

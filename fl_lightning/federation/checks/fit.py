@@ -7,7 +7,7 @@ Told before it starts, all at once, with the way out. What an option may be is c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,14 +17,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.options import Options
+from fl_lightning.federation.options import Options, traits_of
 from fl_lightning.federation.processes.strategy import FederatedStrategy
-from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.client_masks import OWN_MASKS, client_masks
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
@@ -161,7 +162,6 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 BY_HAND = Traits(
     breaks={Trait.RETURNED_LOSS: "steps its optimizers by hand (automatic_optimization = False)"}
 )
-OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 SEVERAL = Traits(breaks={Trait.ONE_OPTIMIZER: "takes steps of different lengths"})
 RATES_BY_STEP = Traits(
     breaks={Trait.ONE_RATE: "has a learning-rate schedule that changes it from step to step"},
@@ -201,6 +201,34 @@ def check_trainer_together(trainer: Trainer, options: Options) -> None:
     if any(config.interval == "step" for config in configs):
         parts["the model's optimizer"] = RATES_BY_STEP
     check_together(parts)
+
+
+def check_simple(
+    module: Any,
+    data: FederatedDataModule,
+    stages: Sequence[Stage],
+    cohort: Cohort,
+    aggregator: Aggregator,
+) -> None:
+    """Refuse for rounds without a Trainer what a Trainer's are refused.
+
+    Raises:
+        ConfigurationError: with a line for each conflict.
+    """
+    if aggregator.protection is not None:
+        raise ConfigurationError(
+            f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
+        )
+    parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
+    most = len(data.clients)
+    if cohort.has_fixed_size:
+        most = cohort.expected_size(most)
+    raise_together(
+        lambda: check_together(parts | _of_module(module)),
+        lambda: check_shards(data, "raise"),
+        lambda: check_cohort_size(most, 0, aggregator),
+        lambda: check_trusted(aggregator, cohort, len(data.clients)),
+    )
 
 
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
