@@ -27,6 +27,7 @@ from fl_lightning.federation import (
     set_round,
     take_over,
 )
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy
@@ -38,7 +39,6 @@ from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds
 from fl_lightning.flower.whole_model import told_mask
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.server import as_aggregator
 
 
