@@ -33,6 +33,7 @@ class StackedOptions:
         direct: have layers computed by `direct_layers`, where that is possible.
         has_pull: clients may be pulled back to where they began.
         has_shift: a vector may be added to a client's gradients.
+        whole_because: why batches are not padded although the loss was said to be a mean.
     """
 
     num_slots: int
@@ -43,6 +44,7 @@ class StackedOptions:
     direct: bool = False
     has_pull: bool = False
     has_shift: bool = False
+    whole_because: str = ""
 
     @property
     def changes_gradients(self) -> bool:
