@@ -30,7 +30,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
-from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients import choice, trial
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
@@ -532,6 +532,32 @@ def test_who_else_has_the_processor_does_not_count():
     assert measured.seconds_per_step(lambda: time.sleep(0.2), [step]) < 0.1
     busy = measured.seconds_per_step(lambda: torch.randn(2_000_000).sort(), [step])
     assert busy > 0.01
+
+
+class UsesLate(ToyModule):
+    """From the third round on its loss has another parameter, in batches that no graph is for."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) < 4 and self.current_epoch > 1:
+            return loss * (1 + self.late)
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:engine. sequential")
+def test_steps_without_a_graph_are_looked_at_in_every_round(monkeypatch):
+    monkeypatch.setattr(choice, "SHORT_RUN_STEPS", 0)  # compiled
+    one, many, data = toy(UsesLate), toy(UsesLate), partial(toy_data, batch_size=4)
+    run(one, "sequential", data=data())
+    run(many, "slots", data=data(), pad_batches=False, spot_check=0.0)
+    assert one.late != 0
+    torch.testing.assert_close(many.late, one.late)
+    torch.testing.assert_close(weights(many), weights(one), rtol=1e-5, atol=1e-6)
 
 
 class Breaking(ToyModule):

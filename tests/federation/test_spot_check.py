@@ -33,7 +33,7 @@ from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
-from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients.engine_options import EngineOptions
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.clients.in_slots import SlotEngine

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional.functional_step import tensors_in
-from fl_lightning.engines.functional.metric_calls import BatchValue, StandIn, StandIns
+from fl_lightning.engines.functional.metrics import BatchValue, StandIn, StandIns
 
 Tensors = dict[str, Tensor]
 # What `module.log` was called with: a name, a value and the other arguments.

@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo import exc
-
-from fl_lightning.engines.compiler.kinds import kinds_of
 
 _FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 # As it writes what it finds in modules of PyTorch's and of ours
@@ -206,3 +205,33 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     owner = getattr(function, "__self__", None)
     return copy if owner is None else types.MethodType(copy, owner)
+
+
+def kinds_of(value: Any) -> list[Any]:
+    """Return types and shapes of the tensors in tuples, lists and dicts, and which are one and the same.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.zeros(2), torch.ones(2)
+        >>> kinds_of([x, y]) == kinds_of([y, x]), kinds_of([x, y]) == kinds_of([x, x])
+        (True, False)
+    """
+    found: list[Any] = []
+    _note(value, found, {})
+    return found
+
+
+def _note(value: Any, found: list[Any], number_of: dict[int, int]) -> None:
+    if isinstance(value, Tensor):
+        number = number_of.setdefault(id(value), len(number_of))
+        found.append((value.dtype, value.shape, number))
+    elif isinstance(value, dict):
+        found.append(tuple(value))
+        for part in value.values():
+            _note(part, found, number_of)
+    elif isinstance(value, (tuple, list)):
+        found.append(len(value))
+        for part in value:
+            _note(part, found, number_of)
+    else:
+        found.append(type(value))

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
-from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
+from fl_lightning.engines.functional.forwards import Forwards, other_forwards
 from fl_lightning.kernels import direct_layers, reason_against_direct_layers
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 

@@ -14,18 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from fl_lightning.client.state.tensors import memory_of
-from fl_lightning.engines.cannot_stack import CannotStack
-from fl_lightning.engines.functional.metric_calls import (
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.draws import Draw, DrawRecorder, DropoutWatch, ReplayedDraws
+from fl_lightning.engines.functional.forwards import ThinLayers, other_forwards
+from fl_lightning.engines.functional.metrics import (
     BatchValue,
     MetricCall,
     StandIn,
     StandIns,
     tensors_of,
 )
-from fl_lightning.engines.functional.other_forwards import other_forwards
-from fl_lightning.engines.functional.random_draws import Draw, DrawRecorder
-from fl_lightning.engines.functional.replayed_draws import DropoutWatch, ReplayedDraws
-from fl_lightning.engines.functional.thin_layers import ThinLayers
 from fl_lightning.kernels import direct_layers
 
 Tensors = dict[str, Tensor]

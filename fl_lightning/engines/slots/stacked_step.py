@@ -18,16 +18,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.update import LazyDeltas
-from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import StepContext, Tensors
 from fl_lightning.engines.slots.inputs import StepPart
-from fl_lightning.engines.slots.rehearsal import Rehearsal
-from fl_lightning.engines.slots.stacked_functions import Slots, StackedOptions, StackedTerm
-from fl_lightning.engines.slots.stacked_gradients import Inputs, Outputs
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
-from fl_lightning.engines.slots.step_facts import BatchOf
+from fl_lightning.engines.slots.step_facts import BatchOf, Rehearsal
+from fl_lightning.engines.slots.step_functions import (
+    Inputs,
+    Outputs,
+    Slots,
+    StackedOptions,
+    StackedTerm,
+)
 from fl_lightning.engines.slots.step_graphs import StepGraphs, StepKind
-from fl_lightning.engines.slots.thin_steps import ThinSteps
+from fl_lightning.engines.slots.thin import ThinSteps
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 

@@ -15,20 +15,28 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
+from fl_lightning.engines.functional import CannotPad, CannotStack
 from fl_lightning.engines.functional.functional_step import (
     StepContext,
     TrainingStep,
     map_tensors,
     tensors_in,
 )
-from fl_lightning.engines.functional.user_hooks import hooks_against_slots
-from fl_lightning.engines.slots.rehearsal import Rehearsal, rehearse
-from fl_lightning.engines.slots.stacked_functions import StackedFunctions, StackedOptions
-from fl_lightning.engines.slots.stacked_gradients import Inputs, StackedGradients
-from fl_lightning.engines.slots.step_facts import BatchOf, StepFacts
-from fl_lightning.engines.slots.thin_steps import can_be_thin
+from fl_lightning.engines.slots.step_facts import (
+    BatchOf,
+    Rehearsal,
+    StepFacts,
+    hooks_against_slots,
+    rehearse,
+)
+from fl_lightning.engines.slots.step_functions import (
+    Inputs,
+    StackedFunctions,
+    StackedGradients,
+    StackedOptions,
+)
+from fl_lightning.engines.slots.thin import can_be_thin
 from fl_lightning.kernels import FEW
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
@@ -120,6 +128,9 @@ class StepGraphs:
             raise CannotStack(reason)
         # padded, all batches are full ones
         sizes = sorted({max(sizes)} if self._options.padded else {*sizes}, reverse=True)
+        # every round begins with full batches in a graph, which tells if the step has changed; steps on
+        # smaller ones may run without a graph
+        self._seen &= {sizes[0]}
         with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
             self._rehearse_sizes(batch, sizes)
             self._read_step(batch, sizes)
@@ -189,11 +200,12 @@ class StepGraphs:
         return self._run(self.functions.step, inputs, *arguments)
 
     def _run(self, function: Callable[..., Any], inputs: Inputs, *arguments: Any) -> Any:
-        size = inputs.valid.shape[1]
-        if len(self._compiled_sizes) < MOST_SIZES:
-            self._compiled_sizes.add(size)
-        if isinstance(function, Compiled) and size not in self._compiled_sizes:
-            function = function.plain
+        if isinstance(function, Compiled):
+            size = inputs.valid.shape[1]
+            if len(self._compiled_sizes) < MOST_SIZES:
+                self._compiled_sizes.add(size)
+            if size not in self._compiled_sizes:
+                function = function.plain
         with self._call.in_place():
             return function(inputs, *arguments)
 

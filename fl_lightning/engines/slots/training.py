@@ -18,19 +18,24 @@ from torch import Tensor
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates, rows_of
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import Tensors
-from fl_lightning.engines.functional.metric_feed import GivenStep
-from fl_lightning.engines.slots.inputs import Guest, ReadBatch, SlotInputs, StepPart, StepPlan
-from fl_lightning.engines.slots.own import OwnOf, SlotOwn
-from fl_lightning.engines.slots.packing import Stays, pack
-from fl_lightning.engines.slots.results import SlotResults
-from fl_lightning.engines.slots.rows import SlotRows
+from fl_lightning.engines.functional.metrics import GivenStep
+from fl_lightning.engines.slots.inputs import ReadBatch, SlotInputs, StepPart
+from fl_lightning.engines.slots.plan import (
+    Guest,
+    Stays,
+    StepPlan,
+    guest_of,
+    in_part,
+    pack,
+    plan_steps,
+)
+from fl_lightning.engines.slots.results import OwnOf, SlotOwn, SlotResults, SlotRows
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
 # Gives a client's term by its id.
@@ -135,7 +140,7 @@ class SlotTrainer:
         pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
         stays = pack(work.num_steps, self._num_slots)
-        plans = self._plan(stays, work)
+        plans = plan_steps(stays, work, self._num_slots, self._batch_size, self._step.count.device)
         has_own = bool(self._step.shifts) or self._own is not None
         has_guests = has_own or self._inputs.asks_guests(draws)
         together = self._begin_alike(work)
@@ -143,7 +148,7 @@ class SlotTrainer:
         self._left_out.clear()
         for plan in plans:
             new, done = stays.beginning(plan.number), stays.ending(plan.number)
-            guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
+            guests = [guest_of(stays, stay, work) for stay in new] if has_guests else []
             part, *apart = self._inputs.next(plan, guests, draws)
             if self._step.shifts:
                 self._shift(guests, term)
@@ -165,7 +170,7 @@ class SlotTrainer:
         if given:
             self._count_out(stays, work, plans)
             is_padded = self._step.options.padded
-            counts = (p.valid.bool() if is_padded else _in_part(p, slots) for p, slots, _ in given)
+            counts = (p.valid.bool() if is_padded else in_part(p, slots) for p, slots, _ in given)
             parts = zip((tensors for _, _, tensors in given), counts, strict=True)
             rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
@@ -199,26 +204,6 @@ class SlotTrainer:
     def leave_out(self, client: int) -> None:
         """Have no example of a client count whose update cannot be used."""
         self._left_out.add(client)
-
-    def _plan(self, stays: Stays, work: GroupWork) -> list[StepPlan]:
-        """Return all steps; a slot without a client repeats an example that somebody has."""
-        counts = work.num_steps[stays.clients]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        when = within + np.repeat(stays.begins, counts)
-        where = np.repeat(stays.slots, counts)
-        steps = within + np.repeat(work.first_steps[stays.clients], counts)
-        begins, sizes = work.begins[steps, None], work.sizes[steps, None]
-        of_slots = np.zeros((stays.num_steps, self._num_slots), np.int64)
-        of_slots[when, where] = sizes[:, 0]
-        columns = np.arange(self._batch_size)
-        order = work.order.numpy()
-        shape = stays.num_steps, self._num_slots, self._batch_size
-        indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
-        indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
-        valid[when, where] = columns < sizes
-        valids = sent(torch.from_numpy(valid), self._step.count.device)
-        steps_of_all = zip(torch.from_numpy(indices), valids, of_slots, strict=True)
-        return [StepPlan(number, *step) for number, step in enumerate(steps_of_all)]
 
     def _begin_alike(self, work: GroupWork) -> bool:
         """Return whether all slots begin together, with the same parameters and batches of one size."""
@@ -292,20 +277,3 @@ class SlotTrainer:
         self._fresh = self._fresh.following(fresh)
         torch._foreach_zero_(self._fresh.of(slots))
         torch._foreach_copy_(self._rows.of(slots), starts * len(slots))
-
-
-def _in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
-    """Which examples are in the batches of some slots; without any, in those of the largest size."""
-    if slots is not None:
-        return plan.valid[slots].bool()
-    return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(
-        plan.valid.device
-    )
-
-
-def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:
-    """Return the client of a stay."""
-    client, slot, begin, end = (
-        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
-    )
-    return Guest(work[client], slot, begin, end)

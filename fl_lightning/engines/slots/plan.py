@@ -1,4 +1,4 @@
-"""Which client trains in which slot, and when.
+"""Which client trains in which slot, when, and on which examples.
 
 G slots work side by side, one local step of each at a time; a slot whose client is done takes the
 next one. Clients are handed out longest first, each to the slot that is free first (Graham 1969,
@@ -10,9 +10,14 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.devices import sent
 from fl_lightning.core.whole_numbers import Integers
 
 
@@ -88,3 +93,75 @@ def pack(num_steps: Integers, num_slots: int) -> Stays:
     order = np.lexsort((slots, begins))
     clients, begins = clients[order], begins[order]
     return Stays(clients, slots[order], begins, begins + num_steps[clients])
+
+
+class Guest(NamedTuple):
+    """A client in a slot.
+
+    Attributes:
+        work: what it does there.
+        slot: where.
+        begin: its first step, counted from the start of the pass.
+        end: one past its last step.
+    """
+
+    work: ClientWork
+    slot: int
+    begin: int
+    end: int
+
+
+class StepPlan(NamedTuple):
+    """One step of all slots.
+
+    Attributes:
+        number: of the step, counted from the start of the pass.
+        indices: of its examples, shape (G, B); smaller batches repeat their last one.
+        valid: 1 where an example counts, 0 where it is a repetition, shape (G, B).
+        sizes: of the batches, 0 where a slot has none, shape (G,).
+    """
+
+    number: int
+    indices: Tensor
+    valid: Tensor
+    sizes: Integers
+
+
+def guest_of(stays: Stays, stay: int, work: GroupWork) -> Guest:
+    """Return the client of a stay."""
+    client, slot, begin, end = (
+        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
+    )
+    return Guest(work[client], slot, begin, end)
+
+
+def plan_steps(
+    stays: Stays, work: GroupWork, num_slots: int, batch_size: int, device: torch.device
+) -> list[StepPlan]:
+    """Return all steps; a slot without a client repeats an example that somebody has."""
+    counts = work.num_steps[stays.clients]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    when = within + np.repeat(stays.begins, counts)
+    where = np.repeat(stays.slots, counts)
+    steps = within + np.repeat(work.first_steps[stays.clients], counts)
+    begins, sizes = work.begins[steps, None], work.sizes[steps, None]
+    of_slots = np.zeros((stays.num_steps, num_slots), np.int64)
+    of_slots[when, where] = sizes[:, 0]
+    columns = np.arange(batch_size)
+    order = work.order.numpy()
+    shape = stays.num_steps, num_slots, batch_size
+    indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
+    indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
+    valid[when, where] = columns < sizes
+    valids = sent(torch.from_numpy(valid), device)
+    steps_of_all = zip(torch.from_numpy(indices), valids, of_slots, strict=True)
+    return [StepPlan(number, *step) for number, step in enumerate(steps_of_all)]
+
+
+def in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
+    """Which examples are in the batches of some slots; without any, in those of the largest size."""
+    if slots is not None:
+        return plan.valid[slots].bool()
+    return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(
+        plan.valid.device
+    )
