@@ -8,7 +8,8 @@ SGD adds them to the weights, by `dense_step`. `ThinDeltas` makes them where the
 `dense_fold`, which sums their squares as well: these tell whether all are finite.
 
 What it is worth, on one core: a round of W3 (200 clients, one step of logistic regression each) takes 0.64
-of the best loop, 0.82 without thin layers and 0.89 with deltas multiplied out.
+of the best loop, 0.82 without thin layers and 0.89 with deltas multiplied out; one of U-mlp (40 clients, several
+steps of an MLP) 0.44 s, 0.53 s without thin layers.
 """
 
 from __future__ import annotations
