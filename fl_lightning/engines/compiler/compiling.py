@@ -26,7 +26,7 @@ class NotCompiled(UserWarning):
 
 
 class HasChanged(exc.TorchDynamoException):
-    """What Python reads is not what any graph was made for."""
+    """No graph was made for the values that Python reads now."""
 
 
 class Compiled:
@@ -84,7 +84,7 @@ class Compiled:
         )
 
     def recheck(self, *, refuse: bool = False) -> None:
-        """Have the next call find out whether what Python reads has changed.
+        """Make the next call check whether values that Python reads have changed.
 
         Args:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
@@ -141,7 +141,7 @@ class Compiled:
         return result
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Have what Python holds be part of the graph, instead of found again for every call."""
+        """Make objects that Python holds part of the graph, instead of finding them in every call."""
         patched: AbstractContextManager[None] = torch._dynamo.config.patch(
             install_free_tensors=self._is_alone
         )
@@ -181,7 +181,7 @@ def _start_autograd() -> None:
 
 
 def _start_no_processes() -> None:
-    """Have the compiler start none for Triton, which is for GPUs, where there is no GPU.
+    """Keep the compiler from starting processes for Triton where there is no GPU.
 
     They would import PyTorch, for seconds, on the cores that clients train on.
     """

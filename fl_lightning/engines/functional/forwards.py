@@ -26,7 +26,7 @@ Forwards = Mapping[nn.Module, Callable[[Tensor], Tensor]]
 
 @contextmanager
 def other_forwards(forwards: Forwards) -> Iterator[None]:
-    """Have layers use other forward passes than their own, while the block runs.
+    """Replace the forward passes of layers while the block runs.
 
     Example:
         >>> layer = nn.Identity()
@@ -93,7 +93,7 @@ class ThinLayers:
         zeros: Mapping[str, Tensor],
         fixed: Iterable[Tensor] = (),
     ) -> None:
-        """Have layers be thin in the next call of the training step.
+        """Make layers thin in the next call of the training step.
 
         Args:
             weights: what stands in the module for theirs, by name.
@@ -112,7 +112,7 @@ class ThinLayers:
         return {n: made[0] for n, made in calls.items() if len(made) == 1 and made[0] is not None}
 
     def end(self) -> None:
-        """Have none be thin."""
+        """Make no layer thin any more."""
         for made in self._calls.values():
             made.clear()
         self._weights.clear()

@@ -39,7 +39,7 @@ OWN_LOSS = ""
 
 @dataclass(frozen=True)
 class StepResult:
-    """What comes out of a training step.
+    """Result of a training step.
 
     Attributes:
         loss: a scalar.
@@ -55,7 +55,7 @@ class StepResult:
 
 
 class Thin(NamedTuple):
-    """What thin layers take in a call of the training step, by the names of their weights.
+    """Tensors for thin layers in a call of the training step, by the names of their weights.
 
     Attributes:
         weights: theirs.
@@ -68,7 +68,7 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """What a training step does besides arithmetic.
+    """Effects of a training step besides arithmetic.
 
     Attributes:
         draws: the random numbers that it draws.
@@ -115,7 +115,7 @@ class TrainingStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the module be as calls of this object need it."""
+        """Prepare the module for calls of this object while the block runs."""
         attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run the fused ones client by client
         own = vars(self._wrapper.module)
         before = own.get("log")

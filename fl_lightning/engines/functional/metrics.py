@@ -74,7 +74,7 @@ class StandIn(nn.Module):
 
 
 class BatchValue:
-    """What a metric's call returns: nothing that a step could use."""
+    """Result of a metric's call: nothing that a step could use."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -138,7 +138,7 @@ class StandIns:
         return calls
 
     def stop_listening(self) -> None:
-        """Let calls pass unnoticed, and keep nothing of a step."""
+        """Stop noting calls, and forget those of a step."""
         for stand_in in self._all.values():
             stand_in.calls = None
 
@@ -148,7 +148,7 @@ _ADDING_UP = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
 
 @dataclass(frozen=True)
 class GivenStep:
-    """What one step of all slots gave to metrics.
+    """Tensors that one step of all slots gave to metrics.
 
     Attributes:
         tensors: one per tensor argument, each of shape (G, B, …), or (G, …) of whole batches.

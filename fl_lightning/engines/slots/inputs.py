@@ -28,7 +28,7 @@ from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.draws import Draw
 from fl_lightning.engines.functional.functional_step import map_tensors, tensors_in
-from fl_lightning.engines.slots.plan import Guest, StepPlan
+from fl_lightning.engines.slots.plan import SlotClient, StepPlan
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DrawnRows:
 
     @property
     def numbers(self) -> list[Tensor]:
-        """What the step is given, one tensor a draw: (G, B, …), or (G, …) where `axes` has None."""
+        """Inputs of the step, one tensor a draw: (G, B, …), or (G, …) where `axes` has None."""
         return [rows.numbers for rows in self._rows]
 
     @property
@@ -174,10 +174,10 @@ class SlotInputs:
         self._read, self._padded = read, padded
         self._num_slots, self._batch_size = num_slots, batch_size
         self._reads_at_random = reads_at_random
-        self._guests: dict[int, Guest] = {}
+        self._clients: dict[int, SlotClient] = {}
         self._generators: dict[int, GlobalGenerators] = {}
 
-    def asks_guests(self, draws: Draws) -> bool:
+    def depends_on_clients(self, draws: Draws) -> bool:
         """Return whether what a step works on depends on who is in which slot."""
         return bool(draws) or self._reads_at_random
 
@@ -186,19 +186,19 @@ class SlotInputs:
         places = torch.arange(size) % len(work.order)
         return self._read(work.order[places])
 
-    def next(self, plan: StepPlan, new: Sequence[Guest], draws: Draws) -> list[StepPart]:
+    def next(self, plan: StepPlan, new: Sequence[SlotClient], draws: Draws) -> list[StepPart]:
         """Return the batches of one step, those of all slots first, and refill its random numbers.
 
         Args:
             plan: which examples they have.
-            new: clients that begin with it, where it `asks_guests`.
+            new: clients that begin with it, where it `depends_on_clients`.
             draws: the step's.
         """
         alone: dict[int, Any] = {}
-        if self.asks_guests(draws):
-            before = self._guests if plan.number else {}  # and none of another pass
-            here = {slot: guest for slot, guest in before.items() if guest.end > plan.number}
-            self._guests = here | {guest.slot: guest for guest in new}
+        if self.depends_on_clients(draws):
+            before = self._clients if plan.number else {}  # and none of another pass
+            here = {slot: client for slot, client in before.items() if client.end > plan.number}
+            self._clients = here | {client.slot: client for client in new}
             alone = self._drawn(plan, draws)
         parts = []
         for size, slots in self._by_size(plan.sizes):
@@ -227,10 +227,10 @@ class SlotInputs:
     def _drawn(self, plan: StepPlan, draws: Draws) -> dict[int, Any]:
         """Refill the clients' random numbers, and return the batches that are read at random, by slot."""
         batches: dict[int, Any] = {}
-        for slot, guest in self._guests.items():
+        for slot, client in self._clients.items():
             size = int(plan.sizes[slot])
-            if plan.number == guest.begin:
-                seed_global_generators(guest.work.seed)
+            if plan.number == client.begin:
+                seed_global_generators(client.work.seed)
             else:
                 self._generators[slot].put_back()
             if self._reads_at_random:

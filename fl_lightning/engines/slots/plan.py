@@ -22,12 +22,12 @@ from fl_lightning.core.whole_numbers import Integers
 
 
 @dataclass(frozen=True, eq=False)
-class Stays:
+class SlotSchedule:
     """The times of m clients in their slots, in order of their beginnings, then of slots.
 
     Attributes:
-        clients: who, as a position in what was packed, shape (m,).
-        slots: where, shape (m,).
+        clients: their positions in the packed work, shape (m,).
+        slots: theirs, shape (m,).
         begins: the first step of each, counted from the start of the pass, shape (m,).
         ends: one past its last step, shape (m,).
     """
@@ -43,11 +43,11 @@ class Stays:
         return int(self.ends.max())
 
     def beginning(self, step: int) -> Integers:
-        """Return the stays that begin with a step, in order of slots."""
+        """Positions of the clients that begin with a step, in order of slots."""
         return np.arange(self._first_of[step], self._first_of[step + 1])
 
     def ending(self, step: int) -> Integers:
-        """Return the stays whose last step this is, in order of slots."""
+        """Positions of the clients whose last step this is, in order of slots."""
         return self._by_end[self._last_of[step] : self._last_of[step + 1]]
 
     @cached_property
@@ -66,24 +66,24 @@ class Stays:
         return lasts
 
 
-def pack(num_steps: Integers, num_slots: int) -> Stays:
-    """Return one stay per client; a pure function.
+def pack(num_steps: Integers, num_slots: int) -> SlotSchedule:
+    """Schedule with one entry per client; a pure function.
 
     Args:
         num_steps: local steps of each client, ≥ 1, shape (m,), m ≥ 1.
         num_slots: how many train side by side, ≥ 1.
 
     Example:
-        >>> stays = pack(np.array([2, 3, 1]), 2)
-        >>> stays.clients, stays.slots, stays.begins, stays.ends
+        >>> schedule = pack(np.array([2, 3, 1]), 2)
+        >>> schedule.clients, schedule.slots, schedule.begins, schedule.ends
         (array([1, 0, 2]), array([0, 1, 1]), array([0, 0, 2]), array([3, 2, 3]))
-        >>> stays.beginning(0), stays.ending(2)
+        >>> schedule.beginning(0), schedule.ending(2)
         (array([0, 1]), array([0, 2]))
     """
     clients = np.arange(len(num_steps))
     if (num_steps == num_steps[0]).all():  # slots take turns
         begins = clients // num_slots * num_steps
-        return Stays(clients, clients % num_slots, begins, begins + num_steps)
+        return SlotSchedule(clients, clients % num_slots, begins, begins + num_steps)
     clients = np.argsort(-num_steps, kind="stable")
     slots, begins = np.empty_like(clients), np.empty_like(clients)
     free = [(0, slot) for slot in range(num_slots)]
@@ -92,10 +92,10 @@ def pack(num_steps: Integers, num_slots: int) -> Stays:
         heapq.heapreplace(free, (begin + steps, slot))
     order = np.lexsort((slots, begins))
     clients, begins = clients[order], begins[order]
-    return Stays(clients, slots[order], begins, begins + num_steps[clients])
+    return SlotSchedule(clients, slots[order], begins, begins + num_steps[clients])
 
 
-class Guest(NamedTuple):
+class SlotClient(NamedTuple):
     """A client in a slot.
 
     Attributes:
@@ -127,29 +127,29 @@ class StepPlan(NamedTuple):
     sizes: Integers
 
 
-def guest_of(stays: Stays, stay: int, work: GroupWork) -> Guest:
-    """Return the client of a stay."""
+def slot_client(schedule: SlotSchedule, position: int, work: GroupWork) -> SlotClient:
+    """Client at a position of the schedule."""
     client, slot, begin, end = (
-        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
+        int(x[position]) for x in (schedule.clients, schedule.slots, schedule.begins, schedule.ends)
     )
-    return Guest(work[client], slot, begin, end)
+    return SlotClient(work[client], slot, begin, end)
 
 
 def plan_steps(
-    stays: Stays, work: GroupWork, num_slots: int, batch_size: int, device: torch.device
+    schedule: SlotSchedule, work: GroupWork, num_slots: int, batch_size: int, device: torch.device
 ) -> list[StepPlan]:
     """Return all steps; a slot without a client repeats an example that somebody has."""
-    counts = work.num_steps[stays.clients]
+    counts = work.num_steps[schedule.clients]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    when = within + np.repeat(stays.begins, counts)
-    where = np.repeat(stays.slots, counts)
-    steps = within + np.repeat(work.first_steps[stays.clients], counts)
+    when = within + np.repeat(schedule.begins, counts)
+    where = np.repeat(schedule.slots, counts)
+    steps = within + np.repeat(work.first_steps[schedule.clients], counts)
     begins, sizes = work.begins[steps, None], work.sizes[steps, None]
-    of_slots = np.zeros((stays.num_steps, num_slots), np.int64)
+    of_slots = np.zeros((schedule.num_steps, num_slots), np.int64)
     of_slots[when, where] = sizes[:, 0]
     columns = np.arange(batch_size)
     order = work.order.numpy()
-    shape = stays.num_steps, num_slots, batch_size
+    shape = schedule.num_steps, num_slots, batch_size
     indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
     indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
     valid[when, where] = columns < sizes

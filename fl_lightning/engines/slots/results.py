@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class SlotResults:
         self._final_buffers: list[Tensor] = []
 
     def open(self, start: GlobalModel, work: GroupWork) -> None:
-        """Have clients begin from a global model."""
+        """Prepare for clients that begin from a global model."""
         self._start, self._work = start, work
         self._clear()
 
@@ -64,7 +65,7 @@ class SlotResults:
 
     @torch.no_grad()
     def take(self, slots: list[int], clients: list[int]) -> Tensor:
-        """Take over the results of clients that have ended, and return their deltas.
+        """Collect the results of clients that have ended, and return their deltas.
 
         Args:
             slots: where they are.
@@ -187,7 +188,7 @@ class SlotRows:
     def following(self, tensors: Sequence[Tensor]) -> SlotRows:
         """Return the rows of these tensors: this object, if they are the ones that it has."""
         have = self._tensors
-        is_same = len(have) == len(tensors) and all(map(_is, have, tensors))
+        is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
         return self if is_same else SlotRows(tensors)
 
     def of(self, slots: Iterable[int]) -> list[Tensor]:
@@ -199,10 +200,6 @@ class SlotRows:
                 rows = self._rows[slot] = [tensor[slot] for tensor in self._tensors]
             found += rows
         return found
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    return one is other
 
 
 # Gives what a client has for itself, shape (o,); None for what the global model has.
@@ -233,7 +230,7 @@ class SlotOwn:
 
     @torch.no_grad()
     def enter(self, slot: int, client: int) -> None:
-        """Have a client's own tensors in a slot."""
+        """Write a client's personal parameters into a slot."""
         for rows, view in zip(self._rows, self._space.views(self._before(client)), strict=True):
             if rows is not None:
                 rows[slot].copy_(view)

@@ -106,7 +106,7 @@ def _differs(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
-    """Whether a copy was written to; its numbers tell of writing past autograd (``.data``)."""
+    """True if a copy was written to; its numbers tell of writing past autograd (``.data``)."""
     if copy._version:
         return True
     owner, _, own_name = name.rpartition(".")
@@ -118,7 +118,7 @@ def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was found.
+    """Findings of `rehearse`.
 
     Attributes:
         draws: the step's random numbers.

@@ -29,7 +29,7 @@ from fl_lightning.engines.slots.thin import Factors
 
 
 class Inputs(NamedTuple):
-    """What a local step takes besides parameters; all with a first axis over clients.
+    """Inputs of a local step besides parameters; all with a first axis over clients.
 
     Attributes:
         batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What comes out of a local step besides gradients.
+    """Outputs of a local step besides gradients.
 
     Attributes:
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
@@ -178,13 +178,13 @@ class StackedOptions:
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether anything happens to gradients before the optimizer steps."""
+        """True if anything happens to gradients before the optimizer steps."""
         is_clipped = self.clip_norm is not None or self.clip_value is not None
         return is_clipped or self.has_pull or self.has_shift
 
 
 class StackedTerm(NamedTuple):
-    """What is added to the gradients: pull · (y - x) + shift.
+    """Term that is added to the gradients: pull · (y - x) + shift.
 
     Attributes:
         pull: a scalar.
@@ -198,7 +198,7 @@ class StackedTerm(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What a client's optimizer has and reads.
+    """Tensors that a client's optimizer moves and reads.
 
     Attributes:
         params: by name, shape (G, …).
@@ -239,7 +239,7 @@ class StackedFunctions:
     def step(
         self, inputs: Inputs, slots: Slots, buffers: Tensors
     ) -> tuple[Outputs, dict[str, Factors]]:
-        """Take one step in every slot; return what came out, and thin layers' gradients."""
+        """Step in every slot; return the outputs, and thin layers' gradients."""
         grads, outputs, factors = self._whole_and_thin(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
@@ -249,7 +249,7 @@ class StackedFunctions:
     def first(
         self, inputs: Inputs, start: Tensors, slots: Slots
     ) -> tuple[Outputs, dict[str, Factors]]:
-        """Take the first step of new clients from common parameters, by name."""
+        """Step for new clients from common parameters, by name."""
         moved, outputs, factors = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
         return outputs, factors
@@ -257,7 +257,7 @@ class StackedFunctions:
     def only(
         self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
     ) -> tuple[Outputs, dict[str, Factors], Tensor]:
-        """Take no step but return what `first` comes to, shape (G, k), thin layers' weights as factors.
+        """Deltas after `first`, shape (G, k), of thin layers' weights as factors; no parameter moves.
 
         Of parameters in ``active`` only the entries with these indices are among the k coordinates.
         """

@@ -108,7 +108,7 @@ class StepGraphs:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its graphs, as far as they were needed, are compiled; not before the first round."""
+        """True if all graphs that were needed are compiled; not before the first round."""
         return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
@@ -161,7 +161,7 @@ class StepGraphs:
             )
 
     def forget(self) -> None:
-        """Have the next rehearsal find out everything anew."""
+        """Forget all findings, so that the next rehearsal makes them anew."""
         self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
@@ -183,7 +183,7 @@ class StepGraphs:
 
     @property
     def is_unused_any(self) -> bool:
-        """Whether a parameter that trains is not among what the loss depends on."""
+        """True if the loss does not depend on some parameter that trains."""
         return bool(self.functions.unused)
 
     def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
@@ -214,13 +214,13 @@ class StepGraphs:
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
     def _is_known(self, sizes: Sequence[int]) -> bool:
-        """Whether the step is not run to rehearse it: nothing about it is open."""
+        """True if nothing about the step is open, so that it need not run in a rehearsal."""
         is_settled = bool(self.rehearsals) and self.rehearsals[sizes[0]].is_final
         return is_settled and self._graphs_can_tell and self._seen >= set(sizes)
 
     @property
     def _graphs_can_tell(self) -> bool:
-        """Whether graphs of the present rules and masks tell if what Python reads has changed."""
+        """True if graphs of the current rules and masks tell when values that Python reads have changed."""
         functions = self.functions
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         return is_known and self.is_compiled

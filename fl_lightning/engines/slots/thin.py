@@ -64,7 +64,7 @@ class Factors(NamedTuple):
         return Factors(self.errors[rows], self.inputs[rows])
 
     def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
-        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
+        """Fold one after the other into a mean, a vector; return each one's sum of squares."""
         weights = mean.view(self.errors.shape[2], self.inputs.shape[2])
         return dense_fold(weights, self.errors, self.inputs, shares)
 
@@ -93,7 +93,7 @@ class Numbers(NamedTuple):
         return Numbers(self.values[rows])
 
     def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
-        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
+        """Fold one after the other into a mean, a vector; return each one's sum of squares."""
         if FEWEST_INPUTS <= len(mean) <= _FEW_NUMBERS:
             alone = self.values.unsqueeze(1)  # one example, whose error is 1
             return dense_fold(mean.unsqueeze(0), torch.ones_like(alone[..., :1]), alone, shares)
@@ -154,7 +154,7 @@ class ThinDeltas:
 
     @property
     def are_finite(self) -> bool:
-        """Whether all numbers are finite, found without them; False also if they may not be."""
+        """True if all numbers are finite, found without them; False also if they may not be."""
         return all(float(part.squares.sum()) < _FAR_FROM_INFINITE for part in self._parts)
 
     def of(self, rows: Rows) -> ThinDeltas:
@@ -162,7 +162,7 @@ class ThinDeltas:
         return ThinDeltas([part.of(rows) for part in self._parts], lambda: self.numbers[rows])
 
     def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
-        """Have a mean take in one after the other, with the bits that the numbers would give it.
+        """Fold one after the other into a mean, with the bits that the numbers would give it.
 
         Args:
             mean: shape (k,); m ← m + share · (delta - m).
@@ -214,13 +214,13 @@ class ThinSteps:
         return ThinSteps(params, states, self.rules, self.lrs)
 
     def step(self, factors: Mapping[str, Factors]) -> None:
-        """Take a step in every slot."""
+        """Step in every slot."""
         for name, factor in factors.items():
             weights = self.params[name]
             self._step(name, factor, weights, weights, self._momentum(name))
 
     def first(self, start: Tensors, factors: Mapping[str, Factors]) -> None:
-        """Take the first step from common parameters, given by name."""
+        """Step for new clients from common parameters, given by name."""
         for name, factor in factors.items():
             weights = start[name].unsqueeze(0)
             self._step(name, factor, weights, self.params[name], self._momentum(name), first=True)

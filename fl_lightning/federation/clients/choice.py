@@ -264,7 +264,7 @@ class EngineChooser:
         return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
     def fall_back(self, reason: CannotStack) -> None:
-        """Go on in another way, after slots have met what they cannot do; say so."""
+        """Choose another way, after slots have met what they cannot do; say so."""
         assert self.slots is not None
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole

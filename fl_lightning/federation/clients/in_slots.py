@@ -119,16 +119,16 @@ class SlotEngine:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the stacked step is, as far as clients have trained."""
+        """True if the stacked step is compiled, as far as clients have trained."""
         return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
-        """Have no example of a client count that trains now and whose update cannot be used."""
+        """Count no example of a client that trains now and whose update cannot be used."""
         self._slots.leave_out(client)
 
     @property
     def kept(self) -> dict[int, Tensor]:
-        """What clients that are done are to keep for themselves, if anything, by client."""
+        """Personal parameters of clients that are done, if any, by client."""
         return {} if self._own is None else self._own.kept
 
     def train(
@@ -157,7 +157,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
-        """Have whatever stops slots be a reason for doing without them.
+        """Turn any failure of slots into a reason for doing without them.
 
         What is the user's own mistake will be met again, one client after the other, and told there.
         """
@@ -274,10 +274,9 @@ def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
 
 
 def _clipping(trainer: Trainer) -> dict[str, Any]:
-    if not trainer.gradient_clip_val:
-        return {}
+    bound = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
     by_value = str(trainer.gradient_clip_algorithm or "norm").endswith("value")
-    return {"clip_value" if by_value else "clip_norm": float(trainer.gradient_clip_val)}
+    return {"clip_value": bound if by_value else None, "clip_norm": None if by_value else bound}
 
 
 def cannot_run(error: Exception) -> CannotStack:

@@ -271,7 +271,7 @@ class Rounding:
 
 
 def _has_coarse_products(params: list[nn.Parameter]) -> bool:
-    """Whether products of float32 may be made with fewer digits (TF32)."""
+    """True if products of float32 may be made with fewer digits (TF32)."""
     try:
         if torch.get_float32_matmul_precision() != "highest":
             return True

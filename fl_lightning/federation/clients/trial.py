@@ -163,7 +163,7 @@ class Trial:
         raise reason
 
     def _is_direct(self, stacking: StackedOptions, sample: ClientWork) -> bool:
-        """Whether layers can be computed directly, after a client was trained both ways.
+        """Train a client both ways; return True if layers can be computed directly.
 
         Raises:
             CannotStack: if its results differ in any case.
@@ -377,7 +377,7 @@ def _numbers(metric: Metric) -> Tensor:
 
 
 def is_close(value: Tensor, other: Tensor, precision: str | int | None) -> bool:
-    """Whether numbers differ by rounding: by a small share of the largest, or together of the norm."""
+    """True if numbers differ by rounding: by a small share of the largest, or together of the norm."""
     if value.shape != other.shape:
         return False
     if precision not in FULL_PRECISIONS:  # Adam steps either way where rounding is all there is
