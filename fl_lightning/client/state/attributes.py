@@ -109,8 +109,11 @@ class _Place:
         return set(self.held) if isinstance(self.held, set) else list(self.held)
 
     def is_same(self) -> bool:
-        if self.has_attributes and not self.ignore and len(self.held) == len(self.before):
-            return all(map(is_, self.held.values(), self.before.values()))
+        if self.has_attributes:  # names do not change alone
+            held, ignore = self.held, self.ignore
+            values = [v for k, v in held.items() if k not in ignore] if ignore else held.values()
+            if len(values) == len(self.before) and all(map(is_, values, self.before.values())):
+                return True
         now, before = self.now(), self.before
         if isinstance(before, set) or len(now) != len(before):
             return isinstance(before, set) and bool(now == before)
@@ -271,8 +274,11 @@ class Attributes:
 
     def growth(self) -> Growth:
         """What was appended to lists that begin as they did, and lists under new keys."""
-        longer = ((i, p) for i, p in self._lists if len(p.held) > len(p.before))
-        return [(i, added) for i, p in longer if not p.is_users and (added := p.growth())]
+        return [
+            (index, added)
+            for index, place in self._lists
+            if len(place.held) > len(place.before) and not place.is_users and (added := place.growth())
+        ]
 
     def grow(self, growth: Growth) -> None:
         """Append to lists what `growth` returned, perhaps several times."""

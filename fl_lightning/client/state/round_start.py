@@ -139,7 +139,7 @@ class RoundStart:
 
     def _tell_rates(self) -> None:
         """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
-        for schedule in self._schedules if self._by_step is not None else ():
+        for schedule in self._schedules:
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
@@ -186,13 +186,17 @@ class RoundStart:
         for schedule, position, state in triples:
             if position is None or position != _position(schedule):
                 schedule.load_state_dict(copy.deepcopy(state))
-        self._tell_rates()
+        if self._by_step is not None:
+            self._tell_rates()
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:
     # a learning rate may be a tensor, which an optimizer or a schedule changes in place
-    values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
-    return {key: value for key, value in values if key not in ("params", BY_STEP)}
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in options.items()
+        if key not in ("params", BY_STEP)
+    }
 
 
 def _plain(value: Any) -> Any:
