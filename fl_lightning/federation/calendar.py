@@ -20,7 +20,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
 from fl_lightning.federation.checks.compatibility import check_validation_interval
 from fl_lightning.federation.checks.options import check_cohort_size, check_trusted
-from fl_lightning.federation.execution.engine_options import (
+from fl_lightning.federation.clients.engine_options import (
     num_short_clients,
     trains_in_large_groups,
 )

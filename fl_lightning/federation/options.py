@@ -21,7 +21,7 @@ from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformC
 from fl_lightning.engines import Speedup
 from fl_lightning.federation.checks.options import check_privacy, check_recorded, check_values
 from fl_lightning.federation.checks.together import parts_of
-from fl_lightning.federation.execution.engine_options import EngineName, EngineOptions
+from fl_lightning.federation.clients.engine_options import EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP

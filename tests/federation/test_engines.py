@@ -30,7 +30,7 @@ from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
-from fl_lightning.federation.execution import slot_engine, trial
+from fl_lightning.federation.clients import in_slots, trial
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
@@ -169,10 +169,10 @@ def test_what_rounding_decides_is_no_reason_against_slots():
     expected, found = torch.ones(1000), torch.ones(1000)
     found[0] = -1
     for precision, is_close in (("32-true", False), ("bf16-mixed", True)):
-        assert slot_engine._is_close(expected, found, precision) is is_close
-        assert slot_engine._is_close(expected, expected, precision)
-        assert not slot_engine._is_close(expected, 0.8 * expected, precision)
-        assert not slot_engine._is_close(expected, torch.full((1000,), torch.nan), precision)
+        assert in_slots._is_close(expected, found, precision) is is_close
+        assert in_slots._is_close(expected, expected, precision)
+        assert not in_slots._is_close(expected, 0.8 * expected, precision)
+        assert not in_slots._is_close(expected, torch.full((1000,), torch.nan), precision)
 
 
 class Repeating(ToyModule):

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
-from fl_lightning.federation.execution import trial as speedup_trial
+from fl_lightning.federation.clients import trial as speedup_trial
 
 SGD_SPEEDUPS = ["channels_last", "direct_layers", "fused_optimizer"]
 WANT_A_LAYOUT = {"channels_last", "direct_layers"}

@@ -34,14 +34,16 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.federation.clients.engine_options import EngineOptions
 from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.execution.engine_options import EngineOptions
-from fl_lightning.federation.execution.slot_engine import SlotEngine
-from fl_lightning.federation.execution.spot_check import SpotCheck, SpotRate, drawn
-from fl_lightning.federation.execution.update_differences import (
+from fl_lightning.federation.clients.in_slots import SlotEngine
+from fl_lightning.federation.clients.spot_check import (
     Rounding,
+    SpotCheck,
+    SpotRate,
     Trained,
     differences,
+    drawn,
     nudged,
 )
 from fl_lightning.server import FedBuff
@@ -159,9 +161,7 @@ class TestWhatDiffersStopsTheRun:
         monkeypatch.setattr(
             SlotEngine, "kept", property(lambda self: {c: 1.1 * o for c, o in kept(self).items()})
         )
-        monkeypatch.setattr(
-            "fl_lightning.federation.execution.slot_engine._is_close", lambda *_: True
-        )
+        monkeypatch.setattr("fl_lightning.federation.clients.in_slots._is_close", lambda *_: True)
         with pytest.raises(EnginesDiffer, match="its personal part differs"):
             run(toy(), personal=Personal(["net.4.*"]))
 
@@ -534,7 +534,7 @@ class TestCost:
         assert words in caplog.text
 
     def test_a_trial_says_it_and_a_checkpoint_keeps_it(self, monkeypatch, caplog, tmp_path):
-        trial = "fl_lightning.federation.execution.trial"
+        trial = "fl_lightning.federation.clients.trial"
         seconds = iter([4.6e-3, 1e-3])
         monkeypatch.setattr(f"{trial}.LEAST_SECONDS", 0.0)
         monkeypatch.setattr(f"{trial}.LEAST_STEPS", 0)

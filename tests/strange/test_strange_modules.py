@@ -15,7 +15,7 @@ import torch
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
-from fl_lightning.federation.execution import trial
+from fl_lightning.federation.clients import trial
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
 from strange.plain_loop import moved, new_module, plain_loop, tensors_of

@@ -1,7 +1,7 @@
 """Ways to take the same local step faster: memory layout, fused kernels, a compiled graph.
 
 Each changes at most the order in which numbers are summed, so an update stays what it was but for
-rounding. Which of them pay depends on model, batch and machine: see `federation.execution.trial`.
+rounding. Which of them pay depends on model, batch and machine: see `federation.clients.trial`.
 
 - ``direct_layers``: dense layers, convolutions and poolings of few, small examples by operators of
   our own, see the module of that name.

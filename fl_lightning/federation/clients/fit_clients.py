@@ -15,12 +15,11 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import kept_apart, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import CannotStack
+from fl_lightning.federation.clients.choice import EngineChooser
 from fl_lightning.federation.clients.in_slots import InSlots
 from fl_lightning.federation.clients.one_by_one import OneByOne
-from fl_lightning.federation.execution.engine import EngineChooser
-from fl_lightning.federation.execution.spot_check import SpotCheck
-from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
-from fl_lightning.federation.execution.update_differences import Trained
+from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
+from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload

@@ -35,12 +35,12 @@ from fl_lightning.engines import (
     reason_against,
     usable_rows,
 )
-from fl_lightning.federation.execution.engine_options import (
+from fl_lightning.federation.clients.engine_options import (
     SHORT_RUN_STEPS,
     most_parameters,
     tolerance,
 )
-from fl_lightning.federation.execution.slot_engine import (
+from fl_lightning.federation.clients.in_slots import (
     SlotEngine,
     Stacking,
     TrainOne,

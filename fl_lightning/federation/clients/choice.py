@@ -20,15 +20,15 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotPad, CannotStack
-from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
-from fl_lightning.federation.execution.slot_engine import (
+from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
+from fl_lightning.federation.clients.in_slots import (
     SlotEngine,
     Stacking,
     TrainOne,
     raise_if_impossible,
 )
-from fl_lightning.federation.execution.spot_check import SpotRate
-from fl_lightning.federation.execution.trial import SlotTrial, SpeedupTrial
+from fl_lightning.federation.clients.spot_check import SpotRate
+from fl_lightning.federation.clients.trial import SlotTrial, SpeedupTrial
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
 

@@ -1,1 +1,0 @@
-"""Which engine trains a cohort, tried and checked."""
