@@ -59,7 +59,7 @@ class PlainStep:
         self._optimizer.zero_grad()
         losses = []
         for batch, size in batches:
-            self._collector.start_step(size)
+            self._collector.batch_size = size
             loss = loss_of(self._module.training_step(batch, index))
             if loss is None:
                 continue

@@ -12,6 +12,7 @@ nothing leaves the device before the client is done.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ class LocalTrainer:
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
+        counts_steps: whether updates tell how many steps the optimizers took, see
+            `ClientUpdate.optimizer_steps`; plain means have no use for it.
 
     Example:
         >>> from torch import nn
@@ -111,6 +114,7 @@ class LocalTrainer:
         self._step = step
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
+        self.counts_steps = True
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
@@ -250,15 +254,15 @@ class LocalTrainer:
         Raises:
             ConfigurationError: if one did.
         """
-        self._refuse(self._constants.changed(), "a client's")
+        if changed := self._constants.changed():
+            self._refuse(changed, "a client's")
 
     def _refuse(self, changed: list[str], whose: str) -> None:
-        if changed:
-            raise ConfigurationError(
-                f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
-                "steps of the run left alone, so that it was taken for a constant: name it in "
-                f"federation.client_state, e.g. client_state: [{changed[0]}]"
-            )
+        raise ConfigurationError(
+            f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
+            "steps of the run left alone, so that it was taken for a constant: name it in "
+            f"federation.client_state, e.g. client_state: [{changed[0]}]"
+        )
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
@@ -318,11 +322,13 @@ class LocalTrainer:
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
-        self._refuse(self._constants.touched(), f"client {client_id}'s")
+        if touched := self._constants.touched():
+            self._refuse(touched, f"client {client_id}'s")
         self.growth = self._attributes.growth()
         logged = self.collector.collect()
-        self.kept = self.own.read()
-        totals = self._optimizer_steps.totals()
+        if self.own.size:
+            self.kept = self.own.read()
+        totals = self._optimizer_steps.totals() if self.counts_steps else [None]
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
@@ -367,8 +373,10 @@ class LocalTrainer:
         self, steps: Iterable[Sequence[SizedBatch]]
     ) -> tuple[int, list[Tensor], list[int]]:
         num_steps, losses, sizes = 0, [], []
-        step, by_step = self._step, bool(self.round_start.by_step)
-        with self._optimizer_steps as taken:
+        step = self._step
+        by_step = self.round_start.counts_steps and bool(self.round_start.by_step)
+        taken = self._optimizer_steps if self.counts_steps else None
+        with taken or nullcontext():
             for step_batches in steps:
                 if by_step:
                     self.round_start.begin_step(num_steps)
@@ -376,7 +384,8 @@ class LocalTrainer:
                 loss = step(step_batches, num_steps)
                 self._in_hand = ()
                 num_steps += 1
-                taken.end_step(loss)
+                if taken is not None:
+                    taken.end_step(loss)
                 if loss is not None:
                     losses.append(loss)
                     one = len(step_batches) == 1

@@ -90,7 +90,8 @@ class ClientUpdate:
             `fl_lightning.client.local_solver`; None where nobody asks for it.
         optimizer_steps: how many of the local steps the optimizer took: not those whose training
             step skipped its batch, nor those that a gradient scaler left out. None for all. Where
-            the module has several optimizers, the steps of each.
+            the module has several optimizers, the steps of each. They are counted for corrections,
+            for aggregators that divide by them, and for stages of the user's own.
     """
 
     client_id: int
@@ -234,7 +235,7 @@ class Updates:
         if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
         if len(self.client_ids) == 1:  # to the bit the norm of a single update
-            return next(iter(self)).norm.reshape(1)
+            return self._views[0].norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
 

@@ -189,7 +189,7 @@ class FitRounds:
     @property
     def _has_begun(self) -> bool:
         """Whether the present round has; the open one of a checkpoint may have been broken off."""
-        return self.server.is_open and self.server.round_index == self.run.round_index
+        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def _open(self) -> None:
         self.follow_masks()

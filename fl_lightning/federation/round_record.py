@@ -73,13 +73,12 @@ class RoundRecord:
                 updates arrive as they are.
         """
         self.total_bytes_up += num_bytes * len(updates.client_ids)
-        counts, clients = updates.num_examples, updates.client_ids
-        self.means.add_rows(updates.metrics, counts, clients)
-        norms = {}
+        counts, clients, norms = updates.num_examples, updates.client_ids, {}
         if updates.deltas.shape[1]:  # else nobody here has seen the update
             norms["round/client_update_norm"] = updates.norms
         if error is not None:
             norms["round/compression_error"] = error
+        self.means.add_rows(updates.metrics, counts, clients)
         self.norms.add_rows(norms, counts, clients)
 
     def merge(self, other: RoundRecord) -> None:

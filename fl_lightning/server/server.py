@@ -152,7 +152,8 @@ class Server:
             NotFinite: if the first look at their numbers finds one that is not; nothing is folded in
                 then. An aggregator's ``receive`` looks before it changes anything.
         """
-        updates = Updates.of(updates)
+        if not isinstance(updates, Updates):
+            updates = Updates.of(updates)
         self._aggregator.receive(updates)
         if updates.buffers.shape[1]:
             self._mean_buffers.add_rows(updates.buffers, updates.num_examples)

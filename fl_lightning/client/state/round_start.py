@@ -51,6 +51,9 @@ class RoundStart:
         schedules: of their learning rates, which a training step may step.
         by_step: those of them that count local steps; None if none does.
 
+    Attributes:
+        counts_steps: whether one does.
+
     Example:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -70,6 +73,7 @@ class RoundStart:
         by_step: LocalSchedules | None = None,
     ) -> None:
         self._by_step, self._is_planned = by_step, True
+        self.counts_steps = by_step is not None
         self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
         self._foreign = [each for each in self._optimizers if not is_torchs(each)]
         self._schedules = list(schedules)
@@ -139,7 +143,7 @@ class RoundStart:
 
     def _tell_rates(self) -> None:
         """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
-        for schedule in self._schedules:
+        for schedule in self._schedules if self.counts_steps else ():
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
@@ -186,8 +190,7 @@ class RoundStart:
         for schedule, position, state in triples:
             if position is None or position != _position(schedule):
                 schedule.load_state_dict(copy.deepcopy(state))
-        if self._by_step is not None:
-            self._tell_rates()
+        self._tell_rates()
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class FitClients:
     def __init__(self, run: Run, stages: Stages) -> None:
         self._run, self._stages = run, stages
         self.stages_ahead = stages
-        self._module, self._plan, self._scaler = run.module, run.plan, run.scaler
+        self._module, self._plan = run.module, run.plan
+        self._scaler = run.scaler if run.scaler.is_at_work else None
         self.local, self.collector, self.step = run.local, run.collector, run.step
         self._metrics = metrics_of(run.module)
         self._rehearsal = StateRehearsal(run)
@@ -73,7 +74,8 @@ class FitClients:
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
         self.local.start_round(self._run.round_index)
-        self._scaler.start_round()
+        if self._scaler is not None:
+            self._scaler.start_round()
 
     def add_named_state(self, *, inside: bool) -> bool:
         """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
@@ -137,7 +139,8 @@ class FitClients:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
         self.local.show_growth()
-        self._scaler.wind_back()
+        if self._scaler is not None:
+            self._scaler.wind_back()
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction

@@ -245,7 +245,7 @@ class PrivateGradients:
 
     def _note_clipped(self, count: int, size: int) -> None:
         if self._collector is not None:
-            self._collector.start_step(size)
+            self._collector.batch_size = size
             self._collector.log("privacy/clip_fraction", count / size)
 
 

@@ -237,7 +237,7 @@ class LightningStep:
             index: its number.
             factor: of the loss.
         """
-        self._collector.start_step(size)
+        self._collector.batch_size = size
         batch = batch if self._prepare is None else self._prepare(batch)
         batch = batch if self._faster is None else self._faster.batch(batch)
         loss = loss_of(self._output(batch, index))
@@ -246,7 +246,7 @@ class LightningStep:
 
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
         """Return the batch as the training step takes it."""
-        self._collector.start_step(size)
+        self._collector.batch_size = size
         self.counts.batch = index
         if self._prepare is not None:
             batch = self._prepare(batch)

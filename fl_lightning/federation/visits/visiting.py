@@ -74,7 +74,7 @@ class Visit:
 
     def step(self, batch: Any, index: int) -> Any:
         """Take one step on a batch that is prepared and return what it returns."""
-        self.logs.start_step(self.size)
+        self.logs.batch_size = self.size
         arguments = (batch, index) if self._takes_index else (batch,)
         with self._context():
             return self._step(*arguments)
