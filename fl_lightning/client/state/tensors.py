@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
-from fl_lightning.client.state.attributes import same_numbers, same_value
+from fl_lightning.client.state.places import same_numbers, same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
