@@ -118,7 +118,7 @@ class LocalTrainer:
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
-        """Have clients keep tensors for themselves.
+        """Make tensors personal: every client keeps its own.
 
         Args:
             names: of parameters and buffers.
@@ -135,7 +135,7 @@ class LocalTrainer:
         self.start_round()
 
     def settle_state(self, names: Sequence[str]) -> None:
-        """Take these buffers and frozen parameters for clients' state, and no others."""
+        """Define the clients' state: these buffers and frozen parameters, and no others."""
         self.state_names, self._holds = list(names), None
         self.buffers = self._state_space()
         self.start_round()
@@ -159,25 +159,25 @@ class LocalTrainer:
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether clients have tensors that are no part of what is shared."""
+        """True if clients have tensors that are not shared."""
         return bool(self._apart)
 
     def host(self, own: Tensor | None) -> None:
-        """Have the next clients begin with own tensors, shape (o,), instead of the global ones.
+        """Start the next clients with personal tensors, shape (o,), instead of the global ones.
 
         None undoes it.
         """
         self._guest, self._holds = own, None
 
     def renew_space(self) -> None:
-        """Have vectors hold what may move now: parameters that train, as the masks allow."""
+        """Rebuild the space: parameters that train, as the masks allow."""
         self.space = Space.of_parameters(self._module, self._masks.active(), without=self._apart)
         self._masks.note()
         self._holds = None
 
     @property
     def has_new_masks(self) -> bool:
-        """Whether the optimizer's masks were set since the space was made."""
+        """True if the optimizer's masks were set since the space was made."""
         return self._masks.are_new
 
     def read(self) -> GlobalModel:
@@ -227,11 +227,11 @@ class LocalTrainer:
         self._homes.note()
 
     def keep_growth(self, growth: Growth) -> None:
-        """Have `show_growth` show what a client appended to lists, whose update is used."""
+        """Keep what a client appended to lists, for `show_growth`; its update is used."""
         self._grown += growth
 
     def show_growth(self) -> None:
-        """Have lists hold what clients of the round appended, one client after the other.
+        """Append to lists what clients of the round appended, one client after the other.
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
@@ -344,7 +344,7 @@ class LocalTrainer:
         return update
 
     def _begin(self, start: GlobalModel, masks: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Have the module hold what a client begins with; return which coordinates it may move."""
+        """Load a client's start into the module and return the coordinates that it may move."""
         if self._holds is not start:
             self.restore(start)
         else:

@@ -72,7 +72,7 @@ class LogCollector:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Know after this block what was known before it."""
+        """Restores the collector's state when the block ends."""
         # the same objects afterwards: others read them
         known: list[dict[str, Any]] = [self.epoch_names, self._reductions, self._metrics]
         before, in_bar = [dict(names) for names in known], set(self.prog_bar)
@@ -179,7 +179,7 @@ class LogCollector:
         return dict(self._metrics)
 
     def add_metric(self, name: str, epoch_name: str, metric: Metric) -> None:
-        """Take a torchmetrics object for logged here, which was logged in another process."""
+        """Register a torchmetrics object that was logged in another process."""
         self.epoch_names[name] = epoch_name
         self._metrics[name] = metric
 
@@ -204,7 +204,7 @@ class LogCollector:
         return {paths[id(m)]: dict(m.metric_state) for m in logged}
 
     def load_metric_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
-        """Have the module's torchmetrics objects go on from there."""
+        """Restore the states of the module's torchmetrics objects."""
         for path, state in states.items():
             metric = module.get_submodule(path)
             for name, value in state.items():

@@ -1,4 +1,4 @@
-"""What each client does in a round: which examples it sees, in which order, in which steps."""
+"""The work of each client in a round: its examples, their order, its steps."""
 
 from __future__ import annotations
 

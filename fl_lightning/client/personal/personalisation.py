@@ -1,4 +1,4 @@
-"""What a client has for itself: part of its model, or a model beside the shared one.
+"""Personal parameters of a client: part of its model, or a model beside the shared one.
 
     z_i: client i's own tensors, one vector, which the server never sees
     a round of client i:   (x, z_i) → local training → Δ_i to the server, z_i⁺ stays
@@ -26,11 +26,11 @@ _OF_OWN_STEPS = Traits(
 
 
 class Personalisation(ABC):
-    """What clients have for themselves and how they train it; leaves are frozen and without state."""
+    """Which parameters are personal and how clients train them; subclasses are frozen and hold no state."""
 
     @property
     def beside(self) -> bool:
-        """Whether it is a copy of the model beside the shared one."""
+        """True if it is a copy of the model beside the shared one."""
         return False
 
     @property

@@ -80,7 +80,7 @@ Growth = list[tuple[int, Any]]
 
 
 class Attributes:
-    """What the attributes of a module and its parts hold, at one moment.
+    """A snapshot of the attributes of a module and its parts.
 
     Args:
         module: whose attributes.
@@ -142,11 +142,11 @@ class Attributes:
         )
 
     def is_same(self) -> bool:
-        """Whether everything is the very same, not only equal."""
+        """True if every object is the very same, not only equal."""
         return self._has_same_entries() and all(value.is_same() for value in self._values)
 
     def changes(self) -> list[str]:
-        """What differs now, in words; [] if nothing does."""
+        """Descriptions of what differs now; [] if nothing does."""
         kept: list[Place | Value] = [*self._places, *self._values]
         return [words for each in kept if not each.is_same() for words in each.differences()]
 
@@ -171,7 +171,7 @@ class Attributes:
                     place.put_back()
 
     def growth(self) -> Growth:
-        """What was appended to lists that begin as they did, and lists under new keys."""
+        """Items appended to lists that begin as they did, and lists under new keys."""
         return [
             (index, added)
             for index, place in self._lists

@@ -49,7 +49,7 @@ class Place:
         return set(self.held) if isinstance(self.held, set) else list(self.held)
 
     def is_same(self) -> bool:
-        """Whether the entries are the very same objects."""
+        """True if the entries are the very same objects."""
         if self.has_attributes:  # names do not change alone
             held, ignore = self.held, self.ignore
             values = [v for k, v in held.items() if k not in ignore] if ignore else held.values()
@@ -90,7 +90,7 @@ class Place:
                     kind.__setitem__(held, key, value)
 
     def growth(self) -> Any:
-        """What was appended to a list, or lists under new keys of a dict, if that is all."""
+        """Items appended to a list, or lists under new keys of a dict, if nothing else changed."""
         held, before = self.held, self.before
         if not isinstance(held, (list, dict)):
             return None
@@ -119,7 +119,7 @@ class Value:
     before: Any
 
     def is_same(self) -> bool:
-        """Whether the value equals the noted one."""
+        """True if the value equals the noted one."""
         return same_value(self.read(), self.before)
 
     def differences(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What every client of a round starts from besides the weights: fresh optimizers and schedules.
+"""The start of every client of a round, besides the weights: fresh optimizers and schedules.
 
 The state of an optimizer (momentum, second moments) is empty whenever a client begins. Its options
 are those of the round, as the learning-rate schedule left them: some optimizers write to them while
@@ -40,7 +40,7 @@ class RateSchedule(Protocol):
         """Return all but the optimizer."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore it."""
 
 
 class RoundStart:
@@ -154,7 +154,7 @@ class RoundStart:
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
-        """Have optimizers begin with the options of another round, inside the block.
+        """Gives optimizers the options of another round, inside the block.
 
         Args:
             options: of then; None for those of this round.
@@ -171,7 +171,7 @@ class RoundStart:
             self.put_back()
 
     def put_back(self) -> None:
-        """Have optimizers be fresh, and schedules be where the round began.
+        """Reset the optimizers, and return schedules to the start of the round.
 
         Raises:
             ConfigurationError: if an optimizer has changed a tensor that is not in its state.

@@ -82,7 +82,7 @@ class OneByOne:
             yield
 
     def take_steps(self, turn: Turn) -> ClientUpdate:
-        """Take the steps that a client shares."""
+        """Run the local steps of a client."""
         work = turn.work
         with self._stages.steps(turn):
             seed_global_generators(work.seed)

@@ -45,7 +45,7 @@ MOST_LOST_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class ServerStep:
-    """What a step of the server takes in.
+    """The updates that one server step takes in.
 
     Attributes:
         versions: of the model that each client began from, by client, in increasing order of ids.
@@ -161,7 +161,7 @@ class Arrivals:
         return sorted(drawn)
 
     def _wait(self) -> int:
-        """Let time pass until somebody ends, and return how many updates were lost."""
+        """Advance time to the next client that ends, and return the number of lost updates."""
         ended = self._clock.wait()
         for each in ended:
             del self._at_work[each.client]
@@ -302,7 +302,7 @@ class Versions(Stage):
         return older._replace(options=self._options.get(version))
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let virtual time go on until the server's step."""
+        """Advance virtual time to the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
@@ -327,7 +327,7 @@ class Versions(Stage):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Go on from there.
+        """Restore it.
 
         Raises:
             ConfigurationError: if others would have arrived by now.

@@ -35,11 +35,11 @@ class ClientScaler(Stage):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether there is a scaler."""
+        """True if there is a scaler."""
         return self._scaler is not None
 
     def start_round(self) -> None:
-        """Take up the scale that the last round led to."""
+        """Note the scale that the last round led to."""
         if self._scaler is not None:
             self._start = self._scaler.state_dict()
 
@@ -85,7 +85,7 @@ class ClientScaler(Stage):
         self._lowest = min(ends, key=_rank, default=None)
 
     def close(self, record: RoundRecord) -> None:
-        """Go on with the lowest scale of the round."""
+        """Set the scale to the lowest one of the round."""
         if self._scaler is not None and self._lowest is not None:
             self._scaler.load_state_dict(self._lowest)
             self._lowest = None
@@ -95,7 +95,7 @@ class ClientScaler(Stage):
         return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Go on from there."""
+        """Restore the lowest scale."""
         self._lowest = state.get("lowest")
 
 

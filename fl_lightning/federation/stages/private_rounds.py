@@ -95,7 +95,7 @@ class PrivateRounds(Stage):
         self._facts: dict[str, float] = {}
 
     def have_noise_at_sites(self) -> None:
-        """Take updates as they come, if clients add the noise: their sites clip them and add it."""
+        """Accept updates as they come, if clients add the noise: their sites clip them and add it."""
         self._at_sites = self._privacy.clients_add_noise
 
     @property
@@ -243,7 +243,7 @@ class PrivateRounds(Stage):
         return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
         self._count_on(state)
         if self.cohorts is not None:
             self.cohorts.resume(state.get("cohorts_from"))

@@ -34,7 +34,7 @@ from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
 
 @dataclass
 class LocalCounts:
-    """What a Trainer knows of the client that trains.
+    """Counters of the client that trains, as a Trainer shows them.
 
     Attributes:
         planned_steps: local steps of a round by which schedules count, N.
