@@ -52,7 +52,7 @@ CAPS = {
     "data": (7010, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
-    "federation": (13001, 77),
+    "federation": (13132, 77),
     "flower": (9700, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),

@@ -16,12 +16,12 @@ from fl_lightning.data import LabelFlip
 from fl_lightning.federation.checks.together import (
     BY_HAND,
     NETWORK,
-    OWN_MASKS,
     RATES_BY_STEP,
     SEVERAL,
     traits_of,
 )
 from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet
 from fl_lightning.server import ALIE
 from fl_lightning.server.aggregator import Aggregator
