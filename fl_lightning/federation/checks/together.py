@@ -142,7 +142,7 @@ def check_simple(
         raise ConfigurationError(
             f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
         )
-    parts = {type(part).__name__: part.traits for part in (cohort, aggregator, *stages)}
+    parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
     most = len(data.clients)
     if cohort.has_fixed_size:
         most = cohort.expected_size(most)
