@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.updates.wire.message import bytes_down
+from fl_lightning.updates.message import bytes_down
 
 if TYPE_CHECKING:
     from fl_lightning.federation.run import Run

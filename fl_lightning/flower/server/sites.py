@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.checks.together import NETWORK
@@ -30,6 +31,7 @@ from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
+from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
@@ -39,9 +41,7 @@ from fl_lightning.flower.server.plausible import check_plausible
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
-from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.wire.coding import DecodeError
 
 
 class _Came(NamedTuple):
@@ -293,7 +293,7 @@ class Sites(FitClients):
                 raise _Unusable(CATEGORIES[came.answer.failure])
             self._check(came.answer)
             return self._read(came.answer, came, start, packing)
-        except (_Unusable, DecodeError, ValueError, KeyError) as error:
+        except (_Unusable, MessageError, ValueError, KeyError) as error:
             failure = ClientFailure(client, f"at site {self._site_of[client]}: {error}")
             return Missing(start, failure)
 

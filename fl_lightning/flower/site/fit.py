@@ -26,6 +26,7 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.start import prepare, take_over
 from fl_lightning.federation.visits.personal_recall import recalled_models
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy
@@ -37,7 +38,6 @@ from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds
 from fl_lightning.flower.whole_model import told_mask
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.server import as_aggregator
 
 

@@ -25,13 +25,13 @@ from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, 
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums.agreed import rules_of
 from fl_lightning.flower.whole_model import of_stage
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.protected import SumsOverSites, Terms
 
 # facts of an update that travel beside it, under the names by which the server logs them
