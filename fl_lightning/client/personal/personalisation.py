@@ -10,7 +10,6 @@ that has not yet taken part has the global model's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -83,12 +82,3 @@ class Personalisation(ABC):
         Raises:
             ConfigurationError: for a module with which it makes no sense.
         """
-
-
-@dataclass(frozen=True)
-class AllShared(Personalisation):
-    """Clients have nothing for themselves."""
-
-    def names(self, module: nn.Module) -> list[str]:
-        """Return none."""
-        return []
