@@ -15,7 +15,7 @@ from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation import Transport
 from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
 
