@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.devices import sent
+from fl_lightning.core.modules import sent
 from fl_lightning.core.whole_numbers import Integers
 
 

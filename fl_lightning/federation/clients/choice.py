@@ -49,6 +49,7 @@ from fl_lightning.federation.clients.trial import (
     sample_of,
     without_idle_slots,
 )
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
 
@@ -71,6 +72,7 @@ class EngineChooser:
 
     Args:
         run: whose clients train.
+        asked: what was asked for.
         stages: some of which may need one client at a time.
 
     Raises:
@@ -81,11 +83,11 @@ class EngineChooser:
         is_settled: whether the choice has been made.
     """
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        correction, personal = run.options.correction, run.options.personal
+    def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
+        correction, personal = asked.correction, asked.personal
         self._trainer, self._local, self._step = run.trainer, run.local, run.step
-        self._options, self._accumulate = run.options.execution, run.accumulate
-        self._stages, self._own_stages = stages, run.options.stages
+        self._options, self._accumulate = asked.execution, run.accumulate
+        self._stages, self._own_stages = stages, asked.stages
         self._stacking = StackedOptions(
             num_slots=1,
             padded=self._options.pads(run.module),
