@@ -28,24 +28,23 @@ from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.report.run_report import RunReport
-from fl_lightning.cli.at_once.configs import with_paths
-from fl_lightning.cli.at_once.run_help import OPTIONS
-from fl_lightning.cli.at_once.short_names import expanded, interpolating, loader, with_whole_names
-from fl_lightning.cli.console import console, forget_early_messages
-from fl_lightning.cli.devices import asks_for_several, automatic_processes
-from fl_lightning.cli.mistakes.constructors import watch_configuration, watched
-from fl_lightning.cli.mistakes.errors import Parser, bug_behind, explain
-from fl_lightning.cli.mistakes.ranges import check_ranges
+from fl_lightning.cli.checks import check_environment, check_ranges, check_trainer
+from fl_lightning.cli.configs import with_paths
+from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
+from fl_lightning.cli.errors import Parser, bug_behind, explain
+from fl_lightning.cli.help import OPTIONS
+from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
     RunConfig,
+    console,
     ended_by_signals,
+    forget_early_messages,
     in_columns,
     report_whereabouts,
     way_on,
     write_atomically,
 )
-from fl_lightning.cli.started import take_what_was_started
-from fl_lightning.cli.trainer import check_trainer
+from fl_lightning.cli.yaml_files import interpolating, loader
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
@@ -119,7 +118,7 @@ class FederatedCLI(LightningCLI):
         is_ours = data is not None and data.__module__.startswith("fl_lightning.")
 
         def read(words: list[str]) -> list[str]:
-            return with_whole_names(with_paths(words), data=is_ours)
+            return whole(with_paths(words), data=is_ours)
 
         if args is None:
             ended_with_a_sentence(lambda: run(args=read(sys.argv[1:])))
@@ -153,7 +152,7 @@ class FederatedCLI(LightningCLI):
         super().parse_arguments(parser, args)
         own = self._parser(self.config.get("subcommand"))
         if isinstance(own, Parser) and own.default_env:
-            own.check_environment(os.environ)
+            check_environment(own, os.environ)
         check_trainer(self._settings)
         check_ranges(self._settings)
 
@@ -173,7 +172,6 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Set the threads; find the run that ``--ckpt_path`` means; build all."""
         config = self._settings
-        watch_configuration(config)
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
@@ -329,11 +327,11 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
 @ended_by_signals
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
     """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
-    with console(), watched() as watch:
+    with console():
         try:
             run()
         except Exception as error:
-            sentence = explain(error, watch)
+            sentence = explain(error)
             if sentence is None:
                 raise
             clear_leftovers()

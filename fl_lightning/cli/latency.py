@@ -11,8 +11,7 @@ import torch
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.networks import add_networks, networks_of
-from fl_lightning.cli.outputs import check_file
+from fl_lightning.cli.networks import add_networks, check_file, networks_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latency

@@ -1,9 +1,14 @@
-"""Options that say which networks a command is about: the space, the images, the sizes of cells."""
+"""What commands of architectures share: which networks they are about, and the files that they write.
+
+Files and folders are looked at before time is spent on results that cannot be saved.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import ArgumentParser
@@ -80,3 +85,46 @@ def networks_of(given: Any) -> Networks:
     if given.num_threads is not None:
         torch.set_num_threads(given.num_threads)
     return Networks(space, int(given.side), options)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written; nothing is left behind.
+
+    Args:
+        option: that names it.
+        path: of the file; folders above it may be missing.
+
+    Raises:
+        ConfigurationError: with the reason.
+    """
+    if path.is_dir():
+        _refuse(option, path, "it is a folder")
+    _check_folder(option, path, path.parent)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuse a folder in which nothing can be written; nothing is left behind.
+
+    Args:
+        option: that names it.
+        path: of the folder; it and folders above it may be missing.
+
+    Raises:
+        ConfigurationError: with the reason.
+    """
+    _check_folder(option, path, path)
+
+
+def _check_folder(option: str, path: Path, folder: Path) -> None:
+    try:
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        if not there.is_dir():
+            _refuse(option, path, f"{there} is a file")
+        with TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        _refuse(option, path, str(error.strerror))
+
+
+def _refuse(option: str, path: Path, reason: str) -> NoReturn:
+    raise ConfigurationError(f"{option}: {path} cannot be written: {reason}")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import resolve
 from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied

@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
-from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST
 from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
