@@ -117,7 +117,7 @@ def help_for(words: Sequence[str]) -> str | None:
             return pages[found]
     if "--federation.help" in words:
         return block_help()
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
         asked = _ASKED.fullmatch(word)
         if asked and following.startswith("--") and classes_of(asked["block"], asked["option"]):
             return classes_help(asked["block"], asked["option"])

@@ -166,7 +166,7 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
 
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         if name.startswith("--"):
             path = name.removeprefix("--").removesuffix(".class_path").rstrip("+")

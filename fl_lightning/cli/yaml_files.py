@@ -106,7 +106,7 @@ def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     Args:
         words: of the command line.
     """
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         path = Path(value if is_one else following)
         if name in _FILES and path.is_file():  # what a pipe says can be read once

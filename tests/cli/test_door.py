@@ -192,7 +192,7 @@ def test_help_of_every_command_takes_no_time_and_fits_a_terminal(words, tmp_path
         took.append(seconds)
     assert min(took) <= 0.3
     assert max(map(len, said.splitlines())) <= 80
-    assert (code, len(said.splitlines()) > 4) == (0, True), said
+    assert (code, len(said.splitlines()) > 2) == (0, True), said
 
 
 @pytest.mark.parametrize("words", MISSPELT, ids=" ".join)
@@ -213,8 +213,12 @@ def test_names_of_classes_of_other_modules_are_left_to_the_parser():
         ConfigurationError, match=r"federation.aggregator .* fl_lightning.server.Krum\?"
     ):
         check_classes(["fit", "--federation.aggregator", "MyKrum"], [])
-    in_file = {"model": {"class_path": "torch.nn.Linaer"}, "trainer": {"logger": "no.Such"}}
-    with pytest.raises(ConfigurationError, match=r"^model: module 'torch.nn' .* torch.nn.Linear\?"):
+    in_file = {
+        "trainer": {"callbacks": ["lightning.pytorch.callbacks.EarlyStoping"], "logger": "no.Such"}
+    }
+    with pytest.raises(
+        ConfigurationError, match=r"^trainer.callbacks\[0\]: .* mean .*EarlyStopping\?"
+    ):
         check_classes([], [in_file])
 
 
