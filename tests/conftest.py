@@ -1,8 +1,13 @@
 """What all tests share."""
 
+import functools
+import gc
+import importlib.metadata
 import logging
 import os
 import sys
+
+gc.disable()  # nothing that an import or the collection makes is garbage, and to look at it takes 10 s
 
 # Lightning calls jsonargparse by names that it has renamed: not ours to mend
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
@@ -11,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors gain nothing from
 # Tests start Python dozens of times: without bytecode each start compiles every library for 10 s
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Each Trainer asks all 200 distributions for callbacks of theirs: 8 ms, some thousand times
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 # Ahead of all others: of Optional[Union[int, float]] and Optional[Union[float, int]] typing keeps the one
 # that a process has met first, and by the second the command line takes 3 batches for 3.0
@@ -44,6 +52,16 @@ def pytest_collection_modifyitems(items):
     """Begin with those files, in their order."""
     places = {stem: place for place, stem in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish():
+    """Have no collection of garbage walk through the libraries and the tests themselves."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # some libraries count what is left at the exit
 
 
 @pytest.fixture(autouse=True)

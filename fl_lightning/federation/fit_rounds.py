@@ -148,6 +148,7 @@ class FitRounds:
                     # after an interruption some of the group are done, the last that were noted
                     finished = set(self.record.finished[-len(group) :])
                     self._round.train([client for client in group if client not in finished])
+                    self.clients.warn_of_rehearsal(self.record)
         except (ClientFailure, ConfigurationError) as failure:
             self._meeting.fail(failure)
         finally:

@@ -268,8 +268,12 @@ class Learning(Stage):
     learns: bool = True
 
     @abstractmethod
-    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Change what a client remembers, by its own update.
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
+        """Find out what a client learns from its own update, and change nothing yet.
+
+        Returns:
+            What changes the client's memory, and cannot fail. It is called when the update is sure to
+            be used, as nothing else has failed at the client.
 
         Raises:
             ClientFailure: if it cannot; its update is not used then.
@@ -393,10 +397,15 @@ class Stages(Iterable[Stage]):
         stages = self.having("steps")
         return _entered([partial(stage.steps, turn) for stage in stages]) if stages else _NOTHING
 
-    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Let a client learn from its own update."""
-        for stage in self._learning:
-            stage.learn(update, work, start)
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
+        """Find out what a client learns from its own update; return what has it remember all of it."""
+        learnt = [stage.learn(update, work, start) for stage in self._learning]
+
+        def remember() -> None:
+            for each in learnt:
+                each()
+
+        return remember
 
     def term(self, client: int) -> GradientTerm:
         """Return what a client of slots adds to its gradients: all terms together."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.payload import Dense, Payload, Sparse
@@ -37,6 +38,17 @@ from fl_lightning.updates.transform import (
     UpdateTransform,
     as_step,
     as_transform,
+)
+
+OF_DOWNLOAD = Traits(
+    needs={
+        Trait.COHORTS: "rounds the model of a round",
+        Trait.ONE_MASK: "sends all clients the same coordinates",
+    },
+    instead={
+        Trait.COHORTS: "leave download out",
+        Trait.ONE_MASK: "leave download out, or use one mask for all",
+    },
 )
 from fl_lightning.updates.wire.message import Message, bytes_down, bytes_up, encoded_size
 

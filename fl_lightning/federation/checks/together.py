@@ -5,30 +5,27 @@ Each part says its own traits; see `fl_lightning.core.traits`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
-from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
+from fl_lightning.federation.checks.options import check_cohort_size, check_shards, check_trusted
+from fl_lightning.federation.stages.client_masks import OWN_MASKS, client_masks
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.server.staleness import ASYNCHRONOUS
+from fl_lightning.updates.path import OF_DOWNLOAD
 from fl_lightning.updates.transform import as_step
 
 if TYPE_CHECKING:
+    from fl_lightning.data.federated import FederatedDataModule
     from fl_lightning.federation.options import Options
+    from fl_lightning.federation.stage import Stage
 
-_DOWNLOAD = Traits(
-    needs={
-        Trait.COHORTS: "rounds the model of a round",
-        Trait.ONE_MASK: "sends all clients the same coordinates",
-    },
-    instead={
-        Trait.COHORTS: "leave download out",
-        Trait.ONE_MASK: "leave download out, or use one mask for all",
-    },
-)
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
     instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},
@@ -40,7 +37,6 @@ _SLOTS = _SPEEDUPS | Traits(
 BY_HAND = Traits(
     breaks={Trait.RETURNED_LOSS: "steps its optimizers by hand (automatic_optimization = False)"}
 )
-OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 SEVERAL = Traits(breaks={Trait.ONE_OPTIMIZER: "takes steps of different lengths"})
 RATES_BY_STEP = Traits(
     breaks={Trait.ONE_RATE: "has a learning-rate schedule that changes it from step to step"},
@@ -64,7 +60,7 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
     """
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, as_step(step).traits) for step in options.updates),
-        *(("download", step, _DOWNLOAD) for step in options.download),
+        *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
     ]
     if cohort is not None:
@@ -128,6 +124,34 @@ def check_trainer_together(trainer: Trainer, options: Options) -> None:
     if any(config.interval == "step" for config in configs):
         parts["the model's optimizer"] = RATES_BY_STEP
     check_together(parts)
+
+
+def check_simple(
+    module: Any,
+    data: FederatedDataModule,
+    stages: Sequence[Stage],
+    cohort: Cohort,
+    aggregator: Aggregator,
+) -> None:
+    """Refuse for rounds without a Trainer what a Trainer's are refused.
+
+    Raises:
+        ConfigurationError: with a line for each conflict.
+    """
+    if aggregator.protection is not None:
+        raise ConfigurationError(
+            f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
+        )
+    parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
+    most = len(data.clients)
+    if cohort.has_fixed_size:
+        most = cohort.expected_size(most)
+    raise_together(
+        lambda: check_together(parts | _of_module(module)),
+        lambda: check_shards(data, "raise"),
+        lambda: check_cohort_size(most, 0, aggregator),
+        lambda: check_trusted(aggregator, cohort, len(data.clients)),
+    )
 
 
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:

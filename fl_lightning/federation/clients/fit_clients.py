@@ -21,6 +21,7 @@ from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 from fl_lightning.federation.transaction import Transaction
@@ -112,6 +113,13 @@ class FitClients:
             names = self._rehearsal.together(answers)
         self.local.settle_state(names)
         return True
+
+    def warn_of_rehearsal(self, record: RoundRecord) -> None:
+        """Warn of clients that have trained, and whose rehearsed steps had failed."""
+        if self._rehearsal.failures:
+            self._rehearsal.warn_of_failures(
+                {*record.finished}.difference(record.skipped, record.lost)
+            )
 
     def metrics_kept_apart(self) -> AbstractContextManager[None]:
         """Keep the module's torchmetrics objects from exchanging anything between processes."""

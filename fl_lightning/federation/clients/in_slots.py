@@ -100,10 +100,11 @@ class InSlots:
         rows, failures = [], []
         for row, update in enumerate(updates):
             try:
-                self._stages.learn(update, work[update.client_id], start)
+                learnt = self._stages.learn(update, work[update.client_id], start)
             except ClientFailure as failure:
                 failures.append(failure)
             else:
+                learnt()
                 rows.append(row)
         return updates.rows(rows) if failures else updates, failures
 

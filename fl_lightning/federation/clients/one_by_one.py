@@ -63,13 +63,14 @@ class OneByOne:
         try:
             with self.around(turn):
                 update = self.take_steps(turn)
-                if self._stages.learns:
-                    self._stages.learn(update, work, start)
+                learnt = self._stages.learn(update, work, start) if self._stages.learns else None
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
+        if learnt is not None:
+            learnt()
         self._local.keep_growth(self._growth)
         return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
 

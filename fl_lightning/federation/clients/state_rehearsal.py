@@ -6,7 +6,8 @@ state, as is what torch's modules are known to change; the rest are constants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -32,9 +33,13 @@ class StateRehearsal:
 
     Raises:
         ConfigurationError: if a pattern finds nothing.
+
+    Attributes:
+        failures: of clients whose steps raised.
     """
 
     def __init__(self, run: Run) -> None:
+        self.failures: dict[int, Exception] = {}
         self._trainer, self._module = run.trainer, run.module
         self._local, self._step = run.local, run.step
         self._plan, self._scaler = run.plan, run.scaler
@@ -60,7 +65,7 @@ class StateRehearsal:
     def changed_by(self, work: Iterable[ClientWork]) -> list[str] | None:
         """Return what the first of some clients changes; None if none of them can take a step.
 
-        A client that fails is met again, where it counts.
+        A client that fails is met again, where it counts; see `warn_of_failures` for one that does not fail there.
         """
         for client in work:
             if client.sizes:
@@ -73,9 +78,20 @@ class StateRehearsal:
                             changed |= {*visit.changed(names)}
                         self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]
-                except Exception:  # noqa: BLE001, S112 - whatever the user's step raises
-                    continue
+                except Exception as error:  # noqa: BLE001 - whatever the user's step raises
+                    self.failures[client.client_id] = error
         return None
+
+    def warn_of_failures(self, trained: Collection[int]) -> None:
+        """Warn of clients whose steps failed here, and not when they trained."""
+        for client in self.failures.keys() & trained:
+            error = self.failures.pop(client)
+            warnings.warn(
+                f"state: the first steps of client {client} raised {type(error).__name__}: {error}, when they were "
+                "rehearsed to find out which buffers they change, and did not when it trained: training_step "
+                "is to do the same whenever it is called, and federation.client_state can name the buffers",
+                stacklevel=2,
+            )
 
     def _tell(self, changes: list[str]) -> None:
         if changes:
@@ -89,12 +105,14 @@ class StateRehearsal:
         if self._step.examples is None:
             steps = self._plan.steps(client)
         else:  # whose batches may be empty
-            steps = ([batch] for batch in self._plan.batches(self._plan.shard(client)))
+            client = self._plan.shard(client)
+            steps = ([batch] for batch in self._plan.batches(client))
         examples, self._step.examples = self._step.examples, None
         try:
-            for index, batches in enumerate(islice(steps, _NUM_STEPS)):
-                self._step(batches, index)
-                yield
+            with self._step.counts.of_client(client):
+                for index, batches in enumerate(islice(steps, _NUM_STEPS)):
+                    self._step(batches, index)
+                    yield
         finally:
             self._step.examples = examples
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.updates.wire.message import bytes_down
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
 # module holds the model that the client is sent.
 MaskOfClient: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 
 
 @runtime_checkable
@@ -48,6 +50,7 @@ class MaskedClients(Stage):
         masks: gives them.
     """
 
+    traits = OWN_MASKS
     one_at_a_time = "clients have masks of their own"
 
     def __init__(self, masks: MaskOfClient) -> None:

@@ -7,7 +7,7 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
@@ -59,7 +60,7 @@ class Corrector(Correcting, SpansNetwork):
         self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
         self._change: Tensor | None = None  # of the last client that learnt
-        self.learns = correction.remembers
+        self.learns, self.traits = correction.remembers, correction.traits
         if correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
@@ -148,11 +149,11 @@ class Corrector(Correcting, SpansNetwork):
         finally:
             self._step.term = self._step.contrast = None
 
-    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Remember a client's round; one whose optimizer took no step has shown nothing."""
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
+        """Learn from a client's round; one whose optimizer took no step has shown nothing."""
         num_steps = _optimizer_steps(update)
         if not (self.correction.remembers and _any(num_steps)):
-            return
+            return lambda: None
 
         def gradient() -> Tensor:
             with self._collector.listening_to(self._module):
@@ -166,7 +167,10 @@ class Corrector(Correcting, SpansNetwork):
         )
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
-        self._memory.put(_NAME, update.client_id, after)
+        return partial(self._remember, update.client_id, before, after)
+
+    def _remember(self, client: int, before: Tensor | None, after: Tensor) -> None:
+        self._memory.put(_NAME, client, after)
         if self.correction.needs_mean:
             self._change = after if before is None else after - before
             self._changes.add(self._change, 1)
@@ -307,6 +311,8 @@ def _num_bytes(like: Tensor | LazyDeltas) -> int:
 
 class StepCounts(Stage):
     """Attaches to updates how many gradients they add up to, for aggregators that divide by it."""
+
+    traits = NO_TRAITS
 
     def __init__(self, correction: Correction | None) -> None:
         self._pull = 0.0 if correction is None else correction.pull

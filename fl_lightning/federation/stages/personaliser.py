@@ -162,13 +162,14 @@ class Personaliser(KeepsTensors):
         seed_global_generators(seed)
         try:
             self._scaler.wind_back()
-            self._local.train(
-                model,
-                client_id=work.client_id,
-                num_examples=work.num_examples,
-                batches=steps if mixing is None else mixing.steps(steps),
-                masks=masks,
-            )
+            with self._step.counts.of_client(work):
+                self._local.train(
+                    model,
+                    client_id=work.client_id,
+                    num_examples=work.num_examples,
+                    batches=steps if mixing is None else mixing.steps(steps),
+                    masks=masks,
+                )
         except ClientFailure as failure:
             located = f"in personal steps: {failure.reason}"
             raise ClientFailure(failure.client_id, located) from failure.__cause__

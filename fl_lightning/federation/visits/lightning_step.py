@@ -238,6 +238,7 @@ class LightningStep:
             factor: of the loss.
         """
         self._collector.start_step(size)
+        self.counts.batch = self.counts.step = index
         batch = batch if self._prepare is None else self._prepare(batch)
         batch = batch if self._faster is None else self._faster.batch(batch)
         loss = loss_of(self._output(batch, index))

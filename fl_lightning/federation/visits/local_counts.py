@@ -63,9 +63,9 @@ class LocalCounts:
     _is_told: bool = False
 
     def of_client(self, work: ClientWork) -> AbstractContextManager[None]:
-        """Count a client's batches and steps inside this block."""
+        """Count a client's batches and steps inside this block; blocks may be inside one another."""
         about = {"client": work.client_id, "round_index": work.round_index}
-        return self._given(**about, num_batches=len(work.sizes))
+        return self._given(**about, num_batches=len(work.sizes), batch=0, step=0)
 
     def of_slots(self, round_index: int) -> AbstractContextManager[None]:
         """Count for clients that train at once inside this block."""
@@ -155,6 +155,26 @@ def counts_of(trainer: Trainer) -> LocalCounts:
     return trainer.local_counts
 
 
+@contextmanager
+def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
+    """Count a client's batches and steps inside this block, outside of a fit as well.
+
+    There nobody has planned rounds, and `local_step` begins at 0.
+    """
+    with ExitStack() as cleanup:
+        if not isinstance(trainer, _CountingTrainer):
+            count_locally(trainer, len(work.sizes), 0, cleanup)
+            work = work._replace(round_index=0)
+        cleanup.enter_context(counts_of(trainer).of_client(work))
+        yield
+
+
+def note_step(trainer: Trainer, index: int) -> None:
+    """Note at which batch, and local step, a client is that is visited."""
+    if isinstance(trainer, _CountingTrainer):
+        trainer.local_counts.batch = trainer.local_counts.step = index
+
+
 def local_step(module: LightningModule) -> int | Tensor:
     """Returns the number of the local step in the run, from 0; for training steps.
 
@@ -185,7 +205,7 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
     """Return the learning-rate schedules with ``interval: step``, which Lightning steps no more.
 
     Raises:
-        ConfigurationError: for one that waits for a metric.
+        ConfigurationError: for one that waits for a metric, or for a number of batches.
     """
     module, counts = trainer.lightning_module, counts_of(trainer)
     configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
@@ -196,7 +216,12 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
             "configure_optimizers: ReduceLROnPlateau with interval 'step' waits for a metric in every "
             "local step, and metrics are known once a round: set interval to 'epoch'"
         )
-    moved = [(each.scheduler, each.frequency) for each in configs]
+    if frequencies := [each.frequency for each in configs if each.frequency != 1]:
+        raise ConfigurationError(
+            f"configure_optimizers: a schedule with interval 'step' and frequency {frequencies[0]} counts "
+            "the batches of an epoch, of which every client has another number: set frequency to 1, and "
+            "let the schedule itself change its rate more rarely"
+        )
     for config in configs:
         config.frequency = sys.maxsize
 
@@ -205,9 +230,8 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                for schedule, frequency in moved:
-                    if number % frequency == 0:
-                        module.lr_scheduler_step(schedule, None)
+                for config in configs:
+                    module.lr_scheduler_step(config.scheduler, None)
         finally:
             counts.moved_to = 0
 

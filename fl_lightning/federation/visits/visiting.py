@@ -22,6 +22,7 @@ from fl_lightning.core.modes import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.local_counts import note_step
 
 StepOf = Literal["train", "validation", "test"]
 # The name of such a step, and the precision plugin's context for it.
@@ -54,7 +55,7 @@ class Visit:
         self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: ModuleTensors | None
     ) -> None:
         step, context = _STEPS[kind]
-        self.module = trainer.lightning_module
+        self.module, self._trainer = trainer.lightning_module, trainer
         self._step = getattr(self.module, step)
         self._context = getattr(trainer.precision_plugin, context)
         self._takes_index = takes_index(self._step)
@@ -75,6 +76,7 @@ class Visit:
     def step(self, batch: Any, index: int) -> Any:
         """Take one step on a batch that is prepared and return what it returns."""
         self.logs.start_step(self.size)
+        note_step(self._trainer, index)
         arguments = (batch, index) if self._takes_index else (batch,)
         with self._context():
             return self._step(*arguments)
