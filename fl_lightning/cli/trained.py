@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.cli.networks import Networks
+from fl_lightning.cli.latency import Networks
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_folder import CONFIG, differences, run_of
 from fl_lightning.federation.visits.visiting import visiting
