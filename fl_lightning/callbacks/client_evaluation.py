@@ -2,7 +2,7 @@
 
 A mean over all examples hides who pays for it. Every client's metrics are those that the module
 itself logs in its validation or test step, over the examples that the client held out for validation or
-for tests; over clients they are reported as mean, spread, worst decile and, of values that are not
+for tests; over clients they are reported as mean, standard deviation, worst decile and, of values that are not
 negative, Jain's index, each client counted once.
 Where clients have personal models (`Federation`'s ``personal``), these are evaluated on the same
 examples.
@@ -239,14 +239,14 @@ def _why_not(
 def _told(name: str, key: str, values: Tensor, *, higher_is_better: bool) -> dict[str, float]:
     """Say a metric of all clients; return its figures, whose names begin with the key."""
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
-    mean, spread = float(values.mean()), float(values.std(correction=0))
-    logs = {f"{key}_mean": mean, f"{key}_spread": spread, f"{key}_worst_decile": worst}
+    mean, std = float(values.mean()), float(values.std(correction=0))
+    logs = {f"{key}_mean": mean, f"{key}_std": std, f"{key}_worst_decile": worst}
     fairness = ""
     if bool((values >= 0).all()):
         logs[f"{key}_jain"] = float(jains_index(values))
         fairness = f", Jain's index {logs[f'{key}_jain']:.4f}"
     rank_zero_info(
-        f"clients: {name} mean {mean:.4f}, spread {spread:.4f}, worst decile {worst:.4f}{fairness} "
+        f"clients: {name} mean {mean:.4f}, std {std:.4f}, worst decile {worst:.4f}{fairness} "
         f"over {len(values)} clients",
         **detail(),
     )

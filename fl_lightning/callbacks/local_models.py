@@ -152,11 +152,11 @@ class LocalModels:
         logs = {f"{GLOBAL}/{name}": float(value) for name, value in whole.items()}
         for name, value in whole.items():
             values = torch.stack([own[name] for own in clients.values() if name in own]).double()
-            mean, spread = float(values.mean()), float(values.std(correction=0))
-            logs |= {f"local/{name}_mean": mean, f"local/{name}_spread": spread}
+            mean, std = float(values.mean()), float(values.std(correction=0))
+            logs |= {f"local/{name}_mean": mean, f"local/{name}_std": std}
             rank_zero_info(
                 f"round {number}, common test set: {name} of {len(values)} local models mean "
-                f"{mean:.4f}, spread {spread:.4f}; of the global model {float(value):.4f}"
+                f"{mean:.4f}, std {std:.4f}; of the global model {float(value):.4f}"
             )
         for logger in trainer.loggers:
             logger.log_metrics(logs, step=trainer.global_step - 1)

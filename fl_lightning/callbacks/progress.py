@@ -26,8 +26,8 @@ from fl_lightning.callbacks.console.round_line import (
     round_line,
     unit,
 )
-from fl_lightning.core.console.bars import duration, filled
-from fl_lightning.core.console.screen import Screen, Ticker
+from fl_lightning.core.console.layout import duration, filled
+from fl_lightning.core.console.screen import StatusLines, Ticker
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round
 
@@ -53,7 +53,7 @@ class RoundProgressBar(ProgressBar):
             )
         self.refresh_rate = refresh_rate
         self._is_wanted = refresh_rate > 0
-        self._screen = Screen()
+        self._screen = StatusLines()
         self._pace = Pace()
         self._inner: Inner | None = None
         self._run_text: str | None = None

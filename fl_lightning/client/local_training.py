@@ -32,8 +32,7 @@ from fl_lightning.client.state.tensors import (
     state_space,
     whole_numbers,
 )
-from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.lonely_example import help_with_one_example
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite

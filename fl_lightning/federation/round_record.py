@@ -136,7 +136,7 @@ class RoundRecord:
             **self.privacy,
             **self.more,
             **{name: self.norms.mean(name) for name in self.norms.names},
-            **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
+            **{f"{name}_std": self.means.std(name) for name in self.means.names},
         }
 
     def unprotected_names(self) -> set[str]:

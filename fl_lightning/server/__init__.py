@@ -1,4 +1,4 @@
-"""From many updates to a model."""
+"""The server: aggregators, robust rules, attacks on them, server optimizers, asynchronous rules."""
 
 from fl_lightning.core.public_names import exported
 from fl_lightning.server.aggregator import Aggregator as Aggregator

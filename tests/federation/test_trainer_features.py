@@ -173,11 +173,11 @@ def test_tensorboard_shows_what_a_user_looks_for(tmp_path):
     scalars = {
         name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]
     }
-    per_round = ("train/loss", "train/loss_spread", "val/loss", "val/accuracy", "lr-SGD")
+    per_round = ("train/loss", "train/loss_std", "val/loss", "val/accuracy", "lr-SGD")
     round_facts = ("cohort_size", "update_norm", "seconds", "bytes_up", "bytes_down", "skipped")
     for name in (*per_round, *(f"round/{fact}" for fact in round_facts)):
         assert scalars[name] == [0, 1, 2], name
-    for statistic in ("mean", "spread", "worst_decile"):
+    for statistic in ("mean", "std", "worst_decile"):
         assert f"clients/val/accuracy_{statistic}" not in scalars  # once, thus no chart
         table = events.Tensors("results/clients/text_summary")[0].tensor_proto.string_val[0]
         assert f"clients/val/accuracy_{statistic} | ".encode() in table

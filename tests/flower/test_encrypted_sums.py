@@ -144,13 +144,13 @@ def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
     assert opened.clients == frozenset(CLIENTS)
     assert lost == {}
     ciphertext = 213_000
-    assert all(ciphertext < opened.expense.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
+    assert all(ciphertext < opened.protection_cost.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
 
 
 def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
     sites = Sites(tmp_path)
     opened, _ = added(sites)
-    told = [*opened.expense.bytes_up.values(), *opened.expense.bytes_down.values()]
+    told = [*opened.protection_cost.bytes_up.values(), *opened.protection_cost.bytes_down.values()]
     assert sum(told) == pytest.approx(sum(map(len, sites.heard)), abs=len(sites.heard))
 
 

@@ -136,12 +136,15 @@ def test_counting_gives_the_bits_and_bytes_of_running(options):
     run = began(SecureMean(**options), updates, **settings)
     count = began(SecureMean(protocol="count", **options), updates, **settings)
     assert torch.equal(run.close(), count.close())
-    assert run.expense.bytes_up == count.expense.bytes_up
-    assert run.expense.bytes_down == count.expense.bytes_down
-    assert set(run.expense.bytes_up) == {1, 2} | {update.client_id for update in updates}
-    assert set(run.expense.seconds) == {"client_seconds", "server_seconds"}
-    assert set(count.expense.seconds) == {"estimated_client_seconds", "estimated_server_seconds"}
-    assert all(value > 0 for value in count.expense.seconds.values())
+    assert run.protection_cost.bytes_up == count.protection_cost.bytes_up
+    assert run.protection_cost.bytes_down == count.protection_cost.bytes_down
+    assert set(run.protection_cost.bytes_up) == {1, 2} | {update.client_id for update in updates}
+    assert set(run.protection_cost.seconds) == {"client_seconds", "server_seconds"}
+    assert set(count.protection_cost.seconds) == {
+        "estimated_client_seconds",
+        "estimated_server_seconds",
+    }
+    assert all(value > 0 for value in count.protection_cost.seconds.values())
 
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
@@ -177,7 +180,7 @@ def test_random_coordinates_are_the_same_for_all_and_the_only_ones_that_travel()
     bits = (6 * 2**32 * 1024).bit_length()
     up, down = secure.typical_bytes(SIZE, 6)
     assert whole.typical_bytes(SIZE, 6) == (up + 40 * bits // 8, down)
-    assert set(secure.expense.bytes_up.values()) == {up}
+    assert set(secure.protection_cost.bytes_up.values()) == {up}
 
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
@@ -218,7 +221,9 @@ class TestEncryptedMean:
         encrypted = began(EncryptedMean(max_examples=max_examples), updates, num_clients=20)
         assert torch.allclose(encrypted.close(), expected, rtol=0, atol=1e-4)
         up, _ = encrypted.typical_bytes(5000, 6)
-        assert np.mean(list(encrypted.expense.bytes_up.values())) == pytest.approx(up, rel=0.02)
+        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
+            up, rel=0.02
+        )
 
     def test_after_the_first_round_only_what_moved_most_is_encrypted(self):
         updates = some_updates()
@@ -283,7 +288,9 @@ class TestPaillier:
         assert encrypted.state_dict()["total"].clear.shape == (45,)
         up, _ = encrypted.typical_bytes(SIZE, 6)
         assert (encrypted.close() - plain_mean(updates)).abs().max() < 1e-6
-        assert np.mean(list(encrypted.expense.bytes_up.values())) == pytest.approx(up, rel=0.2)
+        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
+            up, rel=0.2
+        )
 
     def test_a_vector_that_takes_too_long_is_refused_with_the_time(self):
         encrypted = EncryptedMean(paillier=Paillier(key_bits=2048))

@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.sparsity.heads import HeadFit
 from fl_lightning.sparsity.masks.mask import Mask, some

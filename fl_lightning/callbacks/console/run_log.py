@@ -21,7 +21,7 @@ from fl_lightning.callbacks.console.log_file import LogFile
 from fl_lightning.callbacks.console.round_line import round_line
 from fl_lightning.callbacks.console.tidy import tidy_screen
 from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.core.console.tables import aligned
+from fl_lightning.core.console.layout import aligned
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round
 from fl_lightning.federation.checkpoints.run_folder import run_folder

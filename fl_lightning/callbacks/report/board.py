@@ -28,12 +28,12 @@ _LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {
         "validation": r"^val[/_](?!.*loss).*",
         "validation loss": r"^val[/_].*loss.*",
-        "training": r"^train[/_](?!.*(loss|_spread$)).*",
-        "training loss": r"^train[/_](?!.*_spread$).*loss.*",
+        "training": r"^train[/_](?!.*(loss|_std$)).*",
+        "training loss": r"^train[/_](?!.*_std$).*loss.*",
     },
     "2 Clients": {
-        "spread over clients": r"^train[/_].*_spread$",
-        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_spread|_jain|_worst_decile)).*",
+        "spread over clients": r"^train[/_].*_std$",
+        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
         "held-out examples, worst decile": r"^(clients|personal)/(?!.*loss).*_worst_decile$",
         "participants": r"^round/(cohort_size|skipped|lost)$",
     },

@@ -18,7 +18,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import ModuleTensors, TrainedFlags
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.modes import modes_kept
+from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index

@@ -109,7 +109,7 @@ class Sites(FitClients):
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
             write = partial(self._order, "sum")
-            self._sums.have_added(
+            self._sums.sum_at_sites(
                 adds_over_sites(
                     self._sums,
                     correspondence,

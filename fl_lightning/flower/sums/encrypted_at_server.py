@@ -28,7 +28,7 @@ from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, Sender
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.scheme import OpenedSum
-from fl_lightning.server.protected import FEWEST_CLIENTS, Expense
+from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 from fl_lightning.updates.wire.coding import DecodeError
 
 # a site is asked for as many clients at once as fit into an answer of this size, and for one at least
@@ -84,7 +84,7 @@ class EncryptedOverSites:
             )
         reply = self._asked_opener(agreed, "open", senders, {TOTAL: total.encode()}, costs)
         in_sum = frozenset(sender.client for sender in senders)
-        return OpenedSum(_values(reply, agreed), in_sum, costs.expense)
+        return OpenedSum(_values(reply, agreed), in_sum, costs.protection_cost)
 
     def _new_key(self, agreed: EncryptedAgreed, costs: _Costs) -> bytes:
         """Return the run's key, sealed, which the opener makes if it has none."""
@@ -180,9 +180,9 @@ class _Costs:
         self.server_seconds = 0.0
 
     @property
-    def expense(self) -> Expense:
+    def protection_cost(self) -> ProtectionCost:
         """All of it; of their own CPU time sites do not tell."""
-        return Expense(self.up, self.down, {"server_seconds": self.server_seconds})
+        return ProtectionCost(self.up, self.down, {"server_seconds": self.server_seconds})
 
 
 def _said(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
