@@ -8,13 +8,13 @@ on standard error and a code other than 0, without a traceback.
 from __future__ import annotations
 
 import errno
+import inspect
 import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from inspect import signature
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from fl_lightning.core.errors import (
     ProcessFailure,
     RoundFailure,
 )
+from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
 
 _TOLD_IN_A_SENTENCE = (
@@ -50,6 +51,8 @@ _STORAGE = (
 # "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
 _IS_BUILDING: ContextVar[bool] = ContextVar("is_building", default=False)
+# of the command, for what factories build later
+_CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
@@ -117,11 +120,17 @@ def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
     try:
+        # the parser lets some values pass, inside unions of protocols
+        if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
+            check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
-        if not _IS_BUILDING.get():  # a factory, called by a module
+        refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
+        if _IS_BUILDING.get():
+            raise refusal from error
+        if configuration is None or (told := refusal.as_error(configuration)) is error:
             raise
-        raise Refusal(kind, options, error) from error
+        raise told from error  # of a factory that a module or the federation has called
 
 
 add_instantiator(_build, object)  # type: ignore[arg-type]
@@ -141,15 +150,16 @@ class Parser(LightningArgumentParser):
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Have refusals of models and data modules pass, which Lightning builds in its own way."""
-        takes_links = "applied_instantiation_links" in signature(instantiator).parameters
+        takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters
 
         def build(
             kind: Any, /, *own: Any, applied_instantiation_links: Any = None, **of: Any
         ) -> Any:
             links = {"applied_instantiation_links": applied_instantiation_links}
-            return _built(
-                partial(instantiator, kind, **links if takes_links else {}), kind, own, of
+            builds = (
+                partial(instantiator, kind, **links) if takes_links else partial(instantiator, kind)
             )
+            return _built(builds, kind, own, of)
 
         super().add_instantiator(build, *args, **kwargs)
 
@@ -161,6 +171,9 @@ class Parser(LightningArgumentParser):
         """
         if _IS_BUILDING.get():  # a parser of a class inside the configuration
             return super().instantiate(namespace, *args, **kwargs)
+        command = namespace.get("subcommand")
+        configuration = namespace if command is None else namespace[command]
+        _CONFIGURATION.set(configuration)
         token = _IS_BUILDING.set(True)
         try:
             return super().instantiate(namespace, *args, **kwargs)
@@ -168,8 +181,7 @@ class Parser(LightningArgumentParser):
             refusal = refused
         finally:
             _IS_BUILDING.reset(token)
-        command = namespace.get("subcommand")
-        error = refusal.as_error(namespace if command is None else namespace[command])
+        error = refusal.as_error(configuration)
         if error is refusal.error:  # a bug
             raise error
         raise error from refusal.error

@@ -22,7 +22,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fl_lightning.cli.checks import imported, what_is_missing
 from fl_lightning.cli.names import names_in, paths, where_listed
@@ -30,6 +29,8 @@ from fl_lightning.cli.names import names_in, paths, where_listed
 MOST_CHARACTERS = 500
 # written without class_path in the YAML: their options stand directly below the option's name
 BARE = ("Federation", "Attackers")
+# from the top of the tree to a place in it: indentation, option, class; one of the last two is None
+Way = tuple[tuple[int, str | None, str | None], ...]
 
 # What the parser says, line by line: levels of the tree, frames of it, a value, and reasons.
 _LEVEL = re.compile(
@@ -107,22 +108,7 @@ def complaint(message: str) -> Complaint:
         >>> complaint(chr(10).join([*lines, "  Given value: 1.5"]))
         Complaint(path='trainer.max_epochs', class_path='', reasons=("Expected a <class 'int'>",), given='1.5')
     """
-    leaves: dict[tuple[Any, ...], list[str]] = {}
-    values: dict[tuple[Any, ...], str] = {}
-    stack: list[tuple[int, str | None, str | None]] = []  # indentation, option, class
-    for line in message.splitlines():
-        text = re.sub(r"^\s*(- )?", "", line)
-        indent = len(line) - len(text)
-        while text and stack and stack[-1][0] >= indent:
-            stack.pop()
-        while level := _LEVEL.match(text):
-            stack.append((indent, level["key"], level["class_path"]))
-            text, indent = text[level.end() :], indent + 1
-        if value := _GIVEN.match(text):
-            values.setdefault(tuple(stack), value["given"] or value["got"] or "")
-            text = value["text"] or ""
-        if not _FRAME.match(text):
-            leaves.setdefault(tuple(stack), []).append(text)
+    leaves, values = _tree(message)
     if not leaves:
         return Complaint("", "", (" ".join(message.split()),), None)
     deepest = max(leaves, key=len)
@@ -136,7 +122,32 @@ def complaint(message: str) -> Complaint:
     return Complaint(_path(deepest, values), class_path, reasons, values.get(deepest))
 
 
-def _path(way: Sequence[Any], values: Mapping[Any, str]) -> str:
+def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
+    """Return what a message says at each place of its tree, and the values there."""
+    leaves: dict[Way, list[str]] = {}
+    values: dict[Way, str] = {}
+    stack: list[tuple[int, str | None, str | None]] = []
+    for line in filter(str.strip, message.splitlines()):
+        text = re.sub(r"^\s*(- )?", "", line)
+        indent = len(line) - len(text)
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        while level := _LEVEL.match(text):
+            stack.append((indent, level["key"], level["class_path"]))
+            text, indent = text[level.end() :], indent + 1
+        way = tuple(stack)
+        if value := _GIVEN.match(text):
+            text = value["text"] or ""
+            if value["got"] is None:
+                values[way] = value["given"]
+            else:  # of one of the types that were tried
+                values.setdefault(way, value["got"])
+        if not _FRAME.match(text):
+            leaves.setdefault(way, []).append(text)
+    return leaves, values
+
+
+def _path(way: Way, values: Mapping[Way, str]) -> str:
     """Return the option's path in the YAML."""
     path = ""
     for depth, (_, key, class_path) in enumerate(way):

@@ -34,7 +34,7 @@ def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
 
     Args:
         function: with annotations, such as a constructor.
-        arguments: by name; those without an annotation are not looked at.
+        arguments: by name; those without an annotation that can be read here are not looked at.
 
     Raises:
         ConfigurationError: naming all of them, with the call to write.
@@ -49,7 +49,10 @@ def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
 write rounds=3
         rate must be a number, got the text '0.1': write rate=0.1
     """
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # of a type that only type checkers import
+        return
     problems = [
         problem
         for name, value in arguments.items()
