@@ -1,4 +1,4 @@
-"""What the parser accepts though it means nothing, or refuses without saying why.
+"""Checks beside the parser: of values without a meaning that it accepts, and of refusals without a reason.
 
 Options of the Trainer that Lightning refuses with a traceback, or takes though they mean nothing. Seeds,
 and options of PyTorch's optimizers and schedules that PyTorch takes without a look: a learning rate that is
@@ -69,7 +69,7 @@ def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
 
 
 def imported(class_path: str) -> Any:
-    """Return what an import path names; None if there is no such thing."""
+    """Return the class or function of an import path; None if there is none."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)
@@ -302,7 +302,7 @@ def _range_problems(path: str, spec: Any) -> Iterator[str]:
 
 
 def _needed(name: str, value: Any, *, must_be_finite: bool) -> str | None:
-    """Return what a value has to be and is not; None if it is fine."""
+    """Rule that a value breaks, in words; None if it is fine."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if must_be_finite and not math.isfinite(value):
@@ -325,7 +325,7 @@ _PACKAGES = ("fl_lightning.data", "fl_lightning.sparsity", "fl_lightning.updates
 
 
 def what_is_missing(reason: str, given: str) -> str | None:
-    """Return what a class lacks; None if that is not the matter.
+    """Methods that a class lacks for a protocol, in words; None if it was refused for another reason.
 
     A class without a single method of the protocol was not meant to be one.
 

@@ -22,7 +22,7 @@ writes one to FILE (NAME.yaml in this folder if it is left out), to be edited.""
 
 
 def folder() -> Path:
-    """Return where they are: inside the installed package, or beside it in a checkout."""
+    """Folder of the configurations: inside the installed package, or beside it in a checkout."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 

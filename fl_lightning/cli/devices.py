@@ -62,7 +62,7 @@ def asks_for_several(trainer: Mapping[str, Any]) -> bool:
 def automatic_processes(
     trainer: Mapping[str, Any], federation: Federation, data: Any, num_threads: int | None
 ) -> int:
-    """Return how many processes a fit on CPUs should have if the user leaves it open, else 1.
+    """Number of processes of a fit on CPUs if the user leaves it open, else 1.
 
     As many as there are usable cores, and no more than clients in a round. One where the processes
     could not be forked or come from elsewhere (torchrun, SLURM), and where several threads were
@@ -136,7 +136,7 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI
 
 
 def started(environ: Mapping[str, str] = os.environ) -> Started | None:
-    """Return which processes were started together with this one, None if it was started alone.
+    """Processes that were started together with this one, None if it was started alone.
 
     Example:
         >>> started({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
@@ -161,7 +161,7 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 
 def take_what_was_started(trainer: Any) -> None:
-    """Let ``devices: auto`` mean the processes that were started from outside.
+    """Set the devices and nodes of a Trainer to the processes that were started from outside.
 
     Args:
         trainer: the Trainer's settings, changed in place.

@@ -1,4 +1,4 @@
-"""What went wrong on the command line, in a sentence: the option's path, its value, what is allowed, what to do.
+"""Errors of the command line: one sentence with the option's path, its value, what is allowed, what to do.
 
 A setting that cannot work may be found by the parser (a misspelt key, an unknown class), by a class that
 refuses its arguments while the parser builds it, or by the run at its start. Each ends with one sentence
@@ -88,7 +88,7 @@ class Refusal(BaseException):
     def _is_of(self, spec: Namespace) -> bool:
         """Return whether a namespace describes what was refused."""
         name = spec.get("class_path")
-        given = vars(spec) if name is None else vars(spec.get("init_args") or Namespace())
+        given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
         is_kind = (
             self.options.keys() == given.keys() if name is None else imported(name) is self.kind
         )
@@ -149,7 +149,7 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
-        """Have refusals of models and data modules pass, which Lightning builds in its own way."""
+        """Register a builder of models or data modules, whose refusals pass as those of other classes."""
         takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters
 
         def build(

@@ -157,7 +157,7 @@ class FederatedCLI(LightningCLI):
         check_ranges(self._settings)
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's options from a checkpoint to evaluate, as Lightning does.
+        """Read the model's options from a checkpoint to evaluate, as Lightning does.
 
         A fit has those it was given, which are compared with the run's: else what differs would be
         replaced without a word.
@@ -217,7 +217,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def _predictions(self, given: Sequence[Callback]) -> list[Callback]:
-        """Return what keeps predictions, unless the configuration has something for it."""
+        """Callback that saves predictions, unless the configuration has one."""
         is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
         return [Predictions()] if self.subcommand == "predict" and not is_kept else []
 
@@ -241,7 +241,7 @@ class FederatedCLI(LightningCLI):
         return [callback for callback in found if callback not in given]
 
     def _add_report(self, options: Any) -> None:
-        """Have the run keep its rounds, and make its report after the test, if there is one."""
+        """Add the callback that keeps the rounds and makes the report, after the test if there is one."""
         if self.subcommand == "predict":
             return
         own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
@@ -254,7 +254,7 @@ class FederatedCLI(LightningCLI):
         ]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
+        """Set ``devices: auto`` of a fit to all cores if clients train on CPUs."""
         if self._is_fit:
             num_threads = self._settings.num_threads
             count = automatic_processes(options, federation, self.datamodule, num_threads)
@@ -272,7 +272,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def _is_fit(self) -> bool:
-        """Whether the Trainer is to fit, as that of ``run=False`` may."""
+        """True if the Trainer is to fit, as that of ``run=False`` may."""
         return self.subcommand in (None, "fit")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:

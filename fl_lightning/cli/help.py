@@ -125,7 +125,7 @@ def help_for(words: Sequence[str]) -> str | None:
 
 
 def help_of_all() -> str:
-    """Return what ``fl-lightning --help`` shows."""
+    """Help of all commands, as ``fl-lightning --help`` shows it."""
     return "\n".join(
         [
             "usage: fl-lightning COMMAND [OPTIONS]",

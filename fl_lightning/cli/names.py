@@ -46,7 +46,7 @@ def contents() -> dict[str, dict[str, Any]]:
 
 
 def classes_of(block: str, option: str) -> dict[str, Any] | None:
-    """Return what an option takes, None if it takes no classes.
+    """Classes that an option takes, None if it takes none.
 
     Args:
         block: whose option, ``federation`` or ``data``.
@@ -95,7 +95,7 @@ def whole(words: Sequence[str], *, data: bool = False) -> list[str]:
 
 
 def expanded(content: Any) -> Any:
-    """Return what a file says, with whole names.
+    """Content of a file with whole names.
 
     Example:
         >>> expanded({"federation": {"correction": "FedProx"}})
@@ -208,15 +208,16 @@ def _check_short(path: str, name: str) -> None:
 
 
 def where_listed(path: str) -> str:
-    """Return where the classes of an option are listed.
+    """Sentence that says where the classes of an option are listed.
 
     Args:
         path: of the option in the YAML.
     """
-    block, _, option = path.replace(".init_args", "").partition(".")
-    if classes_of(block, re.sub(r"\W.*", "", option)) is None:
+    block, _, inside = path.replace(".init_args", "").partition(".")
+    option = re.split(r"\W", inside)[0]
+    if classes_of(block, option) is None:
         return "See --help for what there is."
-    return f"--{block}.{re.sub(r'[^0-9a-z_].*', '', option)}.help lists what there is."
+    return f"--{block}.{option}.help lists what there is."
 
 
 @cache

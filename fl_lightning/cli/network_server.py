@@ -137,7 +137,7 @@ class OverSites:
         )
 
     def end(self) -> None:
-        """Have sites forget the run."""
+        """Tell the sites that the run is over; they delete its state."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -235,7 +235,7 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
 
 
 def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
-    """Return what sites say of examples that clients hold out."""
+    """Number of held-out examples by client."""
     return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 

@@ -78,7 +78,7 @@ class _LimitedTensors(TorchDispatchMode):
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Return how many numbers an argument asks a function for that makes a tensor."""
+    """Size of the tensor that a function makes for an argument."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
@@ -86,7 +86,7 @@ def _numbers(argument: Any, name: str) -> int:
 
 
 def run_site(fit: Fit, policy: Policy) -> None:
-    """Have a site's Trainer follow the orders of one run.
+    """Run a site's Trainer on the orders of one run.
 
     Args:
         fit: what it is to follow.
@@ -99,7 +99,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
         """A fit on orders."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Have the Trainer follow orders instead of running rounds."""
+            """Build the Trainer with a callback that follows orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
@@ -159,7 +159,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
 
 
 def site_process(folder: str) -> None:
-    """Be a site's resident process: answer orders until told to end.
+    """Run a site's resident process: answer orders until told to end.
 
     Args:
         folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
@@ -207,11 +207,11 @@ class SiteCalibration:
         self._calibration = calibration
 
     def what_moves(self, trainer: Trainer) -> WhatMoves:
-        """Return what puts masks on a Trainer's module."""
+        """Return the object that puts masks on a Trainer's module."""
         return self._calibration.what_moves(trainer)
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
-        """Return what clients of an order send, of the order's model; the module stays as it is."""
+        """Compute the answers of an order's clients with the order's model; the module stays as it is."""
         found = self._scores if order.options.get("what") == "scores" else self._sums
         answers: list[ClientAnswer] = []
         tensors: dict[str, Tensor] = {}

@@ -80,7 +80,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Complaint:
-    """What is wrong with one option.
+    """Complaint of the parser about one option.
 
     Attributes:
         path: of the option in the YAML.
@@ -101,7 +101,7 @@ class Complaint:
 
 
 def complaint(message: str) -> Complaint:
-    """Return what a message of the parser is about: its deepest leaf, an option that was meant.
+    """Read the complaint in a parser's message: its deepest leaf, an option that was meant.
 
     Example:
         >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]
@@ -123,7 +123,7 @@ def complaint(message: str) -> Complaint:
 
 
 def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
-    """Return what a message says at each place of its tree, and the values there."""
+    """Reasons at each place of a message's tree, and the values there."""
     leaves: dict[Way, list[str]] = {}
     values: dict[Way, str] = {}
     stack: list[tuple[int, str | None, str | None]] = []
@@ -162,7 +162,7 @@ def _path(way: Way, values: Mapping[Way, str]) -> str:
 
 
 def _index(given: str | None, class_path: str | None) -> str:
-    """Return which entry of a list names a class, as ``[1]``; nothing if that is not known."""
+    """Index of the entry of a list that names a class, as ``[1]``; empty if it is not known."""
     try:
         entries = ast.literal_eval(given or "")
     except (ValueError, SyntaxError):
@@ -259,7 +259,7 @@ def _wrong_type(found: Complaint) -> str | None:
 
 
 def _allowed(reasons: Sequence[str]) -> list[str]:
-    """Return what values are allowed, in words; null last."""
+    """Values that are allowed, in words; null last."""
     words = []
     for match in filter(None, map(_ALLOWED.match, reasons)):
         if match["choices"]:

@@ -49,7 +49,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Have a command that Ctrl-C or SIGTERM ends say so in a sentence, with a shell's exit code."""
+    """Wrap a command so that Ctrl-C and SIGTERM end it with a sentence and a shell's exit code."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -81,7 +81,7 @@ class RunConfig(SaveConfigCallback):
 
 
 def write_atomically(trainer: Trainer) -> None:
-    """Have central fits as well write checkpoints that no kill can split."""
+    """Replace the checkpoint writer of central fits by one that no kill can interrupt half-way."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return  # writes them in its own way
@@ -105,7 +105,7 @@ def way_on(folders: Iterable[Path]) -> str:
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
+    """Model of every checkpoint that is to be told of, in words, by path; the last one first."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -183,7 +183,7 @@ _OTHERS = (
 
 @contextmanager
 def console() -> Iterator[None]:
-    """Have messages and warnings of a command look alike, and keep the first ones for the log file."""
+    """Lay messages and warnings of a command out alike, and keep the first ones for the log file."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
@@ -205,7 +205,7 @@ def console() -> Iterator[None]:
 
 
 def forget_early_messages() -> None:
-    """Have messages so far be written into no further file: a process of this one has done it."""
+    """Drop messages so far: a process of this one has written them into its log file."""
     EarlyMessages.taken_from(LOGGERS)
 
 

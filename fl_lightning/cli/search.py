@@ -205,7 +205,7 @@ def _search_trained(given: Any, trained: Trained) -> None:
 
 
 def retraining_of(networks: Networks, **options: Any) -> Retraining:
-    """Return what makes the configuration that trains a network that was found."""
+    """Return the function from an architecture to the configuration that trains it."""
 
     def configuration(architecture: Architecture) -> dict[str, Any]:
         return retraining(architecture, networks.options, image_size=networks.side, **options)
@@ -234,7 +234,7 @@ def _search(
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Return what is maximised without a trained supernet."""
+    """Objective of a search without a trained supernet."""
     if given.score in ("params", "flops"):
         return CostScore(costs, given.score)
     if given.score == "accuracy":

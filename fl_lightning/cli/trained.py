@@ -67,7 +67,7 @@ def look_at(
     validate: Validate,
     resolve: Resolve,
 ) -> None:
-    """Have a function look at the supernet that options mean.
+    """Call a function with the supernet that options name.
 
     Args:
         given: the options.

@@ -23,7 +23,7 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 
 def read(path: Path) -> Any:
-    """Return what a file says.
+    """Content of a YAML file.
 
     Raises:
         ConfigurationError: if it is no YAML that a configuration may be.
@@ -47,7 +47,7 @@ def read(path: Path) -> Any:
 
 
 def load(text: str) -> Any:
-    """Return what a text says.
+    """Content of a YAML text.
 
     Raises:
         ConfigurationError: if it is too deep or too large, or refers to itself.
