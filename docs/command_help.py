@@ -26,7 +26,7 @@ from fl_lightning.cli.help import OURS, in_columns
 from fl_lightning.cli.names import FILE
 from fl_lightning.core.public_names import PACKAGES
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.federation import Federation
+from fl_lightning.federation import Federation
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 _OWNERS = {"federation": Federation, "data": FederatedDataModule}

@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from fl_lightning.data.cohorts.cohort import PoissonCohort as PoissonCohort
     from fl_lightning.data.cohorts.cohort import UniformCohort as UniformCohort
     from fl_lightning.data.federated import FederatedDataModule as FederatedDataModule
-    from fl_lightning.federation.federation import Federation as Federation
-    from fl_lightning.federation.processes.strategy import FederatedStrategy as FederatedStrategy
-    from fl_lightning.federation.stages.attackers import Attackers as Attackers
+    from fl_lightning.federation import Attackers as Attackers
+    from fl_lightning.federation import FederatedStrategy as FederatedStrategy
+    from fl_lightning.federation import Federation as Federation
     from fl_lightning.models.image_classifier import ImageClassifier as ImageClassifier
     from fl_lightning.privacy.banded import BandedMatrixDP as BandedMatrixDP
     from fl_lightning.privacy.central import CentralDP as CentralDP

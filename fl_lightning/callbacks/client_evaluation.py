@@ -27,20 +27,21 @@ from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.local_models import LocalModels
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import log_numbers
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers import log_histogram, log_once
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.client_visits import (
+from fl_lightning.federation import (
     PERSONAL,
     ClientExamples,
+    Ranks,
+    StepOf,
     chosen_clients,
     common_test_examples,
     evaluated_clients,
     held_out_examples,
+    log_histogram,
+    log_numbers,
+    log_once,
+    personal_models,
+    run_folder,
 )
-from fl_lightning.federation.visits.personal_models import personal_models
-from fl_lightning.federation.visits.visiting import StepOf
 
 # Parts of the names of metrics of which less is better.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")

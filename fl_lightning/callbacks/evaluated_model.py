@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.console.tidy import detail
-from fl_lightning.federation.federation import Federation
+from fl_lightning.federation import Federation
 
 
 class ModelOrigin:

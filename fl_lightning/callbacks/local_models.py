@@ -19,17 +19,18 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Upload
-from fl_lightning.federation.visits.client_visits import (
+from fl_lightning.federation import (
     ClientExamples,
+    Federation,
+    Ranks,
+    Run,
+    Stage,
+    Upload,
     common_test_examples,
     evaluate_clients,
+    personal_models,
+    run_folder,
 )
-from fl_lightning.federation.visits.personal_models import personal_models
 
 TABLE = "local_models.csv"
 GLOBAL = "global"  # in the column of clients

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fl_lightning.federation.loggers import logged_once
+from fl_lightning.federation import logged_once
 
 Curve = dict[int, float]  # round to value
 

@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
-from fl_lightning.federation.checks.idle_rounds import idle_lines
+from fl_lightning.federation.calendar import Calendar, idle_lines
+from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups

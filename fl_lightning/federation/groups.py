@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.federation.processes.cores import shares
+from fl_lightning.federation.processes.ranks import shares
 
 # Lightning lets the processes wait for each other at every batch: few groups, few waits.
 MAX_GROUPS_OF_SEVERAL_PROCESSES = 4

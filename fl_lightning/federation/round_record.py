@@ -117,7 +117,7 @@ class RoundRecord:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
-        length of the real encoding (`fl_lightning.updates.wire.message`), with its header and metrics, and
+        length of the real encoding (`fl_lightning.updates.message`), with its header and metrics, and
         the numbers that a correction sends besides.
         """
         if self.is_withheld:

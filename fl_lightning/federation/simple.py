@@ -25,7 +25,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checks.together import check_simple
+from fl_lightning.federation.checks.fit import check_simple
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.round import Round

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,9 +29,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
-
-if TYPE_CHECKING:
-    from fl_lightning.federation.run import Run
+from fl_lightning.federation.run import Run
 
 # Traits of a stage that says nothing of itself.
 _UNKNOWN = Traits(

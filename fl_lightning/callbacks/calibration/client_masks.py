@@ -8,9 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import log_numbers
-from fl_lightning.federation.loggers import log_once
-from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation import Ranks, log_numbers, log_once
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.report import MaskCounts
 

@@ -38,7 +38,7 @@ from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhe
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation import Ranks
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
 from fl_lightning.sparsity.heads import HeadFit

@@ -23,8 +23,7 @@ from fl_lightning.callbacks.console.tidy import tidy_screen
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.core.console.layout import aligned
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import begin_round
-from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation import begin_round, run_folder
 
 NAME = "run.log"
 Level = Literal["debug", "info", "warning", "error"]

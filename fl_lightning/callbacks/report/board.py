@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.report.history import History
-from fl_lightning.federation.loggers import boards, is_of_test, logged_once, table
+from fl_lightning.federation import boards, is_of_test, logged_once, table
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60

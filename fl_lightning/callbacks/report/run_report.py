@@ -15,9 +15,7 @@ from fl_lightning.callbacks.report.board import lay_out, show_results
 from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_folder import own_run_folder, run_folder
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.loggers import SingleDots, keep_once
+from fl_lightning.federation import Federation, SingleDots, keep_once, own_run_folder, run_folder
 
 REPORT = "report.html"
 

@@ -23,7 +23,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
+from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import KeepsTensors, Turn, check_same, kind_of
 from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
@@ -59,7 +59,7 @@ class Personaliser(KeepsTensors):
         """
         self._check(run.optimizers)
         self._memory, self._local = run.memory.clients, run.local
-        self._step, self._plan, self._scaler = run.step, run.plan, run.scaler
+        self._step, self._plan, self._scale = run.step, run.plan, run.scale
         self._module = run.module
         self._metrics = metrics_of(run.module)
         self.names = self._rule.names(run.module)
@@ -158,10 +158,10 @@ class Personaliser(KeepsTensors):
     ) -> Tensor:
         """Return the own tensors after local steps of which nothing else is kept."""
         steps = self._plan.steps(work)
-        metrics, scale = MetricStates(self._metrics), self._scaler.present()
+        metrics, scale = MetricStates(self._metrics), self._scale.present()
         seed_global_generators(seed)
         try:
-            self._scaler.wind_back()
+            self._scale.wind_back()
             with self._step.counts.of_client(work):
                 self._local.train(
                     model,
@@ -175,7 +175,7 @@ class Personaliser(KeepsTensors):
             raise ClientFailure(failure.client_id, located) from failure.__cause__
         finally:
             metrics.put_back()
-            self._scaler.go_on_from(scale)
+            self._scale.go_on_from(scale)
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:

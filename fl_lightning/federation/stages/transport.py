@@ -18,9 +18,9 @@ from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
+from fl_lightning.updates.message import bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform, as_step
-from fl_lightning.updates.wire.message import bytes_up
 
 _FEEDBACK = "error feedback"
 
