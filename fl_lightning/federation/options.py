@@ -1,4 +1,4 @@
-"""What a federation is asked for: every option, with its meaning, in one place.
+"""The options of a federation, each with its meaning.
 
 What an option may be is checked here, when it is given; what it does not go together with in a
 Trainer, a module or data is checked where these are known, see `fl_lightning.federation.checks`.
@@ -49,7 +49,7 @@ _SLOTS = _SPEEDUPS | Traits(
 
 
 class Options:
-    """What a federation is asked for; attributes are what was given, or what stands for None.
+    """The options of a federation; attributes hold what was given, or what None stands for.
 
     Attributes:
         execution: how clients are to be trained.
@@ -259,7 +259,7 @@ class Options:
 
     @property
     def clients_remember(self) -> bool:
-        """Whether clients remember something of their own from round to round."""
+        """True if clients remember something of their own from round to round."""
         correction = self.correction
         return (
             self.personal is not None

@@ -160,7 +160,7 @@ class EngineChooser:
         return self._speedups.choose(work, train_one, self._trial.num_steps(work))
 
     def fall_back(self, reason: CannotStack) -> None:
-        """Go on in another way, after slots have met what they cannot do; say so.
+        """Choose another engine after slots have met what they cannot do, and say so.
 
         Args:
             reason: what it was.

@@ -69,7 +69,7 @@ class FitClients:
         self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
-        """Have vectors hold what may move now."""
+        """Rebuild the space of the vectors: what may move now."""
         self.local.renew_space()
         self.engine.renew()
 
