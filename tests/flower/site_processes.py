@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from fl_lightning.cli.commands import run_lightning
-from fl_lightning.cli.network_server import run_server
-from fl_lightning.cli.network_site import serve_site
+from fl_lightning.cli.network.server import run_server
+from fl_lightning.cli.network.site import serve_site
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence

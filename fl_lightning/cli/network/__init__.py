@@ -245,7 +245,7 @@ def _add_demo(parser: ArgumentParser) -> None:
 
 
 def _demo(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.cli.network_demo import compared_demo
+    from fl_lightning.cli.network.demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
     compared_demo([*_configs(given.config), *rest], parse_sites(given.sites), given.rounds, _say)

@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.latency import Networks, add_networks, check_file, check_folder, networks_of
-from fl_lightning.cli.trained import Resolve, Trained, Validate, is_asked_for, look_at
+from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
 from fl_lightning.experiments.compare import split
