@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
     from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
     from fl_lightning.data.federated import FederatedDataModule
-    from fl_lightning.federation.federation import Federation
-    from fl_lightning.federation.processes.strategy import FederatedStrategy
-    from fl_lightning.federation.stages.attackers import Attackers
+    from fl_lightning.federation import Attackers, FederatedStrategy, Federation
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.privacy.banded import BandedMatrixDP
     from fl_lightning.privacy.central import CentralDP
@@ -110,7 +108,7 @@ _HOMES = {
     "APFL": "fl_lightning.client.personal.apfl",
     "AdaptiveClip": "fl_lightning.privacy.private_mean",
     "AllClients": "fl_lightning.data.cohorts.cohort",
-    "Attackers": "fl_lightning.federation.stages.attackers",
+    "Attackers": "fl_lightning.federation",
     "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",
     "BandedMatrixDP": "fl_lightning.privacy.banded",
     "CentralDP": "fl_lightning.privacy.central",
@@ -125,8 +123,8 @@ _HOMES = {
     "FedProx": "fl_lightning.client.corrections.fedprox",
     "FederatedCLI": "fl_lightning.cli.federated_cli",
     "FederatedDataModule": "fl_lightning.data.federated",
-    "FederatedStrategy": "fl_lightning.federation.processes.strategy",
-    "Federation": "fl_lightning.federation.federation",
+    "FederatedStrategy": "fl_lightning.federation",
+    "Federation": "fl_lightning.federation",
     "FineTuned": "fl_lightning.client.personal.fine_tuned",
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "LocalDP": "fl_lightning.privacy.local",

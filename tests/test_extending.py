@@ -451,7 +451,7 @@ class TestAStage:
                 yield
 
             def learn(self, update, work, start):
-                called.append(-work.client_id)
+                return lambda: called.append(-work.client_id)
 
         federation = Federation(engine=engine, stages=[Acts()], local_steps=1, seed=0)
         toy_trainer(federation, max_epochs=1).fit(ToyModule(), datamodule=toy_data())
@@ -460,7 +460,8 @@ class TestAStage:
 
     def test_a_term_of_its_own_is_refused(self):
         class Pulls(Correcting):
-            def learn(self, update, work, start): ...
+            def learn(self, update, work, start):
+                return lambda: None
 
             def term(self, client):
                 return GradientTerm(pull=1.0)

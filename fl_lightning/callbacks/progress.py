@@ -26,8 +26,8 @@ from fl_lightning.callbacks.console.round_line import (
     round_line,
     unit,
 )
-from fl_lightning.core.console.bars import duration, filled
-from fl_lightning.core.console.screen import Screen, Ticker
+from fl_lightning.core.console.layout import duration, filled
+from fl_lightning.core.console.screen import StatusLines, Ticker
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round
 
@@ -53,7 +53,7 @@ class RoundProgressBar(ProgressBar):
             )
         self.refresh_rate = refresh_rate
         self._is_wanted = refresh_rate > 0
-        self._screen = Screen()
+        self._screen = StatusLines()
         self._pace = Pace()
         self._inner: Inner | None = None
         self._run_text: str | None = None
@@ -64,7 +64,7 @@ class RoundProgressBar(ProgressBar):
 
     @property
     def says_rounds(self) -> bool:
-        """Whether rounds are lines in the log, for want of a terminal."""
+        """True if rounds are lines in the log, for want of a terminal."""
         return self._is_wanted and not self._screen.is_open
 
     @override
@@ -77,7 +77,7 @@ class RoundProgressBar(ProgressBar):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Know whose rounds they are."""
+        """Find the federation of the fit."""
         self._trainer = trainer
         self.enable()
 
@@ -297,7 +297,7 @@ class Pace:
 
 
 class Inner:
-    """What goes on within a round: clients, or batches, that are done.
+    """Progress within a round: clients, or batches, that are done.
 
     Args:
         what: is counted.

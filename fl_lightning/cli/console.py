@@ -15,8 +15,7 @@ from datetime import datetime
 
 from fl_lightning.callbacks.console.log_file import EarlyMessages
 from fl_lightning.callbacks.console.tidy import LOGGERS, tidy_screen
-from fl_lightning.core.console.layout import laid_out
-from fl_lightning.core.console.terminal import is_terminal, width_of
+from fl_lightning.core.console.layout import is_terminal, laid_out, width_of
 
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them

@@ -22,10 +22,7 @@ from lightning.pytorch.accelerators.mps import MPSAccelerator
 from lightning.pytorch.loggers import CometLogger
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.groups import limited
-from fl_lightning.federation.processes.cores import num_usable_cores
-from fl_lightning.federation.processes.fork import can_fork
+from fl_lightning.federation import Federation, can_fork, limited, num_usable_cores
 
 _ENVIRONMENTS = (
     TorchElasticEnvironment,

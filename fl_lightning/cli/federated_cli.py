@@ -50,18 +50,19 @@ from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.resumption import (
+from fl_lightning.federation import (
+    EarlierRun,
+    Federation,
+    Interruption,
+    check_checkpoint,
+    check_strategy,
+    checkpoint_folders,
     clean_up_after,
     find_run,
     keep_rows,
     settle_folder,
     settle_loggers,
 )
-from fl_lightning.federation.checkpoints.run_folder import EarlierRun, checkpoint_folders
-from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
-from fl_lightning.federation.checks.compatibility import check_strategy
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.processes.interruption import Interruption
 
 # YAML in which classes may stand without their modules
 _SHORT = "short"

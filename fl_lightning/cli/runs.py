@@ -23,18 +23,17 @@ from typing_extensions import override
 from fl_lightning.callbacks.console.run_log import NAME
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.callbacks.report.run_report import REPORT, RunReport
-from fl_lightning.core.console.layout import in_lines, laid_out
+from fl_lightning.core.console.layout import in_lines, is_terminal, laid_out, width_of
 from fl_lightning.core.console.screen import clear_leftovers
-from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import Interrupted
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.run_folder import (
+from fl_lightning.federation import (
     CONFIG,
+    AtomicCheckpointIO,
+    interruptible,
     newest_checkpoint,
     own_run_folder,
     run_folder,
 )
-from fl_lightning.federation.processes.interruption import interruptible
 
 Arguments = ParamSpec("Arguments")
 

@@ -18,8 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.cli.networks import Networks
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_folder import CONFIG, differences, run_of
-from fl_lightning.federation.visits.visiting import visiting
+from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
 from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
 from fl_lightning.nas.sub_networks.recalibration import training_batches

@@ -1,24 +1,26 @@
-"""What can go wrong, by who can mend it."""
+"""Exceptions, by who can fix their cause, and a hint for clients with one example."""
+
+from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work: the message names it, what was given, what is allowed.
+    """A setting that cannot work: the message names it, the value given and the values allowed.
 
     The command line prints the message alone, without a traceback.
     """
 
 
 def raise_together(*checks: Callable[[], object]) -> None:
-    """Run all checks, and raise what they refuse as one error, a line for each.
+    """Run all checks, and raise their ConfigurationErrors as one, with one line each.
 
-    A check that stumbles over what an earlier one has refused ends the list.
+    Another exception ends the list: it is probably a consequence of an earlier problem.
 
     Raises:
-        ConfigurationError: with all problems.
+        ConfigurationError: if a check raises one.
 
     Example:
         >>> def refuse(what):
@@ -42,12 +44,12 @@ def raise_together(*checks: Callable[[], object]) -> None:
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        said = dict.fromkeys(map(str, problems))  # once, if two checks say the same
+        said = dict.fromkeys(map(str, problems))  # without duplicates
         raise ConfigurationError("\n".join(said))
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
-    """A client whose update cannot be used; `client_id` says whose.
+    """A client whose update cannot be used; its id is `client_id`.
 
     Example:
         >>> raise ClientFailure(7, "its loss is nan")
@@ -62,14 +64,14 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # an exception is by default rebuilt from its message, of which there is more than one part
+        # by default an exception is rebuilt from its message alone
         return type(self), (self.client_id, self.reason), {"args": self.args}
 
 
 class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
-    """A client to whom two ways to train gave more than rounding apart; `client_id` says whose.
+    """Two engines trained client `client_id` to results that differ by more than rounding.
 
-    It asks for another setting, so that no failure of a client that is skipped is one.
+    It needs another setting, so it is never skipped as a client's failure is.
     """
 
     def __init__(self, client_id: int, message: str) -> None:
@@ -80,16 +82,16 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
         return type(self), (self.client_id, *self.args)
 
 
-class NotFinite(ArithmeticError):  # noqa: N818 - it may be nobody's error
-    """A number or a norm of updates that were not multiplied out so far is NaN or infinite."""
+class NotFinite(ArithmeticError):  # noqa: N818 - it may be no error of anybody
+    """A number or a norm of lazily computed updates is NaN or infinite."""
 
 
 class RoundFailure(RuntimeError):  # noqa: N818
-    """A round that cannot be trusted: too few clients replied."""
+    """A round without a usable result, e.g. because too few clients replied."""
 
 
 class ProcessFailure(RuntimeError):  # noqa: N818
-    """One of several processes ended without a word; the others were stopped."""
+    """One of several processes ended without a message; the others were stopped."""
 
 
 class CheckpointFailure(RuntimeError):  # noqa: N818
@@ -97,10 +99,10 @@ class CheckpointFailure(RuntimeError):  # noqa: N818
 
 
 class Interrupted(BaseException):
-    """A run that was asked to stop: by Ctrl-C (SIGINT) or by SIGTERM; `signum` says by which.
+    """A run was stopped by Ctrl-C (SIGINT) or SIGTERM; `signum` is the signal.
 
-    Not an `Exception`: what skips a client's failure must not skip it. Not a `KeyboardInterrupt`, with
-    which Lightning ends the process in its own way.
+    It is no `Exception`, so that it is never skipped as a client's failure, and no `KeyboardInterrupt`,
+    after which Lightning would end the process in its own way.
 
     Example:
         >>> Interrupted(signal.SIGINT).exit_code
@@ -117,5 +119,40 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that ended like this."""
+        """Exit code that shells expect of a process ended by this signal: 128 + signal number."""
         return 128 + self.signum
+
+
+# One example is too few for batch norm, R² or a standard deviation: these are raised by such layers,
+# metrics and losses, and after a step squeezes an axis of length one away.
+_RAISED = (ValueError, RuntimeError, IndexError)
+
+
+def help_with_one_example(
+    error: Exception | None, batch_sizes: Iterable[int], num_examples: int
+) -> str:
+    """Return a hint to append to a client's failure, or "" if another reason is likely.
+
+    Args:
+        error: the exception, or None if a number was not finite.
+        batch_sizes: sizes of the batches that were being processed.
+        num_examples: number of the client's training examples.
+
+    Example:
+        >>> help_with_one_example(KeyError("y"), [1], 9), help_with_one_example(ValueError(), [8], 9)
+        ('', '')
+        >>> help_with_one_example(ValueError("Expected more than 1 value per channel"), [1], 1)[:49]
+        ' (the client has one example: if that is too few,'
+    """
+    if 1 not in batch_sizes or not (error is None or isinstance(error, _RAISED)):
+        return ""
+    if num_examples == 1:
+        return (
+            " (the client has one example: if that is too few, use a partition with min_examples of 2 "
+            "or more, fewer clients, or federation.on_client_failure: skip)"
+        )
+    return (
+        " (the batch has one example: if that is too few, set drop_last in the source's loader, which "
+        "leaves a smaller last batch out, or another data.batch_size; for clients that have one example "
+        "in all, a partition with min_examples of 2 or more)"
+    )

@@ -1,7 +1,7 @@
-"""Memory that one training step has freed stays with the process, for the next one.
+"""Keep memory that a training step frees in the process, for the next step.
 
-The GNU C library hands freed memory back to the system as soon as some tens of megabytes are free at
-the end of its heap. A step frees all that it has computed, so the next one gets the same memory anew,
+The GNU C library returns freed memory to the system as soon as some tens of megabytes are free at the
+end of its heap. A step frees everything it has computed, so the next step gets the same memory again,
 page by page, each cleared by the system first.
 """
 
@@ -12,19 +12,19 @@ import os
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# The most that the library takes: larger blocks are always the system's own.
+# The largest value that the library accepts: larger blocks always come from the system.
 _LARGEST_BLOCK = 32 * 2**20
-# Beyond this much free memory it is handed back as ever; the most that an int holds.
+# Free memory beyond this is returned to the system; the largest value of a C int.
 MOST_KEPT = 2**31 - 1
-# By which whoever starts the process says what the library is to do.
+# Environment variables by which a user configures the library.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep up to 2 GB of freed memory, and return whether it will.
+    """Keep up to 2 GB of freed memory in this process; returns whether this worked.
 
-    It does not where another C library is, nor where one of its environment variables
-    (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) says otherwise.
+    It does nothing with another C library, or if one of the environment variables
+    ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_`` and ``GLIBC_TUNABLES`` is set.
 
     Example:
         >>> keep_freed_memory() in (True, False)
@@ -33,7 +33,7 @@ def keep_freed_memory() -> bool:
     if not _is_glibc() or any(name in os.environ for name in _VARIABLES):
         return False
     library = ctypes.CDLL(None)
-    # either ends the library's own adjustment of both
+    # setting either option ends the library's automatic adjustment of both
     settings = ((_M_MMAP_THRESHOLD, _LARGEST_BLOCK), (_M_TRIM_THRESHOLD, MOST_KEPT))
     return all(library.mallopt(option, value) for option, value in settings)
 

@@ -1,4 +1,4 @@
-"""Winding torchmetrics objects back, and pooling them over processes, without their own exchange."""
+"""Save and restore torchmetrics objects, and pool them over processes without their own exchange."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MetricStates:
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        # its states, and whether it was updated and computed, are plain attributes of a metric
-        with torch.inference_mode(False):  # whose tensors may not be written outside it
+        # a metric's states, its number of updates and its computed value are plain attributes
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written later
             self._saved = [(metric, _attributes(metric)) for metric in metrics]
 
     def put_back(self) -> None:
-        """Give every object the state it had."""
+        """Restore the state of every object."""
         for metric, attributes in self._saved:
             for name, value in attributes.items():
                 setattr(metric, name, value)
@@ -47,9 +47,9 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 @contextlib.contextmanager
 def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
-    """Keep torchmetrics objects from exchanging anything between processes while the block runs.
+    """Disable the exchange of torchmetrics objects between processes inside the block.
 
-    Where processes do different work, one that waits for the others in ``compute`` waits for ever.
+    If processes do different work, one that waits for the others in ``compute`` waits forever.
     """
     found = [(metric, metric.distributed_available_fn) for metric in metrics]
     for metric, _ in found:
@@ -66,7 +66,7 @@ def _alone() -> bool:
 
 
 def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give a torchmetrics object the states of several together, as its own exchange would.
+    """Set a torchmetrics object to the pooled states of several, as its own exchange would.
 
     Example:
         >>> from torchmetrics import SumMetric

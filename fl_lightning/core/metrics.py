@@ -1,14 +1,14 @@
-"""Means whose sum and weight stay apart until the end, and their spread over clients.
+"""Metrics of clients: their mean over examples and their standard deviation over clients.
 
-    mean = Σ_k w_k x_k / Σ_k w_k          spread = sqrt(Σ_k (x_k - mean_u)² / K),  mean_u = Σ_k x_k / K
+    mean = Σ_k w_k x_k / Σ_k w_k          std = sqrt(Σ_k (x_k - mean_u)² / K),  mean_u = Σ_k x_k / K
 
-where client k's value x_k stands for w_k examples. The mean is the one over the pooled examples;
-the spread counts every client once, because it is a statement about clients.
+where client k's value x_k is a mean over w_k examples. The mean is that over the pooled examples;
+the standard deviation weighs clients equally, because it describes clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Return the mean of scalars in float32, a scalar on their device.
+    """Weighted mean of scalars, a float32 scalar on their device.
 
     Example:
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])
@@ -33,7 +33,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
 
 
 class _ByClient(NamedTuple):
-    """A metric's clients in increasing order, and their values and numbers of examples."""
+    """Values of one metric and numbers of examples, by client in increasing order."""
 
     clients: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
@@ -42,20 +42,12 @@ class _ByClient(NamedTuple):
 
 @dataclass
 class _Entries:
-    """One metric's values, in vectors end to end, their numbers of examples and clients."""
+    """Values of one metric as a list of vectors, with numbers of examples and clients."""
 
     values: list[Tensor] = field(default_factory=list)
     num_examples: list[int] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)
-    known: _ByClient | None = None  # if nothing was added since
-
-    def add(
-        self, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
-    ) -> None:
-        self.values.extend(values)
-        self.num_examples.extend(num_examples)
-        self.clients.extend(clients)
-        self.known = None
+    known: _ByClient | None = None  # cached until the next value
 
     def by_client(self) -> _ByClient:
         if self.known is None:
@@ -71,13 +63,14 @@ class ClientMeans:
     """Values of named metrics, one per client, with the number of examples behind each.
 
     Attributes:
-        reductions: ``"sum"``, ``"min"`` or ``"max"`` over clients, by name; of others it is the mean.
+        reductions: ``"sum"``, ``"min"`` or ``"max"`` over clients, by name of the metric; the mean
+            for all others.
 
     Example:
         >>> means = ClientMeans()
         >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
         >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
-        >>> means.mean("train/loss"), means.spread("train/loss")
+        >>> means.mean("train/loss"), means.std("train/loss")
         (3.25, 1.5)
     """
 
@@ -86,7 +79,7 @@ class ClientMeans:
         self.reductions: dict[str, str] = {}
 
     def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
-        """Take in one client's scalars; results do not depend on the order of different clients."""
+        """Add the scalars of one client; results do not depend on the order of the clients."""
         self.add_rows(values, [num_examples], [client_id])
 
     def add_rows(
@@ -95,41 +88,38 @@ class ClientMeans:
         num_examples: Sequence[int],
         client_ids: Sequence[int],
     ) -> None:
-        """Take in the values of m clients, each tensor with m elements."""
+        """Add the values of m clients; each tensor has m elements."""
         for name, value in values.items():
-            self._put(name, [value.detach().reshape(-1)], num_examples, client_ids)
-
-    def _put(
-        self, name: str, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
-    ) -> None:
-        if name not in self._entries:
-            self._entries[name] = _Entries()
-        self._entries[name].add(values, num_examples, clients)
+            entries = self._entries.setdefault(name, _Entries())
+            entries.values.append(value.detach().reshape(-1))
+            entries.num_examples.extend(num_examples)
+            entries.clients.extend(client_ids)
+            entries.known = None
 
     @property
     def names(self) -> list[str]:
-        """What has been added so far, in order of appearance."""
+        """Names of the metrics, in order of appearance."""
         return list(self._entries)
 
     def values(self, name: str) -> Tensor:
-        """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
+        """Values of one metric in increasing order of clients, shape (K,), float64 on the CPU."""
         return torch.from_numpy(self._entries[name].by_client().values)
 
     def by_client(self, name: str) -> dict[int, float]:
-        """Return one metric's value of each client; empty if there is no such metric."""
+        """Value of one metric for each client; empty if there is no such metric."""
         if name not in self._entries:
             return {}
         known = self._entries[name].by_client()
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
     def mean(self, name: str) -> float:
-        """Return the mean weighted by examples."""
+        """Mean of one metric, weighted by examples."""
         known = self._entries[name].by_client()
         with np.errstate(all="ignore"):  # a value may be infinite
             return float((known.values * known.weights).sum() / known.weights.sum())
 
     def reduced(self, name: str) -> float:
-        """Return the mean weighted by examples, or what `reductions` says of the metric."""
+        """Reduce one metric over clients as `reductions` says; by default its weighted mean."""
         values = self._entries[name].by_client().values
         kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
         return (
@@ -138,13 +128,13 @@ class ClientMeans:
             else self.mean(name)
         )
 
-    def spread(self, name: str) -> float:
-        """Return the standard deviation over clients, each counted once."""
+    def std(self, name: str) -> float:
+        """Standard deviation of one metric over clients, which have equal weights."""
         with np.errstate(all="ignore"):
             return float(self._entries[name].by_client().values.std())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and integers only, for a checkpoint."""
+        """Return the state for a checkpoint: tensors, integers and names only."""
         return {
             name: {
                 "values": _joined(entries.values),
@@ -156,23 +146,23 @@ class ClientMeans:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Replace all values by those from `state_dict`."""
         self._entries.clear()
         for name, entry in state.items():
-            self._put(name, [entry["values"]], entry["num_examples"], entry["clients"])
+            self.add_rows({name: entry["values"]}, entry["num_examples"], entry["clients"])
             if entry.get("reduction"):
                 self.reductions[name] = entry["reduction"]
 
     def merge(self, other: ClientMeans) -> None:
-        """Take in the clients of another, of which none is in this one."""
+        """Add the clients of another `ClientMeans`; the two must have no client in common."""
         self.reductions |= other.reductions
         for name, entries in other._entries.items():
-            values = [value.cpu() for value in entries.values]
-            self._put(name, values, entries.num_examples, entries.clients)
+            values = _joined(entries.values)
+            self.add_rows({name: values}, entries.num_examples, entries.clients)
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:
-    """Return vectors end to end, in float64 on the CPU."""
+    """Concatenate vectors, in float64 on the CPU."""
     if len({value.device for value in values}) > 1:  # those of a checkpoint are on the CPU
         values = [value.cpu() for value in values]
     whole = values[0] if len(values) == 1 else torch.cat(tuple(values))

@@ -1,4 +1,4 @@
-"""Optuna, which is an extra: imported when it is asked for, and quiet."""
+"""Import of Optuna, an optional dependency, and a switch for its log."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 def optuna_for(what: str, extra: str, instead: str = "") -> Any:
-    """Return the package.
+    """Import Optuna and return the module.
 
     Args:
-        what: needs it, as the subject of a sentence, e.g. ``"a sweep"``.
-        extra: of ours that installs it.
-        instead: what does without it, the end of the sentence.
+        what: what needs it, the subject of the error's sentence, e.g. ``"a sweep"``.
+        extra: our extra that installs it.
+        instead: an alternative without Optuna, the end of the error's sentence.
 
     Raises:
         ConfigurationError: if it is not installed.
@@ -31,7 +31,7 @@ def optuna_for(what: str, extra: str, instead: str = "") -> Any:
 
 @contextmanager
 def quiet(optuna: Any) -> Iterator[None]:
-    """Optuna writes a line for every study and trial unless it is told otherwise."""
+    """Silence Optuna's log inside the block; by default it has a line for every study and trial."""
     logging = optuna.logging
     before = logging.get_verbosity()
     logging.set_verbosity(logging.WARNING)

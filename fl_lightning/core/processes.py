@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them, and folders that one process at a time writes into.
+"""Child processes that end with their parent, and folders with one writing process at a time.
 
-A program is tied to its parent by the system (PR_SET_PDEATHSIG, which Linux has). A process of
-`multiprocessing` may be forked by a server of processes, and watches the one that it works for. A lock
-belongs to the processes that have it open: nobody has to clean up after one that was killed.
+The system ties a program to its parent (PR_SET_PDEATHSIG, Linux only). A process of `multiprocessing`
+may be forked by a server of processes, so it watches its parent itself. A lock is held by the
+processes that have its file open: after a kill there is nothing to clean up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TextIO
 
 from fl_lightning.core.errors import ConfigurationError
 
-# How long a process may take to end once it is asked to; then the system ends it.
+# Time that a process has to end after SIGTERM before it gets SIGKILL.
 SECONDS_TO_END = 3.0
 _POLL_SECONDS = 0.1
 _TIED = (
@@ -32,10 +32,10 @@ _TIED = (
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Command that gets SIGTERM when the thread that starts it ends, however that ends.
+    """Wrap a command so that it gets SIGTERM when the thread that starts it ends for any reason.
 
     Args:
-        command: to start from this process.
+        command: program and arguments; started from this process.
 
     Example:
         >>> import subprocess
@@ -62,14 +62,14 @@ def end_with_parent() -> None:
 
 @contextmanager
 def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
-    """Hold a lock inside the block; yields its descriptor, by which child processes hold it as well.
+    """Hold a lock inside the block; yields its descriptor, through which child processes hold it too.
 
     Args:
-        lock: a file in the folder that is written to, or beside it.
-        remedy: what to do while another process has it.
+        lock: path of the lock, in the folder to write to or beside it.
+        remedy: advice for the error while another process holds the lock.
 
     Raises:
-        ConfigurationError: if another process has it, and still has when its orphans have ended.
+        ConfigurationError: if another process holds the lock, even after its orphans had time to end.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a+") as file:
@@ -84,11 +84,11 @@ def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
 
 
 def try_lock(file: TextIO, told: str = "") -> bool:
-    """Lock an open file if nobody has it, and write into it who does; return whether that worked.
+    """Lock an open file if it is free, and write this process's number into it; returns success.
 
     Args:
-        file: open for reading and writing; its end frees the lock.
-        told: what others are to know of this process, beside its number.
+        file: open for reading and writing; closing it releases the lock.
+        told: text about this process for others, written after its number.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,10 +101,6 @@ def try_lock(file: TextIO, told: str = "") -> bool:
 
 
 def holder_of(file: TextIO) -> str:
-    """Text in a locked file, which begins with the number of the process that has locked it.
-
-    Args:
-        file: open for reading.
-    """
+    """Read the text in a locked file, which starts with the number of the process that locked it."""
     file.seek(0)
     return file.read().strip() or "of another call"

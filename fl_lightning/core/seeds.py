@@ -2,11 +2,11 @@
 
     seed = first 63 bits of BLAKE2b(root, purpose, ids…)
 
-A counter-based scheme: nothing is carried from one draw to the next, so results do not depend on
-the order in which clients run, on how many processes there are, or on where a run was interrupted.
+The scheme is counter-based: no state is carried from one draw to the next, so results do not depend on
+the order of the clients, on the number of processes, or on where a run was interrupted.
 
-A root of 2**64 or more is a secret: the hash's key, of 256 bits. Who sees some of its streams learns
-nothing of the others.
+A root of 2**64 or more is a secret of 256 bits: the key of the hash. Streams from it reveal nothing
+about its other streams.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def derive_seed(root: int, purpose: str, *ids: int) -> int:
     """Return the seed of one named stream, an integer in [0, 2**63).
 
     Args:
-        root: the run's seed.
-        purpose: what the stream is for, e.g. ``"cohort"``.
-        ids: what tells this draw from others of the same purpose, e.g. round and client.
+        root: seed of the run.
+        purpose: purpose of the stream, e.g. ``"cohort"``.
+        ids: numbers that distinguish draws of the same purpose, e.g. round and client.
 
     Example:
         >>> derive_seed(0, "cohort", 3) == derive_seed(0, "cohort", 3)
@@ -44,7 +44,7 @@ def derive_seed(root: int, purpose: str, *ids: int) -> int:
 
 
 def _digest(root: int, purpose: str, ids: tuple[int, ...], size: int = 8) -> bytes:
-    key, public = (root.to_bytes(32, "little"), 0) if is_secret(root) else (b"", root)
+    key, public = (b"", root) if root < 2**64 else (root.to_bytes(32, "little"), 0)
     name = purpose.encode()
     numbers = [number % 2**64 for number in (public, len(name), *ids)]
     message = struct.pack(f"<{len(numbers)}Q", *numbers) + name
@@ -52,12 +52,12 @@ def _digest(root: int, purpose: str, ids: tuple[int, ...], size: int = 8) -> byt
 
 
 def is_secret(root: int) -> bool:
-    """Return whether a root seed is a secret of 256 bits, see `secret_seed`."""
+    """True if a root seed is a secret of 256 bits, see `secret_seed`."""
     return root >= 2**64
 
 
 def secret_seed() -> int:
-    """Return a root seed of the operating system's secure generator.
+    """Draw a secret root seed from the operating system's secure generator.
 
     Example:
         >>> is_secret(secret_seed()), is_secret(2**64 - 1)
@@ -67,9 +67,9 @@ def secret_seed() -> int:
 
 
 def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray[np.float64]:
-    """Return the first numbers of [0, 1) of the named stream, shape (size,).
+    """Return the first ``size`` uniform numbers in [0, 1) of the named stream, shape (size,).
 
-    They are NumPy's; of a secret root SHAKE-256's, so that none can be told from others.
+    They come from NumPy, or from SHAKE-256 for a secret root, so that some do not reveal others.
 
     Example:
         >>> secret = secret_seed()
@@ -84,29 +84,29 @@ def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray
 
 
 def torch_generator(root: int, purpose: str, *ids: int) -> torch.Generator:
-    """Return a CPU generator of the named stream."""
+    """Return torch's CPU generator for the named stream."""
     return torch.Generator().manual_seed(derive_seed(root, purpose, *ids))
 
 
 def numpy_generator(root: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return a NumPy generator of the named stream."""
+    """Return NumPy's generator for the named stream."""
     return np.random.default_rng(derive_seed(root, purpose, *ids))
 
 
 def uniform_numbers(
     root: int, purpose: str, rounds: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return a number of [0, 1) for each of many clients, shape (m,): a few operations for all.
+    """Draw a uniform number in [0, 1) for each of m clients, shape (m,), in a few array operations.
 
         u = SplitMix64(seed of (root, purpose, round) + (id + 1) · 2⁶⁴ / φ) / 2⁶⁴
 
     Source: Steele, Lea & Flood 2014, OOPSLA, "Fast splittable pseudorandom number generators".
 
     Args:
-        root: the run's seed.
-        purpose: what the numbers are for.
-        rounds: of each, shape (m,).
-        ids: the clients, shape (m,).
+        root: seed of the run.
+        purpose: purpose of the numbers.
+        rounds: round of each number, shape (m,).
+        ids: client of each number, shape (m,).
 
     Example:
         >>> clients = np.arange(1000)
@@ -126,14 +126,11 @@ def uniform_numbers(
 
 
 def check_seed(owner: str, seed: int | None) -> None:
-    """Refuse a seed that is no whole number of 64 bits without a sign.
+    """Raise ConfigurationError if a seed is no unsigned integer of 64 bits.
 
     Args:
-        owner: whose it is, e.g. ``"Bucketing"``.
-        seed: the option's value; None is fine.
-
-    Raises:
-        ConfigurationError: saying so.
+        owner: class that has the option, e.g. ``"Bucketing"``.
+        seed: value of the option; None is allowed.
     """
     if seed is not None and not 0 <= seed < 2**64:
         raise ConfigurationError(
@@ -142,7 +139,7 @@ def check_seed(owner: str, seed: int | None) -> None:
 
 
 def run_seed(seed: int | None) -> int:
-    """Return ``seed``, or where it is None the one given to `lightning.seed_everything`, or 0."""
+    """Return ``seed``; if it is None, the one given to `lightning.seed_everything`, or 0."""
     check_seed("a run", seed)
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
@@ -151,7 +148,7 @@ class GlobalGenerators:
     """The states of the global generators at one moment.
 
     Args:
-        only_torch: leave out those of NumPy and Python, whose states take 0.1 ms to read and write.
+        only_torch: leave out NumPy and Python, whose states take 0.1 ms to read and write.
 
     Example:
         >>> before = GlobalGenerators()
@@ -168,7 +165,7 @@ class GlobalGenerators:
         self._others = None if only_torch else (np.random.get_state(), random.getstate())
 
     def put_back(self) -> None:
-        """Have the generators go on from there."""
+        """Restore the states of the generators."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -181,7 +178,7 @@ class GlobalGenerators:
 
 @contextlib.contextmanager
 def preserve_global_generators(*, only_torch: bool = False) -> Iterator[None]:
-    """Put the global generators of torch, and of NumPy and Python, back when the block ends."""
+    """Restore the global generators of torch, NumPy and Python at the end of the block."""
     before = GlobalGenerators(only_torch=only_torch)
     try:
         yield
@@ -190,7 +187,7 @@ def preserve_global_generators(*, only_torch: bool = False) -> Iterator[None]:
 
 
 def seed_global_generators(seed: int) -> None:
-    """Seed the global generators, from which users' dropout and augmentation draw."""
+    """Seed the global generators, which dropout and augmentation in users' code draw from."""
     # not torch.manual_seed: before CUDA starts it formats a stack trace, ten times the seeding
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -1,16 +1,17 @@
-"""The one mapping between a module's named tensors and a flat vector.
+"""The mapping between a module's named tensors and a flat vector.
 
-What travels between client and server is a 1-D tensor of k numbers. A `Space` says which tensors
-of a module it holds, in which order and where: `read` gathers them into a vector, `write` puts a
-vector back into the module. With a mask only the entries that may move are part of it, so that
-everything that works on vectors gets smaller with the mask. Vectors are kept in float32 or wider, whatever the module's precision,
-so that small updates to a half-precision module are not lost on the server.
+Client and server exchange 1-D tensors of k numbers. A `Space` says which tensors of a module are in
+the vector, and in which order: `read` gathers them into a vector, `write` copies a vector back into
+the module. With a mask, only the entries that may move are part of it, so that all work on vectors
+shrinks with the mask. Vectors are kept in float32 or wider for any precision of the module, so that
+small updates to a half-precision module are not lost on the server.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,12 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class Space:
-    """Named tensors laid out one after the other in a vector of length `size`.
+    """Named tensors, concatenated into a vector of length `size`.
 
     Args:
         tensors: the live tensors by name, in order. They are written to in place.
-        active: of tensors that are part of it only in part, by name: which of their entries are,
-            as indices into the flattened tensor, rising, whole numbers of shape (k_i,).
+        active: for tensors that belong to the space only in part, by name: increasing indices of
+            their entries in the flattened tensor, integers of shape (k_i,).
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -61,8 +62,8 @@ class Space:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether `write` keeps every bit: not so for modules in half precision."""
-        return all(tensor.dtype == self.dtype for tensor in self._tensors)
+        """True if `write` keeps every bit, which a module in half precision does not."""
+        return set(map(attrgetter("dtype"), self._tensors)) <= {self.dtype}
 
     @classmethod
     def of_parameters(
@@ -71,22 +72,22 @@ class Space:
         active: Mapping[Tensor, Tensor] | None = None,
         without: Collection[str] = (),
     ) -> Space:
-        """Return the space of all parameters that train (``requires_grad``), shared ones once.
+        """Return the space of all trainable parameters (``requires_grad``), tied ones once.
 
         Args:
-            module: whose they are.
-            active: of parameters with frozen entries: which may move, as indices.
-            without: names of parameters that are no part of it.
+            module: the module.
+            active: for parameters with frozen entries, the indices of those that may move.
+            without: names of parameters to leave out.
 
         Raises:
-            ConfigurationError: if no parameter trains, or not all lie on one device.
+            ConfigurationError: if no parameter is trainable, or they are on several devices.
         """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if trainable and without:
             trainable = {name: p for name, p in trainable.items() if name not in without}
             if not trainable:
                 raise ConfigurationError(
-                    f"every parameter of {type(module).__name__} that trains is personal: nothing "
+                    f"every trainable parameter of {type(module).__name__} is personal: nothing "
                     "would be shared. Name fewer of them in federation.personal."
                 )
         if not trainable:
@@ -107,20 +108,20 @@ class Space:
             )
         devices = {str(p.device) for p in trainable.values()}
         if len(devices) > 1:
-            raise ConfigurationError(
-                f"the model lies on several devices, {sorted(devices)}: use one"
-            )
+            raise ConfigurationError(f"the model is on several devices, {sorted(devices)}: use one")
         chosen = active or {}
         return cls(trainable, {n: chosen[p] for n, p in trainable.items() if p in chosen})
 
     @classmethod
     def of_buffers(cls, module: nn.Module, without: Collection[str] = ()) -> Space:
-        """Return the space of all floating-point and complex buffers, e.g. batch norm's running statistics.
-
-        Those in ``without`` are no part of it.
+        """Return the space of floating-point and complex buffers, e.g. batch norm's running statistics.
 
         Integer buffers (batch norm's ``num_batches_tracked``) are not averaged: a client starts
-        from the server's value, which stays as it is.
+        from the server's value, which does not change.
+
+        Args:
+            module: the module.
+            without: names of buffers to leave out.
         """
         named = dict(module.named_buffers())
         floating = {n: b for n, b in named.items() if b.is_floating_point() or b.is_complex()}
@@ -131,14 +132,17 @@ class Space:
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
-            parts = map(_entries, self._tensors, self._indices)
-            return torch.cat([part.to(self.dtype) for part in parts])
+            pairs = zip(self._tensors, self._indices, strict=True)
+            parts = [t.reshape(-1) if i is None else _entries(t, i) for t, i in pairs]
+            return torch.cat(parts).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""
         if not self._tensors:
             return
-        views = self._kept_views(vector)
+        if self._written[0] is not vector:  # a round's clients all begin with the same one
+            self._written = (vector, self.views(vector))
+        views = self._written[1]
         with torch.no_grad():
             if not self.active:
                 torch._foreach_copy_(self._tensors, views)
@@ -146,17 +150,10 @@ class Space:
             for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
                 _put(tensor, index, view)
 
-    def _kept_views(self, vector: Tensor) -> list[Tensor]:
-        """Return `views`, the same ones as long as it is the same vector, as for a round's clients."""
-        if self._written[0] is not vector:
-            self._written = (vector, self.views(vector))
-        return self._written[1]
-
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the vector's parts, without a copy.
+        """Return the vector's parts, one per tensor, without a copy.
 
-        They have the shapes of the tensors they belong to; of a tensor that is part of the space
-        only in part, shape (k_i,).
+        A part has the shape of its tensor, or (k_i,) if only some entries belong to the space.
 
         Raises:
             ValueError: if the vector's shape is not (k,).
@@ -171,7 +168,7 @@ class Space:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the tensors that make a vector, in order; a part of one has shape (k_i,).
+        """Shapes of the vector's parts, in order, see `views`.
 
         Example:
             >>> tensors = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
@@ -182,17 +179,14 @@ class Space:
         return tuple(tuple(t.shape) if size == t.numel() else (size,) for t, size in pairs)
 
     def entries(self, vector: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Return every live tensor, which of its entries are part, and their part of the vector.
-
-        The entries are indices into the flattened tensor; None stands for all. Parts are `views`.
-        """
+        """Return (live tensor, indices of its entries or None for all, part of the vector) per tensor."""
         return list(zip(self._tensors, self._indices, self.views(vector), strict=True))
 
     def full(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return whole tensors by name: the vector's entries, and the live ones that it lacks."""
+        """Return whole tensors by name, with the vector's entries and live values for all others."""
         tensors = {}
         for name, view, live, index in zip(
-            self.names, self._kept_views(vector), self._tensors, self._indices, strict=True
+            self.names, self.views(vector), self._tensors, self._indices, strict=True
         ):
             tensors[name] = view
             if index is not None:
@@ -201,13 +195,13 @@ class Space:
         return tensors
 
     def coordinates(self, masks: Mapping[str, Tensor]) -> Tensor:
-        """Return which coordinates masks allow: bool, shape (k,).
+        """Return a mask over coordinates, True where the masks over tensors are: bool, shape (k,).
 
         Args:
-            masks: bool tensors by name; a tensor without one is allowed as a whole.
+            masks: bool tensors by name; a tensor without a mask counts as all True.
 
         Raises:
-            ValueError: if they allow an entry that is not part of the space.
+            ValueError: if a mask is True for an entry outside the space.
 
         Example:
             >>> space = Space({"w": torch.zeros(3), "b": torch.zeros(1)}, {"w": torch.tensor([0, 2])})
@@ -225,7 +219,7 @@ class Space:
         return torch.cat(parts)
 
     def positions_in(self, other: Space) -> Tensor:
-        """Return where in another space's vectors each coordinate is; -1 where it is not.
+        """Index of each coordinate in another space's vectors, or -1, int64 of shape (k,).
 
         Example:
             >>> tensors = {"weight": torch.zeros(4)}
@@ -256,12 +250,12 @@ class Space:
         return dict(zip(self.names, self.views(vector), strict=True))
 
     def fingerprint(self) -> str:
-        """Return a hash of names and shapes: two spaces with the same one exchange vectors."""
+        """Hash of names and shapes; spaces with the same fingerprint can exchange vectors."""
         shapes = [(name, tuple(t.shape)) for name, t in zip(self.names, self._tensors, strict=True)]
         return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
     def mask_fingerprint(self) -> str:
-        """Return a hash of which entries are part of it; empty if all are."""
+        """Hash of the entries that belong to the space; empty if all do."""
         if not self.active:
             return ""
         digest = hashlib.blake2b(digest_size=16)

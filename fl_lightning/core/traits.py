@@ -1,7 +1,7 @@
-"""Which parts of a run go together: each part says what it needs, what it breaks, and the way out.
+"""Conflicts between the parts of a run: each part lists the traits that it needs and breaks.
 
-A trait is a property of a round. Two parts conflict where one needs a trait that the other breaks. So
-a new part says its own traits once, and no other part, and no check, has to know about it.
+A trait is a property of a round. Two parts conflict if one needs a trait that the other breaks. So a
+new part lists its own traits once, and no other part, and no check, has to know about it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class Trait(Enum):
-    """A property of a round, in words that complete "the part needs that …"."""
+    """A property of a round; its value completes the sentence "the part needs that …"."""
 
     SINGLE_UPDATES = "the server reads the update of each client"
     COHORTS = "the server waits for a cohort, whose clients start from the same model"
@@ -38,9 +38,9 @@ class Traits:
     """Traits of a part, each with a clause that completes a sentence about the part.
 
     Attributes:
-        needs: why a trait is needed, e.g. ``"weighs each update by its staleness"``.
-        breaks: how a trait is broken, e.g. ``"shows the server sums of whole cohorts only"``.
-        instead: what the user can do, in the imperative, e.g. ``"leave asynchronous out"``.
+        needs: reasons to need a trait, e.g. ``"weighs each update by its staleness"``.
+        breaks: ways to break a trait, e.g. ``"shows the server sums of whole cohorts only"``.
+        instead: advice to the user, in the imperative, e.g. ``"leave asynchronous out"``.
 
     Example:
         >>> one = Traits(needs={Trait.COHORTS: "compares clients"}, instead={Trait.COHORTS: "use FedProx"})
@@ -54,12 +54,12 @@ class Traits:
     instead: Clauses = field(default_factory=dict)
 
     def __or__(self, other: Traits) -> Traits:
-        """Merge the traits of two; the second's clauses replace the first's."""
+        """Merge the traits of two parts; the clauses of the second replace those of the first."""
         merged = ({**getattr(self, f.name), **getattr(other, f.name)} for f in fields(self))
         return Traits(*merged)
 
     def without(self, *traits: Trait) -> Traits:
-        """Drop some traits: those of a base that a derived part lacks."""
+        """Return the traits without some that a subclass does not have."""
         kept = (
             {t: c for t, c in getattr(self, f.name).items() if t not in traits}
             for f in fields(self)
@@ -71,10 +71,10 @@ NO_TRAITS = Traits()
 
 
 def conflicts(parts: Mapping[str, Traits]) -> Iterator[str]:
-    """Give a sentence for each trait that one part needs and another breaks.
+    """Yield a sentence for each trait that one part needs and another breaks.
 
     Args:
-        parts: traits by the name of their part, with its option: ``"federation.aggregator Krum"``.
+        parts: traits of each part, by option and class name, e.g. ``"federation.aggregator Krum"``.
     """
     for (needing, its), (breaking, others) in permutations(parts.items(), 2):
         for trait in its.needs:
@@ -87,10 +87,6 @@ def conflicts(parts: Mapping[str, Traits]) -> Iterator[str]:
 
 
 def check_together(parts: Mapping[str, Traits]) -> None:
-    """Refuse parts that conflict.
-
-    Raises:
-        ConfigurationError: with a line for each conflict.
-    """
+    """Raise ConfigurationError if parts conflict, with one line per conflict."""
     if problems := list(conflicts(parts)):
         raise ConfigurationError("\n".join(problems))

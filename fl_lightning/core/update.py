@@ -1,4 +1,4 @@
-"""The model that goes down to clients, and the updates that come back: deltas with their numbers of examples."""
+"""The global model, which the server sends to clients, and the updates that they return."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GlobalModel:
     """The model that the server broadcasts.
 
     Attributes:
-        params: parameters that train and are shared, as one vector, shape (k,).
-        buffers: state of the module that clients change besides, as one vector, shape (b,):
-            floating-point buffers, and frozen parameters that clients change.
+        params: trainable shared parameters as one vector, shape (k,).
+        buffers: other state that clients change as one vector, shape (b,): floating-point buffers, and
+            frozen parameters that clients change.
     """
 
     params: Tensor
@@ -33,64 +33,65 @@ class GlobalModel:
 
 
 class LazyDeltas(Protocol):
-    """Deltas of m clients, shape (m, k), whose numbers nobody may need.
+    """Deltas of m clients, shape (m, k), computed on first access.
 
-    That these are finite is looked at when somebody does: whatever gives them raises `NotFinite`.
+    Whether they are finite is checked on access: members that need it raise `NotFinite`.
     """
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, k)."""
+        """Number of clients m and of coordinates k."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers."""
+        """Dtype of the deltas."""
 
     @property
     def numbers(self) -> Tensor:
-        """All of them, finite or not, shape (m, k)."""
+        """The deltas, finite or not, shape (m, k)."""
 
     @property
     def whole(self) -> Tensor:
-        """All numbers, shape (m, k), each of which is finite."""
+        """The deltas, checked to be finite, shape (m, k)."""
 
     @property
     def norms(self) -> Tensor:
-        """The L2 norm of each, shape (m,), finite. Cheap once folded."""
+        """L2 norm of each delta, checked to be finite, shape (m,); cheap after `fold`."""
 
     @property
     def are_finite(self) -> bool:
-        """Whether all numbers are finite, found without them; False also if they may not be."""
+        """True if all deltas are known to be finite without computing them."""
 
     def of(self, rows: Rows) -> LazyDeltas:
-        """Return those of some clients."""
+        """Return the deltas of some clients."""
 
     def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
-        """Have a mean, shape (k,), take in one after the other: m ← m + share · (delta - m).
+        """Fold the deltas into a mean of shape (k,), one by one: m ← m + share · (delta - m).
 
-        It is as before if a number or a norm is not finite.
+        The mean stays unchanged if a delta or a norm is not finite.
         """
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """One client's contribution to a round: a row of `Updates`, for rules that want one at a time.
+    """The update of one client in a round: a row of `Updates`, for rules that read one at a time.
 
     Attributes:
-        client_id: whose it is.
+        client_id: number of the client.
         delta: ``start - end`` of local training, shape (k,): the pseudo-gradient, which the
             server optimizer descends.
         buffers: floating-point buffers after local training, shape (b,).
         num_examples: size of the client's shard, the aggregation weight, ≥ 1.
-        num_steps: local steps, one per batch (or per several that are accumulated).
+        num_steps: number of local steps, one per batch (or per several accumulated batches).
         metrics: means over the client's local steps by name, each a scalar tensor.
-        active: which coordinates the client may move, bool, shape (k,); None if all. The others
-            are 0 and do not travel.
-        effective_steps: ‖a‖₁, how many gradients the delta adds up to, see
-            `fl_lightning.client.local_solver`; None where nobody asks for it.
-        optimizer_steps: how many of the local steps the optimizer took: not those whose training
-            step skipped its batch, nor those that a gradient scaler left out. None for all. Where
-            the module has several optimizers, the steps of each.
+        active: True for coordinates that the client may move, bool, shape (k,); None if all. The
+            others are 0 and are not sent.
+        effective_steps: ‖a‖₁, the number of local gradients that the delta sums up, see
+            `fl_lightning.client.local_solver`; None if the aggregator does not need it.
+        optimizer_steps: number of local steps that the optimizer took: all but those whose training
+            step skipped its batch or that a gradient scaler skipped. None for all. With several
+            optimizers, the steps of each. They are counted for corrections, for aggregators that
+            divide by them, and for stages of your own.
     """
 
     client_id: int
@@ -105,28 +106,28 @@ class ClientUpdate:
 
     @cached_property
     def norm(self) -> Tensor:
-        """The L2 norm of the delta; it is finite only if every coordinate is."""
+        """L2 norm of the delta, a scalar; it is finite only if every coordinate is."""
         norm: Tensor = torch.linalg.vector_norm(self.delta)
         return norm
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The contributions of m ≥ 1 clients, a row each: what travels through a round.
+    """The updates of m ≥ 1 clients, one row each: the currency of a round.
 
-    Those that a generator yields are to be used before the next ones are asked for. Iterating gives
-    each client's as a `ClientUpdate`.
+    Updates from a generator must be used before the next ones are requested. Iterating yields a
+    `ClientUpdate` per client.
 
     Attributes:
-        client_ids: whose they are, m of them.
-        deltas: shape (m, k), where they are multiplied out, see `whole`.
+        client_ids: numbers of the clients, m of them.
+        deltas: shape (m, k); may be computed on first access, see `whole`.
         buffers: shape (m, b).
         num_examples: aggregation weights.
-        num_steps: local steps.
-        metrics: means over each client's local steps by name, each of m elements.
-        effective_steps: of each client, as in `ClientUpdate`.
-        optimizer_steps: of each client, as in `ClientUpdate`; None for all local steps.
-        active: of each client, as in `ClientUpdate`; None for all coordinates.
+        num_steps: numbers of local steps.
+        metrics: means over each client's local steps by name, each with m elements.
+        effective_steps: one value per client, as in `ClientUpdate`.
+        optimizer_steps: one value per client, as in `ClientUpdate`; None for all local steps.
+        active: one mask per client, as in `ClientUpdate`; None for all coordinates.
 
     Example:
         >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
@@ -146,7 +147,7 @@ class Updates:
 
     @staticmethod
     def of(update: ClientUpdate | Updates) -> Updates:
-        """Return one client's update as a row; several in this form as they are."""
+        """Convert the update of one client into one row; `Updates` are returned unchanged."""
         if isinstance(update, Updates):
             return update
         steps = update.effective_steps
@@ -161,7 +162,7 @@ class Updates:
             [update.optimizer_steps],
             [update.active],
         )
-        vars(row)["_views"] = [update]  # whose norm may be known
+        vars(row)["_views"] = [update]  # its norm may be cached
         return row
 
     def __iter__(self) -> Iterator[ClientUpdate]:
@@ -186,7 +187,7 @@ class Updates:
         ]
 
     def rows(self, kept: list[int]) -> Updates:
-        """Return the clients in these rows alone.
+        """Return the updates in some rows.
 
         Example:
             >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
@@ -211,30 +212,30 @@ class Updates:
 
     @property
     def whole(self) -> Tensor:
-        """All numbers of the deltas, shape (m, k).
+        """The deltas, shape (m, k).
 
         Raises:
-            NotFinite: if one is not finite and nobody has looked so far.
+            NotFinite: if they are computed now and one is not finite.
         """
         return self.deltas if isinstance(self.deltas, Tensor) else self.deltas.whole
 
     def multiplied_out(self) -> Updates:
-        """Return the same with the numbers of the deltas, finite or not."""
+        """Return the same updates with computed deltas, finite or not."""
         if isinstance(self.deltas, Tensor):
             return self
         return replace(self, deltas=self.deltas.numbers)
 
     @cached_property
     def norms(self) -> Tensor:
-        """The L2 norm of each delta, shape (m,).
+        """L2 norm of each delta, shape (m,).
 
         Raises:
             NotFinite: as `whole`.
         """
         if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
-        if len(self.client_ids) == 1:  # to the bit the norm of a single update
-            return next(iter(self)).norm.reshape(1)
+        if len(self.client_ids) == 1:  # bit-identical to the norm of a single update
+            return self._views[0].norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
 
@@ -245,11 +246,7 @@ def rows_of(deltas: Tensor | LazyDeltas, rows: Rows) -> Tensor | LazyDeltas:
 
 
 def check_finite(update: ClientUpdate) -> None:
-    """Refuse an update that would spoil the global model.
-
-    Raises:
-        ClientFailure: if its loss, its delta or its buffers are not finite.
-    """
+    """Raise ClientFailure if an update's loss, delta or buffers are not finite."""
     loss = update.metrics.get("train/loss", update.norm)
     loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
     if not math.isfinite(loss_value) and "train/loss" in update.metrics:

@@ -1,4 +1,4 @@
-"""Types of whole numbers and random words."""
+"""Types of integer arrays and of a source of random words."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-# count -> so many new random words, uniform on 64 bits
+# maps a count to that many random words, uniform on 64 bits
 Draw = Callable[[int], Words]

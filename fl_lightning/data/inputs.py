@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import sent
 
 MAX_EXAMPLES_READ = 1024  # at a time, for statistics
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import sent
 
 # What is around an image before a crop: black, or the image mirrored at its edges, as torchvision
 # and PyTorch name them.

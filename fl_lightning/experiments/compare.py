@@ -11,9 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.core.console.layout import in_lines
-from fl_lightning.core.console.tables import in_blocks
-from fl_lightning.core.console.terminal import is_terminal, width_of
+from fl_lightning.core.console.layout import in_blocks, in_lines, is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment

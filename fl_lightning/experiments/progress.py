@@ -1,4 +1,4 @@
-"""What runs are doing while they train, read from their log files: a bar a run, one for all of them."""
+"""Progress of running fits, read from their log files: a bar a run, and one for all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from fl_lightning.core.console.bars import duration, filled
+from fl_lightning.core.console.layout import duration, filled
 from fl_lightning.experiments.plan import PlannedRun
 
 # run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"

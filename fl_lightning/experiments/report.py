@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.core.report.files import write_chart
+from fl_lightning.core.report.charts import write_chart
 from fl_lightning.core.report.page import Page
 from fl_lightning.experiments.experiment import Experiment
 from fl_lightning.experiments.figure import comparison_charts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from fl_lightning.core.console.layout import laid_out
-from fl_lightning.core.console.screen import Screen
+from fl_lightning.core.console.screen import StatusLines
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.progress import Watch
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
@@ -33,7 +33,7 @@ def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[st
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs were finished before", flush=True)
     failures: dict[str, str] = {}
-    watch, screen = Watch(len(missing), workers), Screen()
+    watch, screen = Watch(len(missing), workers), StatusLines()
     pool = ThreadPoolExecutor(workers)
     started: dict[str, Future[None]] = {}
     screen.open()

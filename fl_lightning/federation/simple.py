@@ -8,31 +8,37 @@ To try an idea in, or to take out: for a service, a phone. A fit ends in the sam
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.checks.fit import check_simple
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
+from fl_lightning.federation.stages.corrector import Corrector, StepCounts
+from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import Server, ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer
+from fl_lightning.updates.path import Step
 
 
 class SimpleFederation:
@@ -43,12 +49,17 @@ class SimpleFederation:
             other, on the device of the batches.
         optimizer: of the clients, over the module's parameters.
         data: set up for fitting.
-        stages: what else happens in a round, in order: corrections, compression, ones of your own.
+        stages: stages of your own, in order.
+        correction: term in the clients' objective; none if None.
+        updates: transforms of updates on their way up, in order.
         cohort: who takes part in a round; everybody if None.
         local_epochs: passes of a client over its shard.
         aggregator: how updates become one; the mean weighted by examples if None.
         server_optimizer: builds what descends the aggregate.
         seed: root of every draw.
+
+    Raises:
+        ConfigurationError: for what does not go together, or needs a Trainer.
 
     Example:
         >>> import torch
@@ -71,6 +82,8 @@ class SimpleFederation:
         data: FederatedDataModule,
         stages: Sequence[Stage] = (),
         *,
+        correction: Correction | None = None,
+        updates: Sequence[Step] = (),
         cohort: CohortSampler | None = None,
         local_epochs: int = 1,
         aggregator: Aggregator | RobustRule | None = None,
@@ -85,19 +98,42 @@ class SimpleFederation:
                 "to last_known, or use Federation"
             )
         self._population = Population(data.clients.num_examples)
+        aggregator = as_aggregator(aggregator).of_clients(optimizer)
+        transport = Transport(updates, [], seed)
+        built_in: list[Stage] = []
+        if correction is not None:
+            exact = aggregator.exact or aggregator.exchanges
+            built_in.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
+        if aggregator.needs_effective_steps:
+            built_in.append(StepCounts(correction))
+        stages = [*built_in, *stages, transport]
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
         self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
         server = Server(self.local.read(), aggregator, server_optimizer)
-        self.stages_ahead, run = Stages(stages), cast(Run, self)  # as far as stages ask for one
+        self.stages_ahead = Stages(stages)
+        raise_together(
+            lambda: check_simple(module, data, stages, self._cohort, aggregator),
+            lambda: None if correction is None else correction.check_server(server.optimizer),
+            *(partial(self._enter, stage) for stage in stages),
+        )
         for stage in stages:
-            stage.enter(run)
             stage.place(self.local.space, None)
         self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
         self.round = Round(
             self, server, self.stages_ahead, self.memory.clients, processes=SimpleNamespace(size=1)
         )
+
+    def _enter(self, stage: Stage) -> None:
+        try:
+            stage.enter(cast(Run, self))  # as far as stages ask for one
+        except AttributeError as error:
+            if error.obj is not self:
+                raise
+            raise ConfigurationError(
+                f"{type(stage).__name__} asks for the run's {error.name}, which needs a Trainer: use Federation"
+            ) from error
 
     def run(self, rounds: int) -> GlobalModel:
         """Run some rounds more, and return the global model."""

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-from fl_lightning.core.user_cache import cache_folder
-
 
 @cache
 def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
@@ -105,3 +103,13 @@ def _compile(command: list[str], path: Path) -> None:
         made = Path(folder) / path.name
         subprocess.run([*command, "-o", str(made), "-lm"], check=True, capture_output=True)
         made.replace(path)
+
+
+def cache_folder() -> Path:
+    """Return the package's folder in the user's cache; it may not exist yet.
+
+    Example:
+        >>> cache_folder().name
+        'fl_lightning'
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fl_lightning"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 
 _WRAPPERS = ("teacher", "student", "state_dict", "model")
 _PREFIXES = ("module.", "backbone.", "model.", "network.")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.models.cnn import LeNet, McMahanCNN
 
 _OURS: dict[str, type[nn.Module]] = {"lenet": LeNet, "mcmahan_cnn": McMahanCNN}

@@ -23,7 +23,7 @@ import yaml
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.models.checkpoints import read_tensors
 from fl_lightning.nas.spaces import subnetwork
 from fl_lightning.nas.spaces.cells import CellSpace

@@ -4,7 +4,7 @@
 
 m: clients of the largest cohort, so that the a_k sum to at most 1 before all of them are known. The
 server is given the mean to step on; of an update it sees what is not encrypted. Where clients are at sites,
-these encrypt and one of them opens the sum, see `have_added`. Scheme and limits:
+these encrypt and one of them opens the sum, see `sum_at_sites`. Scheme and limits:
 `fl_lightning.secure.encryption.ckks`; encrypting a part: Jin et al. 2023 (2303.10837), section 3.
 Differs: most sensitive is what has moved most so far, which needs no client's data.
 """
@@ -28,13 +28,14 @@ from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, gene
 from fl_lightning.secure.encryption.encrypted_update import (
     CKKSLayout,
     EncryptedUpdate,
+    encrypted_size,
     most_sensitive,
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierRun
 from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, EncryptedSum, OpenedSum
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import FEWEST_CLIENTS, AddsAtSites, Expense, Terms
+from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
 _MOVED = "moved"
 _DEGREE = 8192
@@ -60,7 +61,7 @@ class EncryptedMean(Aggregator):
             before training, if Paillier would take longer than it may.
 
     Attributes:
-        expense: see `Protected`.
+        protection_cost: see `Protected`.
         terms: of the run.
         memory: Σ |mean| of every coordinate, with a ``fraction`` below 1.
 
@@ -103,9 +104,9 @@ class EncryptedMean(Aggregator):
                 f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
             )
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
-        self.expense = Expense()
+        self.protection_cost = ProtectionCost()
         self._round_index = 0
-        self._adds: AddsAtSites | None = None
+        self._adds: SumsAtSites | None = None
         self.terms = Terms(most_clients=2)
 
     @property
@@ -162,11 +163,11 @@ class EncryptedMean(Aggregator):
         encrypted = max(1, round(self.fraction * size))
         if self._paillier is not None:
             self._paillier.sums(size)  # the first round encrypts all
-            ciphertexts = self._paillier.sums(encrypted)[0].num_bytes
+            count, width = 1, self._paillier.sums(encrypted)[0].num_bytes
         else:
             count = -(-encrypted // self._parameters.slots)
-            ciphertexts = count * ciphertext_bytes(self._parameters)
-        up = ciphertexts + 4 * (size - encrypted)
+            width = ciphertext_bytes(self._parameters)
+        up = encrypted_size(count, width, size - encrypted)
         return up + 4 * size // num_clients, up // num_clients
 
     def start_round(self, round_index: int) -> None:
@@ -176,7 +177,7 @@ class EncryptedMean(Aggregator):
     def open(self, like: Tensor) -> None:
         """Start without updates."""
         self._like, self._expenses = like, _Expenses()
-        self.expense = Expense()
+        self.protection_cost = ProtectionCost()
         self._total: EncryptedUpdate | None = None
         self._counted: dict[int, int] = {}  # examples by client
         if self._adds is None:
@@ -231,7 +232,7 @@ class EncryptedMean(Aggregator):
         values: npt.NDArray[np.float64] = (update.delta.detach().double().cpu() * share).numpy()
         return values
 
-    def have_added(self, adds: AddsAtSites) -> None:
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
         """Have updates encrypted, and their sum opened, where they are."""
         self._adds = adds
 
@@ -274,7 +275,7 @@ class EncryptedMean(Aggregator):
         first = next(iter(self._expenses.up))
         self._expenses.up[first] += 4 * len(mean)
         self._expenses.down[first] = self._total.num_bytes
-        self.expense = self._expenses.closed()
+        self.protection_cost = self._expenses.closed()
         if self.fraction < 1:
             moved = self.memory.get(_MOVED, torch.zeros_like(mean))
             self.memory[_MOVED] = moved + mean.abs()
@@ -282,9 +283,9 @@ class EncryptedMean(Aggregator):
         self._forget_contexts()
         return mean
 
-    def _mean_at_sites(self, adds: AddsAtSites) -> Tensor:
+    def _mean_at_sites(self, adds: SumsAtSites) -> Tensor:
         opened: OpenedSum = adds(self._layout(), list(self._counted))
-        self.expense = opened.expense
+        self.protection_cost = opened.protection_cost
         num_examples = sum(n for c, n in self._counted.items() if c in opened.clients)
         return opened.values * (self._most / num_examples)
 
@@ -307,12 +308,12 @@ class EncryptedMean(Aggregator):
 
 
 class _Expenses:
-    """An expense that grows while its round is open."""
+    """An protection_cost that grows while its round is open."""
 
     def __init__(self) -> None:
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
         self.seconds = {"client_seconds": 0.0, "server_seconds": 0.0}
 
-    def closed(self) -> Expense:
-        return Expense(bytes_up=self.up, bytes_down=self.down, seconds=self.seconds)
+    def closed(self) -> ProtectionCost:
+        return ProtectionCost(bytes_up=self.up, bytes_down=self.down, seconds=self.seconds)

@@ -25,7 +25,7 @@ from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import AddsAtSites, Expense, NoiseShares, Terms
+from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
 from fl_lightning.updates.clip import clipped
 
 # (bits, fewest vectors) -> the protocol
@@ -122,9 +122,9 @@ class SecurePrivateSum(PrivateAggregator):
         return self if self._rounds.secure_sum.protocol == "run" else None
 
     @property
-    def expense(self) -> Expense:
+    def protection_cost(self) -> ProtectionCost:
         """See `Protected`."""
-        return self._rounds.expense
+        return self._rounds.protection_cost
 
     @property
     def hides(self) -> str:
@@ -185,7 +185,7 @@ class SecurePrivateSum(PrivateAggregator):
         whole = self._shares().client_integers(delta, self.clip_norm, self._round_index, client)
         return to_ring(whole, self._ring)
 
-    def have_added(self, adds: AddsAtSites) -> None:
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
         """Have vectors added where they are."""
         self._rounds.adds_at_sites = adds
 

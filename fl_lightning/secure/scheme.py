@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.secure.encryption.ciphertext_numbers import Sender
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSKeys, CKKSServer
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
-from fl_lightning.server.protected import Expense
+from fl_lightning.server.protected import ProtectionCost
 
 
 class EncryptedRound(Protocol):
@@ -32,7 +32,7 @@ class EncryptedRound(Protocol):
         """Return the server's sum with one more update in it; None for the sum of nothing.
 
         Raises:
-            DecodeError: if the update is not one of a client of this round.
+            MessageError: if the update is not one of a client of this round.
         """
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
@@ -92,9 +92,9 @@ class OpenedSum:
     Attributes:
         values: Σ a_k Δ_k of those who are in it, float64 of shape (k,).
         clients: who is in it.
-        expense: of the sum.
+        protection_cost: of the sum.
     """
 
     values: Tensor
     clients: frozenset[int]
-    expense: Expense
+    protection_cost: ProtectionCost

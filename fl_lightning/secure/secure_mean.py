@@ -23,7 +23,7 @@ from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import AddsAtSites, Expense, NoiseShares, Terms
+from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.sparsifiers import RandomK
 
@@ -59,7 +59,7 @@ class SecureMean(Aggregator):
             from `begin`, if a sum might not fit into the ring.
 
     Attributes:
-        expense: see `Protected`.
+        protection_cost: see `Protected`.
         terms: of the run.
         memory: nothing is kept from round to round.
 
@@ -70,8 +70,8 @@ class SecureMean(Aggregator):
         >>> mean.open(torch.empty(1))
         >>> for client, (value, n) in enumerate([(2.0, 1), (4.0, 3)]):
         ...     mean.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), n, 1))
-        >>> mean.close(), mean.expense.bytes_up[0]
-        (tensor([3.5000]), 542)
+        >>> mean.close(), mean.protection_cost.bytes_up[0]
+        (tensor([3.5000]), 2190)
     """
 
     exact = True
@@ -116,9 +116,9 @@ class SecureMean(Aggregator):
         return self
 
     @property
-    def expense(self) -> Expense:
+    def protection_cost(self) -> ProtectionCost:
         """See `Protected`."""
-        return self._rounds.expense
+        return self._rounds.protection_cost
 
     @property
     def hides(self) -> str:
@@ -263,7 +263,7 @@ class SecureMean(Aggregator):
         draws = numpy_generator(self._seed, "secure rounding", self._round_index, client).random
         return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
 
-    def have_added(self, adds: AddsAtSites) -> None:
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
         """Have vectors added where they are."""
         self._rounds.adds_at_sites = adds
 

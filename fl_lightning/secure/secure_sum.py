@@ -31,7 +31,7 @@ from fl_lightning.secure.protocol.session import (
 from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.shortcut import UnitSeconds, shortcut
 from fl_lightning.secure.simulation import Costs, SumOutcome, simulate
-from fl_lightning.server.protected import AddsAtSites, Expense
+from fl_lightning.server.protected import ProtectionCost, SumsAtSites
 
 Value = TypeVar("Value")
 
@@ -67,7 +67,7 @@ class SecureSum:
         >>> secure_sum(updates, round_index=0, seed=0).total
         array([16, 27], dtype=uint16)
         >>> secure_sum.bytes_up(2, 3)
-        687
+        2343
     """
 
     bits: int = 32
@@ -229,7 +229,7 @@ class RoundSum:
     Attributes:
         secure_sum: as given; may be changed between rounds.
         adds_at_sites: adds vectors that are at sites; None where they are taken in here.
-        expense: of the last round that was closed; of nothing while one is open.
+        protection_cost: of the last round that was closed; of nothing while one is open.
         clients: whose vectors are in the open round.
 
     Example:
@@ -244,8 +244,8 @@ class RoundSum:
     def __init__(self, secure_sum: SecureSum, seed: int) -> None:
         self.secure_sum, self._seed = secure_sum, seed
         self._unit_seconds: UnitSeconds | None = None
-        self.adds_at_sites: AddsAtSites | None = None
-        self.expense = Expense()
+        self.adds_at_sites: SumsAtSites | None = None
+        self.protection_cost = ProtectionCost()
 
     def open(self, size: int, device: torch.device, round_index: int) -> None:
         """Start without vectors.
@@ -261,7 +261,7 @@ class RoundSum:
         is_sparse = self.secure_sum.sparse is not None
         self._keeps_vectors = self.secure_sum.protocol == "run" or is_sparse
         self._size, self._device, self._round_index = size, device, round_index
-        self.expense = Expense()
+        self.protection_cost = ProtectionCost()
         self.clients: list[int] = []
         self._missing: list[int] = []
         # every client's, or only their sum
@@ -321,7 +321,7 @@ class RoundSum:
         seconds = {f"{word}server_seconds": costs.server_seconds}
         if self.adds_at_sites is None:  # sites do not tell theirs
             seconds[f"{word}client_seconds"] = costs.client_seconds
-        self.expense = Expense(costs.bytes_up, costs.bytes_down, seconds)
+        self.protection_cost = ProtectionCost(costs.bytes_up, costs.bytes_down, seconds)
         self._vectors = []
         return outcome.total
 
@@ -342,7 +342,7 @@ class RoundSum:
             unit_seconds=self._unit_seconds,
         )
 
-    def _outcome_at_sites(self, adds: AddsAtSites) -> SumOutcome:
+    def _outcome_at_sites(self, adds: SumsAtSites) -> SumOutcome:
         cohort = sorted({*self.clients, *self._missing})
         session = self.secure_sum.session(
             len(cohort), size=self._size, round_index=self._round_index, graph_seed=randbits(63)

@@ -1,4 +1,4 @@
-"""From many updates to a model."""
+"""The server: aggregators, robust rules, attacks on them, server optimizers, asynchronous rules."""
 
 from fl_lightning.server.aggregator import Aggregator, WeightedMean
 from fl_lightning.server.attacks import (

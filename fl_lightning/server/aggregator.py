@@ -1,7 +1,7 @@
-"""Aggregators: folds over a round's updates. What a leaf does not need it inherits.
+"""Aggregators: folds over a round's updates.
 
-An aggregator by weights is a class on `WeightedMean` with a `weight`; a rule that looks at all updates
-together is a `RobustRule`; anything else derives from `Aggregator`.
+A weighted mean derives from `WeightedMean` and defines `weight`; a rule that needs all updates of a
+round together is a `RobustRule`; anything else derives from `Aggregator`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.server.means.running_mean import new_mean
+from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.protected import NoiseShares, Protected
 from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.rule import RobustRule
 
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
-# Returns what every process gave, in order of rank
+# Returns one value per process, in order of rank
 Gather = Callable[[Any], list[Any]]
 
 
@@ -38,7 +40,7 @@ _OF_ANY = Traits(
         Trait.PRIVATE_CLIENTS: "leave federation.aggregator out for the mean of clipped updates",
     },
 )
-# of rules that weigh clients by what they report, or by how far they step
+# of rules that weigh clients by the losses they report, or by the length of their steps
 BY_LOSSES = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "weighs clients by their training losses, which have no noise"},
     instead={Trait.PRIVATE_EXAMPLES: "use Mean, or another rule that looks at updates alone"},
@@ -66,13 +68,13 @@ class Aggregator(ABC):
     """A fold over a round's updates.
 
     Attributes:
-        exact: whether the aggregate has the same bits in whatever order the updates come and over
-            however many processes they are spread. Buffers are then averaged in the same way.
-        is_private: whether clients' buffers are not taken, and a round without a reply is a release
+        exact: whether the aggregate is bit-identical for any order of the updates and any number of
+            processes. Buffers are then averaged in the same way.
+        is_private: whether clients' buffers are ignored, and a round without a reply is released
             like any other.
-        needs_effective_steps: whether it reads how many gradients an update adds up to.
-        exchanges: whether processes hand over more of a round than sums, see `exchange`.
-        restarts: whether a round that is resumed begins with its first client.
+        needs_effective_steps: whether it reads ``effective_steps`` of the updates.
+        exchanges: whether processes exchange more than sums, see `exchange`.
+        restarts: whether a resumed round starts again with its first client.
     """
 
     exact: bool = False
@@ -84,9 +86,9 @@ class Aggregator(ABC):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """What it keeps from round to round; vectors of shape (k,) follow the model to other coordinates.
+        """Tensors kept from round to round; those of shape (k,) follow the model to a new mask.
 
-        It changes only between the last update of a round and the first of the next.
+        They change only between the last update of a round and the first of the next.
         """
         if self._memory is None:
             self._memory = {}
@@ -98,22 +100,22 @@ class Aggregator(ABC):
 
     @property
     def robust_rule(self) -> RobustRule | None:
-        """The rule that judges a round's updates; None where there is no such rule."""
+        """The robust rule that it applies, if any."""
         return None
 
     @property
     def protection(self) -> Protected | None:
-        """What hides updates from the server: itself, or None where the server sees them."""
+        """Itself if it hides updates from the server, or None if the server sees them."""
         return None
 
     @property
     def noise_shares(self) -> TakesNoiseShares | None:
-        """What adds up whole numbers with clients' noise: itself, or None where it cannot."""
+        """Itself if it can add up integers with clients' noise, else None."""
         return None
 
     @property
     def traits(self) -> Traits:
-        """Traits of the aggregator; a leaf adds to them or drops some."""
+        """Traits of the aggregator; a subclass adds or removes some."""
         traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
         if self.protection is None:
             return traits
@@ -124,41 +126,41 @@ class Aggregator(ABC):
         ) | _OF_SUMS
 
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
-        """Return what aggregates the updates of clients that train with such an optimizer: itself."""
+        """Return the aggregator for clients that train with this optimizer: itself by default."""
         return self
 
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
+        """Called before `open` with the number of the round; does nothing by default."""
         return
 
     @abstractmethod
     def open(self, like: Tensor) -> None:
-        """Start a round; updates have shape, dtype and device of ``like``, shape (k,)."""
+        """Start a round whose deltas have the shape (k,), dtype and device of ``like``."""
 
     @abstractmethod
     def add(self, update: ClientUpdate) -> None:
-        """Take in one update."""
+        """Add one update."""
 
     def receive(self, updates: Updates) -> None:
-        """Take in some updates, one after the other."""
+        """Add updates, one after the other."""
         for update in updates:
             self.add(update)
 
     def new_rows(self, like: Tensor) -> UpdateRows:
-        """Return a place for a round's updates, side by side."""
+        """Return an empty matrix for a round's updates."""
         return UpdateRows(like)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
+        """Exchange updates so that all processes hold the same; called by all of them."""
         return
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return tensors which, added up over processes, are those of all updates together."""
+        """Return tensors whose sums over all processes are those of all updates."""
 
     @abstractmethod
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Take the updates of all processes for one's own, given the added `sums`."""
+        """Replace the state by the `sums` added up over all processes."""
 
     @abstractmethod
     def close(self) -> Tensor:
@@ -166,12 +168,12 @@ class Aggregator(ABC):
 
     @property
     def buffers(self) -> Tensor | None:
-        """What the buffers of the round that was closed become; None for their mean."""
+        """New buffers of the model after `close`, or None for the mean of the clients' buffers."""
         return None
 
     @property
     def untouched(self) -> Tensor | slice:
-        """The coordinates that no client of the round may move: bool of shape (k,), or none."""
+        """Coordinates that no client of the round may move: bool of shape (k,), or an empty slice."""
         return slice(0)
 
     @abstractmethod
@@ -180,13 +182,36 @@ class Aggregator(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an open round."""
+        """Restore an open round from `state_dict`."""
 
 
-class WeightedMean(Aggregator):
-    """A mean of updates by weights: Σ_k w_k Δ_k / Σ_k w_k.
+class FoldedMeans(Aggregator):
+    """An aggregator made of weighted means, by name; `open` creates them."""
 
-    Sums over processes, checkpoints inside a round and exactness are here; a leaf has a `weight`.
+    _means: dict[str, RunningMean | ExactMean]
+
+    @override
+    def sums(self) -> list[Tensor]:
+        return [tensor for mean in self._means.values() for tensor in mean.sums()]
+
+    @override
+    def load_sums(self, sums: list[Tensor]) -> None:
+        left = iter(sums)
+        for mean in self._means.values():
+            mean.load_sums(list(islice(left, len(mean.sums()))))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {name: mean.state_dict() for name, mean in self._means.items()}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, mean in self._means.items():
+            mean.load_state_dict(state[name])
+
+
+class WeightedMean(FoldedMeans):
+    """A weighted mean of updates: Σ_k w_k Δ_k / Σ_k w_k. Subclasses define `weight`.
 
     Example:
         >>> import torch
@@ -205,15 +230,16 @@ class WeightedMean(Aggregator):
     def weight(self, update: ClientUpdate) -> float:
         """Return the weight of an update, finite and ≥ 0; 0 leaves it out."""
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
         self._mean = new_mean(like, exact=self.exact)
+        self._means = {"mean": self._mean}
 
     def add(self, update: ClientUpdate) -> None:
         """Add one update.
 
         Raises:
-            ConfigurationError: if its weight is none.
+            ConfigurationError: if its weight is negative or not finite.
         """
         weight = self.weight(update)
         if not 0 <= weight < math.inf:
@@ -223,32 +249,16 @@ class WeightedMean(Aggregator):
             )
         self._mean.add(update.delta, weight)
 
-    def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
-        return self._mean.sums()
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
-        self._mean.load_sums(sums)
-
+    @override
     def close(self) -> Tensor:
-        """Return the mean."""
         return self._mean.value()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean so far and its weight."""
-        return self._mean.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._mean.load_state_dict(state)
 
 
 class PrivateAggregator(Aggregator):
-    """Folds clipped updates.
+    """Aggregates clipped updates.
 
     Attributes:
-        clip_norm: of the present round, set by whoever opens it.
+        clip_norm: bound of an update's L2 norm in the current round, set before `open`.
     """
 
     is_private = True
@@ -258,19 +268,19 @@ class PrivateAggregator(Aggregator):
     @property
     @abstractmethod
     def num_unclipped(self) -> int:
-        """Updates that were within the clip norm."""
+        """Number of updates within the clip norm."""
 
     @property
     @abstractmethod
     def num_replies(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
 
 
 class TakesNoiseShares(Protocol):
-    """An aggregator that can add up whole numbers with clients' noise."""
+    """An aggregator that can add up integers with clients' noise."""
 
     def fewest_survivors(self, num_clients: int) -> int:
-        """Return how many vectors a sum over a cohort has at least."""
+        """Return the smallest number of updates in a sum over a cohort of ``num_clients``."""
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
-        """Return what adds up whole numbers with noise; to be called after `Protected.begin`."""
+        """Return an aggregator of integers with noise; called after `Protected.begin`."""

@@ -1,11 +1,9 @@
-"""Attacks on a round, to test defences.
+"""Attacks on a round by malicious clients, to test defences.
 
-Attackers see what others send, and then send something else.
+`Forged` wraps an aggregator. It keeps all updates until the round ends, because the strongest attacks
+know the honest ones, replaces those of the attackers, and passes all of them on.
 
-`Forged` wraps an aggregator. It keeps the round's updates until all are there, because the strongest
-attacks know the honest ones, and then folds them in, the attackers' replaced.
-
-Attacks of clients that know nothing of the others.
+Attacks without knowledge of other clients:
 
     sign flip -s x_i;     Gaussian σ N(0, I);     scaling γ x_i
 
@@ -13,7 +11,7 @@ Sources: sign flip and Gaussian: Blanchard et al. 2017 (there σ = 200); scaling
 et al. 2020, How to Backdoor Federated Learning, model replacement, where γ is the
 number of updates over the server's learning rate.
 
-Attacks of clients that know all honest updates of the round, and send one vector together.
+Attacks by clients that know all honest updates of the round, and all send the same vector:
 
     ALIE      μ - z σ,   z = Φ⁻¹((n - m - s) / (n - m)),   s = ⌊n / 2⌋ + 1 - m
     IPM       -ε μ
@@ -22,12 +20,13 @@ Attacks of clients that know all honest updates of the round, and send one vecto
 with mean μ and standard deviation σ of every coordinate over the honest updates, n updates and m
 attackers. Sources: Baruch et al. 2019, A Little Is Enough; Xie et al. 2020, Fall of
 Empires; Shejwalkar and Houmansadr 2021, Manipulating the Byzantine.
-Differs: the papers' ALIE estimates μ and σ from the attackers' own honest training, ours knows them;
-min-max's γ is solved for (a quadratic per honest update) instead of bisected.
+Differs: the paper's ALIE estimates μ and σ from the attackers' own honest training, here they are
+known; min-max's γ is the root of a quadratic per honest update instead of found by bisection.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -37,42 +36,43 @@ from typing import Literal, Protocol, final
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import KeptUpdates
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows, RowsAndOne
-from fl_lightning.server.robust.passes import combined, mean_and_spread, squared_distances
+from fl_lightning.server.robust.passes import combined, mean_and_std, squared_distances
 
-# Of one attacker, by its client id
+# Returns an attacker's random generator, by its client id
 Generators = Callable[[int], np.random.Generator]
 
 
 class Forgery(Protocol):
-    """What attackers make of their updates."""
+    """An attack: replaces the updates of the attackers."""
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield what each attacker sends, shape (k,).
+        """Yield the forged update of each attacker, shape (k,).
 
         Args:
-            rows: all updates of the round, as honest training made them.
-            attackers: the places of the attackers' among them, at least one, increasing.
-            generators: what an attacker draws from.
+            rows: all updates of the round, from honest training.
+            attackers: row numbers of the attackers, at least one, increasing.
+            generators: returns the random generator of an attacker.
         """
 
 
 @final
 class Forged(KeptUpdates):
-    """An aggregator whose clients are not all honest.
+    """An aggregator that replaces the updates of attackers.
 
     Args:
-        aggregator: what the updates go to, the attackers' replaced.
-        forgery: what attackers send.
-        attackers: their client ids.
-        seed: root of what they draw.
+        aggregator: aggregator of the honest and the forged updates.
+        forgery: the attack.
+        attackers: client ids of the attackers.
+        seed: root seed of the attackers' random draws.
 
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
@@ -96,33 +96,33 @@ class Forged(KeptUpdates):
         self._seed, self._round_index = seed, 0
 
     @property
+    @override
     def reader(self) -> str:
-        """The attack."""
         return type(self.forgery).__name__
 
     @property
+    @override
     def buffers(self) -> Tensor | None:
-        """What the aggregator has made of the last round's buffers; None for their mean."""
         return self.aggregator.buffers
 
     @property
+    @override
     def memory(self) -> dict[str, Tensor]:
-        """What the aggregator keeps from round to round."""
         return self.aggregator.memory
 
     @memory.setter
     def memory(self, values: dict[str, Tensor]) -> None:
         self.aggregator.memory = values
 
+    @override
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
         self._round_index = round_index
         self.aggregator.start_round(round_index)
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start without updates."""
         self._like = like
-        # the rule has as many again, with the attackers' in their places
+        # the wrapped aggregator keeps the updates a second time, with the attackers' replaced
         self._rows = self.aggregator.new_rows(like)
 
     def close(self) -> Tensor:
@@ -147,7 +147,7 @@ class Forged(KeptUpdates):
 @final
 @dataclass(frozen=True)
 class Scaling:
-    """Sends its update times a factor: with poisoned examples, model replacement.
+    """Sends its update times a factor; with poisoned examples this is model replacement.
 
     Args:
         factor: γ; 1 changes nothing.
@@ -162,7 +162,7 @@ class Scaling:
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield the scaled updates."""
+        """Yield one scaled update per attacker."""
         for place in attackers:
             yield combined(rows, self.factor * (np.arange(len(rows)) == place))
 
@@ -173,7 +173,7 @@ class SignFlip:
     """Sends its update with the opposite sign.
 
     Args:
-        scale: s, ≥ 0, times as long.
+        scale: factor s ≥ 0 of its length.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -190,7 +190,7 @@ class SignFlip:
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield the reversed updates."""
+        """Yield one reversed update per attacker."""
         return Scaling(-self.scale).forge(rows, attackers, generators)
 
 
@@ -200,7 +200,7 @@ class GaussianNoise:
     """Sends noise.
 
     Args:
-        std: σ, ≥ 0, of every coordinate.
+        std: standard deviation σ ≥ 0 of every coordinate.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -217,20 +217,37 @@ class GaussianNoise:
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield noise, of each attacker its own."""
+        """Yield independent noise for each attacker."""
         for place in attackers:
             generator = generators(rows.client_ids[place])
             noise = generator.standard_normal(rows.num_columns, np.float32)
             yield (self.std * noise).astype(rows.dtype)
 
 
+class _Collusion(ABC):
+    """An attack in which all attackers send the same vector."""
+
+    @abstractmethod
+    def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
+        """Return the vector, shape (k,), given the honest updates and the counts of the round."""
+
+    def forge(
+        self, rows: Rows, attackers: Sequence[int], generators: Generators
+    ) -> Iterator[Floats]:
+        """Yield the same vector for every attacker."""
+        honest = sorted(set(range(len(rows))) - set(attackers))
+        # without honest updates, those that the attackers would have sent honestly
+        known = ChosenRows(rows, honest) if honest else rows
+        return repeat(self.vector(known, len(rows), len(attackers)), len(attackers))
+
+
 @final
 @dataclass(frozen=True)
-class ALIE:
-    """A little is enough: within the spread of honest updates, all at the same end of it.
+class ALIE(_Collusion):
+    """A little is enough: the honest mean minus z standard deviations.
 
     Args:
-        z: how many standard deviations; the largest that a majority would still hide if None.
+        z: number of standard deviations; if None, the largest that still hides among a majority.
     """
 
     z: float | None = None
@@ -239,22 +256,21 @@ class ALIE:
         if not np.isfinite(0.0 if self.z is None else self.z):
             raise ConfigurationError(f"ALIE: z must be a finite number, got {self.z}")
 
-    def forge(
-        self, rows: Rows, attackers: Sequence[int], generators: Generators
-    ) -> Iterator[Floats]:
-        """Yield the same vector for everyone."""
-        mean, spread = mean_and_spread(honest_of(rows, attackers))
-        z = hidden_deviations(len(rows), len(attackers)) if self.z is None else self.z
-        return repeat(mean - mean.dtype.type(z) * spread, len(attackers))
+    @override
+    def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
+        mean, std = mean_and_std(honest)
+        z = hidden_deviations(num_updates, num_attackers) if self.z is None else self.z
+        moved: Floats = mean - mean.dtype.type(z) * std
+        return moved
 
 
 @final
 @dataclass(frozen=True)
-class InnerProductManipulation:
-    """Sends the honest mean backwards.
+class InnerProductManipulation(_Collusion):
+    """Sends the reversed honest mean.
 
     Args:
-        epsilon: ε, how long; small ones hide from distances, large ones turn the mean around.
+        epsilon: length ε; a small one hides among the honest updates, a large one reverses the mean.
     """
 
     epsilon: float = 0.5
@@ -265,33 +281,29 @@ class InnerProductManipulation:
                 f"InnerProductManipulation: epsilon must be a finite number, got {self.epsilon}"
             )
 
-    def forge(
-        self, rows: Rows, attackers: Sequence[int], generators: Generators
-    ) -> Iterator[Floats]:
-        """Yield the same vector for everyone."""
-        mean, _ = mean_and_spread(honest_of(rows, attackers))
-        return repeat(mean.dtype.type(-self.epsilon) * mean, len(attackers))
+    @override
+    def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
+        mean, _ = mean_and_std(honest)
+        scaled: Floats = mean.dtype.type(-self.epsilon) * mean
+        return scaled
 
 
 @final
 @dataclass(frozen=True)
-class MinMax:
-    """As far from the honest mean as the honest updates are from each other.
+class MinMax(_Collusion):
+    """Sends a vector as far from the honest mean as the honest updates are from each other.
 
     Args:
-        direction: p: ``std`` for -σ, ``unit`` for -μ / |μ|, ``sign`` for -sign(μ).
+        direction: direction p: ``std`` for -σ, ``unit`` for -μ / |μ|, ``sign`` for -sign(μ).
     """
 
     direction: Literal["std", "unit", "sign"] = "std"
 
-    def forge(
-        self, rows: Rows, attackers: Sequence[int], generators: Generators
-    ) -> Iterator[Floats]:
-        """Yield the same vector for everyone."""
-        honest = honest_of(rows, attackers)
-        mean, spread = mean_and_spread(honest)
+    @override
+    def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
+        mean, std = mean_and_std(honest)
         if self.direction == "std":
-            away = -spread
+            away = -std
         elif self.direction == "unit":
             away = -mean / max(np.linalg.norm(mean), np.finfo(mean.dtype).tiny)
         else:
@@ -299,13 +311,8 @@ class MinMax:
         distances = squared_distances(RowsAndOne(honest, mean))
         limit, to_mean = distances[:-1, :-1].max(), distances[:-1, -1]
         gamma = largest_step(away, along(honest, mean, away), to_mean, limit)
-        return repeat(mean + mean.dtype.type(gamma) * away, len(attackers))
-
-
-def honest_of(rows: Rows, attackers: Sequence[int]) -> Rows:
-    """Return the honest rows; without any, what the attackers would have sent honestly."""
-    honest = sorted(set(range(len(rows))) - set(attackers))
-    return ChosenRows(rows, honest) if honest else rows
+        moved: Floats = mean + mean.dtype.type(gamma) * away
+        return moved
 
 
 def hidden_deviations(num_updates: int, num_attackers: int) -> float:
@@ -323,7 +330,7 @@ def hidden_deviations(num_updates: int, num_attackers: int) -> float:
 
 
 def along(rows: Rows, mean: Floats, direction: Floats) -> Floats:
-    """Return the inner products <p, μ - x_i>, float64, shape (n,)."""
+    """Inner products <p, μ - x_i> of the rows x_i, float64, shape (n,)."""
     products = np.zeros(len(rows))
     for columns, block in rows.blocks():
         products += (mean[columns] - block) @ direction[columns]

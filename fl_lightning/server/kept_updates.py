@@ -1,6 +1,6 @@
-"""What aggregators have in common that keep a round's updates until all are there.
+"""Base of aggregators that keep all updates until the round ends.
 
-Rows do not add up over processes as sums do: they are exchanged, so that each process has all of them.
+Updates do not add up over processes as sums do: they are exchanged, so that each process has all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
@@ -17,7 +18,7 @@ from fl_lightning.server.robust.matrix import UpdateRows
 
 
 class KeptUpdates(Aggregator):
-    """An aggregator but for `open` and `close`; the former makes its rows."""
+    """Base of aggregators that keep all updates; subclasses define `open`, which creates the rows, and `close`."""
 
     exchanges = True
 
@@ -26,44 +27,40 @@ class KeptUpdates(Aggregator):
     @property
     @abstractmethod
     def reader(self) -> str:
-        """Who looks at the updates, by name."""
+        """Name of the class that reads the updates, for error messages."""
 
     def add(self, update: ClientUpdate) -> None:
         """Keep one update.
 
         Raises:
-            ConfigurationError: if it is under a mask of the client's own.
+            ConfigurationError: if the client has a mask of its own.
         """
         check_whole(update, self.reader)
         self._rows.append(update)
 
+    @override
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
         self._rows = self._rows.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
-        """Return nothing: rows do not add up, see `exchange`."""
+        """Return an empty list: rows do not add up, see `exchange`."""
         return []
 
+    @override
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Take nothing, see `sums`."""
         assert not sums
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the updates so far."""
         return self._rows.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._rows.load_state_dict(state)
 
 
 def check_whole(update: ClientUpdate, name: str) -> None:
-    """Refuse an update under a mask of the client's own.
-
-    Raises:
-        ConfigurationError: naming who needs whole updates.
-    """
+    """Raise ConfigurationError, naming the reader, if the client has a mask of its own."""
     if update.active is not None:
         raise ConfigurationError(
             f"{name} compares whole updates, and these clients have masks of their own: share one "

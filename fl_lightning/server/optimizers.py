@@ -1,6 +1,6 @@
-"""Server optimizers that torch does not have.
+"""Server optimizers that torch lacks: FedAdagrad, FedAdam, FedYogi and FedLion.
 
-Adaptive server optimizers: FedAdagrad, FedAdam and FedYogi.
+FedAdagrad, FedAdam, FedYogi:
 
     m ← β₁ m + (1 - β₁) Δ
     v ← v + Δ²                              FedAdagrad
@@ -13,7 +13,7 @@ is added, here it is start - end and is descended. Learning rates are those of t
 start from 0.1 to 0.01 with τ of 1e-3. Differs from Flower, which starts from v₀ = 0 and whose
 FedAdam corrects the bias, and from torch's Adam in the same two things.
 
-Lion over rounds: every coordinate moves by the learning rate, only its direction is learned.
+FedLion: every coordinate moves by the learning rate, only its sign is learned.
 
     x ← x - η (sign(β₁ m + (1 - β₁) Δ) + λ x),    m ← β₂ m + (1 - β₂) Δ
 
@@ -32,18 +32,43 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 
 
-class AdaptiveServerOptimizer(Optimizer):
-    """What the three have in common: all but the second moment.
-
-    Its state is there from the start, so that a coordinate that joins later starts from τ² as well.
-    """
+class _RangeCheckedOptimizer(Optimizer):
+    """Base of the server optimizers: checks the options' ranges and moves one parameter at a time."""
 
     def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
         check_ranges(type(self).__name__, options)
+        super().__init__(params, options)
+
+    @abstractmethod
+    def _move(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Move a parameter in place, given its gradient and the options of its group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Descend the gradients; returns the closure's loss, or None without a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._move(param, param.grad, group)
+        return loss
+
+
+class AdaptiveServerOptimizer(_RangeCheckedOptimizer):
+    """Base of FedAdagrad, FedAdam and FedYogi, which differ in their second moment.
+
+    The state exists from the start, so that a coordinate that joins later starts from τ² as well.
+    """
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
         super().__init__(params, options)
         for group in self.param_groups:
             for param in group["params"]:
@@ -52,24 +77,11 @@ class AdaptiveServerOptimizer(Optimizer):
 
     @abstractmethod
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        """Take a squared pseudo-gradient into the second moment, in place."""
+        """Update the second moment in place, given the squared pseudo-gradient."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Descend the gradients; returns what the closure does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._move(param, group)
-        return loss
-
-    def _move(self, param: Tensor, group: dict[str, Any]) -> None:
-        gradient, state = param.grad, self.state[param]
-        assert gradient is not None
+    @override
+    def _move(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
         state["first"].lerp_(gradient, 1 - group["beta1"])
         self.update_second(state["second"], gradient.square(), group)
         param.addcdiv_(
@@ -104,13 +116,13 @@ class FedAdagrad(AdaptiveServerOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
 
+    @override
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        """Add the squares up."""
         second.add_(square)
 
 
 class _DecayingSquares(AdaptiveServerOptimizer):
-    """Those whose second moment decays, by β₂."""
+    """Base of those whose second moment decays, by β₂."""
 
     def __init__(
         self,
@@ -125,7 +137,7 @@ class _DecayingSquares(AdaptiveServerOptimizer):
 
 @final
 class FedAdam(_DecayingSquares):
-    """Adam over rounds, as the paper has it: v₀ = τ², no bias correction.
+    """Adam over rounds, as in the paper: v₀ = τ², no bias correction.
 
     Args:
         params: what to move.
@@ -146,8 +158,8 @@ class FedAdam(_DecayingSquares):
         tensor([1.0905])
     """
 
+    @override
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        """Decay, then add."""
         second.lerp_(square, 1 - group["beta2"])
 
 
@@ -174,18 +186,14 @@ class FedYogi(_DecayingSquares):
         tensor([1.0905])
     """
 
+    @override
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        """Move towards the square."""
         direction = torch.sign(second - square)
         second.addcmul_(square, direction, value=group["beta2"] - 1)
 
 
 def check_ranges(name: str, options: dict[str, Any]) -> None:
-    """Refuse options out of range, all at once.
-
-    Raises:
-        ConfigurationError: naming them.
-    """
+    """Raise ConfigurationError that names all options out of range."""
     rules: dict[str, tuple[str, Callable[[float], bool]]] = {
         "lr": ("at least 0 and finite", lambda value: 0 <= value < math.inf),
         "beta1": ("in [0, 1)", lambda value: 0 <= value < 1),
@@ -203,7 +211,7 @@ def check_ranges(name: str, options: dict[str, Any]) -> None:
 
 
 @final
-class FedLion(Optimizer):
+class FedLion(_RangeCheckedOptimizer):
     """Lion as a server optimizer.
 
     Args:
@@ -234,25 +242,14 @@ class FedLion(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-        check_ranges("FedLion", options)
         super().__init__(params, options)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Descend the gradients; returns what the closure does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum"] = torch.zeros_like(param)
-                direction = torch.lerp(state["momentum"], param.grad, 1 - group["beta1"]).sign_()
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(direction, alpha=-group["lr"])
-                state["momentum"].lerp_(param.grad, 1 - group["beta2"])
-        return loss
+    @override
+    def _move(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        direction = torch.lerp(state["momentum"], gradient, 1 - group["beta1"]).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(direction, alpha=-group["lr"])
+        state["momentum"].lerp_(gradient, 1 - group["beta2"])

@@ -1,4 +1,4 @@
-"""What an aggregator that hides updates from the server needs to know, and what it tells."""
+"""Protocols of aggregators that hide updates from the server (secure sums, encryption)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
 
-# Adds up the vectors of clients that have them at their sites: a protocol's session and the clients
-# in the order of their places give the sum's outcome.
-AddsAtSites = Callable[[Any, Sequence[int]], Any]
+# Adds up vectors that are at the clients' sites: maps a protocol's session, and the clients in the
+# order of their numbers in it, to the result of the sum.
+SumsAtSites = Callable[[Any, Sequence[int]], Any]
 
-# so few that a sum over them would show them: their updates are in no round
+# fewer updates would be visible in their sum: such a round is dropped
 FEWEST_CLIENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is known before the first round.
+    """Facts about the run that are known before its first round.
 
     Attributes:
-        most_clients: of the largest cohort that there may be.
-        seed: the run's.
-        num_processes: among which the clients are shared out.
+        most_clients: size of the largest possible cohort.
+        seed: seed of the run.
+        num_processes: number of processes that train the clients.
     """
 
     most_clients: int
@@ -36,13 +36,13 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Expense:
-    """What hiding the updates of a round has cost.
+class ProtectionCost:
+    """Cost of hiding the updates of a round.
 
     Attributes:
-        bytes_up: sent by each client of the cohort, by its id.
-        bytes_down: received by each, besides the model.
-        seconds: of CPU time by what they are, e.g. ``client_seconds``, of all clients together.
+        bytes_up: bytes that each client of the cohort uploads, by client id.
+        bytes_down: bytes that each client downloads besides the model, by client id.
+        seconds: CPU time of all clients together by purpose, e.g. ``client_seconds``.
     """
 
     bytes_up: Mapping[int, int] = field(default_factory=dict)
@@ -51,79 +51,79 @@ class Expense:
 
 
 class Protected(Protocol):
-    """An aggregator for which clients do not send their deltas in clear: see `Aggregator.protection`.
+    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`.
 
     Attributes:
-        restarts: whether a round that is resumed begins with its first client, because what the
-            server has of it is of no use without keys that no checkpoint holds.
+        restarts: whether a resumed round starts again with its first client, because the server's
+            part of it is useless without keys, which no checkpoint holds.
     """
 
     restarts: bool
 
     @property
-    def expense(self) -> Expense:
-        """Of the last round that was closed; of nothing while one is open."""
+    def protection_cost(self) -> ProtectionCost:
+        """Cost of the last closed round; empty while a round is open."""
 
     @property
     def hides(self) -> str:
-        """What the server sees instead of updates, and what protects them, in words."""
+        """Sentence that says what the server sees instead of updates, and what protects them."""
 
     @property
     def over_sites(self) -> SumsOverSites | None:
-        """How its sums come about where clients are at sites; None where they cannot."""
+        """Sums over remote clients, or None if it supports only simulation."""
 
     def begin(self, terms: Terms) -> None:
-        """Learn about the run; to be called before the first round."""
+        """Called once before the first round."""
 
     def miss(self, clients: Iterable[int]) -> None:
-        """Learn, before `close`, which clients of the cohort sent no update."""
+        """Called before `close` with the clients of the cohort that sent no update."""
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends for ``size`` numbers, and what it receives besides the model."""
+        """Bytes per client for ``size`` numbers: uploaded, and downloaded besides the model."""
 
 
 class SumsOverSites(Protocol):
-    """Two halves of hidden sums: what a client makes at its site, and how the server has it added."""
+    """Hidden sums over remote clients: the vectors of the sites, and their sum at the server."""
 
     @property
     def terms(self) -> Terms:
-        """Of the run; the server's, which sites begin with as well."""
+        """Facts about the run, from the server; the sites begin with the same."""
 
     def begin(self, terms: Terms) -> None:
-        """Learn about the run."""
+        """Called once before the first round."""
 
     @property
     def agreed_sum(self) -> Any:
         """The protocol with the options of the configuration, which no server may change."""
 
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
+        """Called before the first update of a round."""
 
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Return the whole numbers that a client has added up, of the round that has come."""
+        """Return the integers that stand for a client's update in the sum of the current round."""
 
-    def have_added(self, adds: AddsAtSites) -> None:
-        """Have vectors added where they are; updates are only counted from here on."""
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
+        """Sum the vectors at the sites by ``adds``; from now on `add` only counts updates."""
 
 
 class NoiseShares(Protocol):
-    """A mechanism whose clients send whole numbers with their share of the noise.
+    """A mechanism whose clients send integers that contain their share of the noise.
 
     Attributes:
-        expected: the cohort's size that sums are divided by.
-        fewest_replies: so many shares have enough noise together.
+        expected: expected size of the cohort, by which sums are divided.
+        fewest_replies: smallest number of shares that together have enough noise.
     """
 
     expected: float
     fewest_replies: int
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+        """Return b such that no sum over ``num_clients`` wraps around modulo 2^b."""
 
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
-        """Return what a client sends of its clipped update, int64 of shape (k,)."""
+        """Return a client's clipped update with its share of the noise, int64 of shape (k,)."""
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Return the sum that whole numbers stand for, with the dtype of ``like``."""
+        """Return the sum that the integers stand for, with the dtype of ``like``."""

@@ -3,9 +3,9 @@
     x ← server_optimizer(x, Σ_k w_k Δ_k / Σ_k w_k)
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
-Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
-optimizer, unless the aggregator is a robust rule, see `Collected`; integer ones stay the server's. With
-a private aggregator all do.
+Buffers are not optimized: floating-point buffers become their mean weighted by examples, or what a
+robust rule makes of them, see `Collected`; integer buffers stay the server's. With a private
+aggregator all buffers stay the server's.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.rule import RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
-# Of the server optimizer's learning rate, from round to round
+# Schedule of the server optimizer's learning rate, over rounds
 ServerSchedule = Callable[[Optimizer], LRScheduler]
-# So many are sent in less time than processes wait for each other.
+# Sending this many numbers takes less time than waiting for the other processes.
 _FEW_NUMBERS = 1000
 
 
-# Makes of an aggregate what the server descends, shape (k,); None if it is to stay where it is.
+# Maps an aggregate to the pseudo-gradient, shape (k,); None skips the server's step.
 PseudoGradient = Callable[[Tensor], Tensor | None]
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
-    """Return SGD with learning rate 1: the model moves by the aggregate itself."""
+    """Return SGD with learning rate 1, which subtracts the aggregate from the model."""
     return torch.optim.SGD(params, lr=1.0)
 
 
@@ -48,20 +48,20 @@ class Server:
     """Holds the global model and moves it by one step per round.
 
     Args:
-        model: where to start from.
-        aggregator: how the deltas become one, or a rule for it.
+        model: the initial global model.
+        aggregator: aggregator of the deltas, or a robust rule; the mean if None.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
-        make_schedule: builds the schedule of its learning rate, which advances with every round.
+        make_schedule: builds the schedule of its learning rate, which advances by one each round.
 
     Raises:
-        ConfigurationError: if that is no optimizer that can step on a dense vector, or the
-            schedule waits for a metric.
+        ConfigurationError: if ``make_optimizer`` makes no optimizer that can step on a dense vector,
+            or the schedule needs a metric.
 
     Attributes:
-        model: the present global model, which `close_round` changes in place.
-        num_replies: updates received in the open round.
-        is_open: whether a round has begun and not ended.
-        round_index: of the open round, or of the last one.
+        model: the current global model, which `close_round` changes in place.
+        num_replies: number of updates received in the open round.
+        is_open: whether a round is open.
+        round_index: number of the open round, or of the last one.
 
     Example:
         >>> server = Server(GlobalModel(torch.tensor([1.0]), torch.empty(0)))
@@ -100,23 +100,23 @@ class Server:
         self.is_open = False
 
     def replace_model(self, model: GlobalModel) -> None:
-        """Go on from another global model, with the same optimizer."""
+        """Replace the global model and keep the optimizer's state."""
         self._params.data.copy_(model.params)
         self._buffers.copy_(model.buffers)
 
     def replace_buffers(self, buffers: Tensor) -> None:
-        """Go on with other buffers, between two rounds."""
+        """Replace the buffers, between two rounds."""
         self._buffers = buffers.clone()
         self.model = GlobalModel(self._params.detach(), self._buffers)
 
     def relocate(self, model: GlobalModel, positions: Tensor) -> None:
-        """Go on from a model with other coordinates; those that it had keep the optimizer's state.
+        """Replace the model by one with other coordinates; shared ones keep the optimizer's state.
 
         Args:
-            model: the model, of k' coordinates.
-            positions: where each of them was among the present ones, -1 where it was not; whole
-                numbers, shape (k',). New coordinates get the state of an optimizer that has not
-                stepped yet, or 0 where it makes its state in the first step.
+            model: the new model, of k' coordinates.
+            positions: index of each new coordinate among the current ones, or -1 if it is new;
+                integers, shape (k',). New coordinates get the state of an optimizer that has not
+                stepped yet, or 0 if the optimizer creates its state in its first step.
         """
         params = nn.Parameter(model.params.clone())
         state = self.optimizer.state.pop(self._params, {})
@@ -137,7 +137,7 @@ class Server:
         self.model = GlobalModel(params.detach(), self._buffers)
 
     def open_round(self, round_index: int = 0) -> None:
-        """Forget the last round's updates."""
+        """Start a round; the updates of the last one are dropped."""
         self.num_replies = 0
         self.is_open = True
         self.round_index = round_index
@@ -146,27 +146,28 @@ class Server:
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
     def receive(self, updates: ClientUpdate | Updates) -> None:
-        """Fold in updates; only their sums are kept.
+        """Fold updates in; only their sums are kept.
 
         Raises:
-            NotFinite: if the first look at their numbers finds one that is not; nothing is folded in
-                then. An aggregator's ``receive`` looks before it changes anything.
+            NotFinite: if a delta is not finite. Nothing is folded in then, because aggregators check
+                before they change anything.
         """
-        updates = Updates.of(updates)
+        if not isinstance(updates, Updates):
+            updates = Updates.of(updates)
         self._aggregator.receive(updates)
         if updates.buffers.shape[1]:
             self._mean_buffers.add_rows(updates.buffers, updates.num_examples)
         self.num_replies += len(updates.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
-        """Take the updates that the servers of all processes received for one's own.
+        """Merge the sums of all processes, so that all hold the same.
 
-        To be called by all of them before `close_round`, which then does the same everywhere.
+        Called by all processes before `close_round`, which then gives the same model everywhere.
 
         Args:
-            all_reduce: called on one or a few vectors, see `added_up`; with a rule that looks at all
-                updates together also once per update.
-            gather: called once with such a rule.
+            all_reduce: called on one or a few vectors, see `added_up`; with a robust rule also once
+                per update.
+            gather: called once with a robust rule.
         """
         if self._aggregator.exchanges:
             self._aggregator.exchange(gather, all_reduce)
@@ -178,16 +179,16 @@ class Server:
         self.num_replies = int(replies)
 
     def close_round(self, change: PseudoGradient | None = None) -> Tensor:
-        """Step on the aggregate and return the pseudo-gradient's L2 norm.
+        """Step on the aggregate and return the pseudo-gradient's L2 norm, a scalar.
 
-        Without a reply the model stays, unless the aggregator is private: that nobody replied is
-        not to be seen.
+        Without updates the model stays, unless the aggregator is private: it must not show that no
+        client replied.
 
         Args:
-            change: makes the pseudo-gradient of the aggregate; they are the same if None.
+            change: maps the aggregate to the pseudo-gradient; the identity if None.
 
         Raises:
-            RoundFailure: if the model is not finite then.
+            RoundFailure: if the new model is not finite.
         """
         self.is_open = False
         norm = (
@@ -225,10 +226,10 @@ class Server:
 
     def _descend(self, gradient: Tensor) -> None:
         options = self.optimizer.param_groups[0]
-        # a checkpoint may have brought others than FedAvg's
+        # a checkpoint may have loaded options other than FedAvg's
         is_changed = any(options.get(name) for name in ("momentum", "weight_decay", "maximize"))
         if self._make_optimizer is fedavg_optimizer and not is_changed:
-            # all that its step does, which takes as long to get there as a small client's
+            # all that SGD's step does; calling it takes as long as training a small client
             self.model.params.add_(gradient, alpha=-options["lr"])
             return
         self._params.grad = gradient
@@ -236,10 +237,9 @@ class Server:
         self._params.grad = None
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
-        """Return the optimizer's state and, inside a round, the sums so far if they are wanted.
+        """Return the state of optimizer, schedule and aggregator, and of the open round if wanted.
 
-        With it that of the schedule and what the aggregator keeps from round to round, if there is
-        such. The model itself is among the checkpoint's weights.
+        The model itself is among the checkpoint's weights.
         """
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self._schedule is not None:
@@ -251,7 +251,7 @@ class Server:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore the state from `state_dict`."""
         self.optimizer.load_state_dict(state["optimizer"])
         if self._schedule is not None and "schedule" in state:
             self._schedule.load_state_dict(state["schedule"])
@@ -261,7 +261,7 @@ class Server:
             self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
-        """Return what the open round has taken in so far; what is to be kept must be copied."""
+        """Return the state of the open round; tensors are live, so copy what is kept."""
         return {
             "round_index": self.round_index,
             "num_replies": self.num_replies,
@@ -270,7 +270,7 @@ class Server:
         }
 
     def load_round_state(self, state: dict[str, Any]) -> None:
-        """Go on in a round from what `round_state` returned."""
+        """Restore an open round from `round_state`."""
         self.open_round(state["round_index"])
         self.num_replies = state["num_replies"]
         self._aggregator.load_state_dict(state["aggregator"])
@@ -278,17 +278,17 @@ class Server:
 
 
 def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:
-    """Return an aggregator: the mean for None, and of a rule one that collects for it."""
+    """Return the aggregator itself, `Mean` for None, or `Collected` for a robust rule."""
     if given is None:
         return Mean()
     return Collected(given) if isinstance(given, RobustRule) else given
 
 
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
-    """Return the tensors' sums over all processes; they may have been changed in place.
+    """Return the sums of tensors over all processes; the tensors may be changed in place.
 
-    Few numbers travel together, those of floating-point types in one that holds all of them: a wait
-    for the others costs more than the bytes.
+    Small tensors are packed together, floating-point ones in the widest of their dtypes: waiting for
+    the other processes costs more than the bytes.
 
     Example:
         >>> def with_an_equal_twin(vector):
@@ -316,7 +316,7 @@ def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
 
 
 def _check_steps(make_optimizer: ServerOptimizer) -> None:
-    """Try a step on two numbers: some optimizers want matrices, sparse gradients or a closure."""
+    """Try a step on two numbers: some optimizers need matrices, sparse gradients or a closure."""
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     try:

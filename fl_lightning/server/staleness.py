@@ -1,18 +1,17 @@
-"""Asynchronous rules: how an update counts that began from an older model.
+"""Asynchronous rules: the weight of an update that was computed from an older model.
 
     FedBuff:   Δ_i ← s(τ_i) Δ_i,  then the server steps on the aggregate of K of them
     FedAsync:  x ← (1 - α s(τ)) x + α s(τ) y       that is Δ ← α s(τ) (x - y),  with K = 1
 
-τ is an update's staleness: the server's steps between its client's start and its arrival; y the
-client's model, x the present one. s(0) = 1: an update that is not stale counts in full, and where
-none is, FedBuff is FedAvg.
+τ is an update's staleness: the number of server steps between the client's start and the update's
+arrival; y is the client's model, x the current one. s(0) = 1: without stale updates FedBuff is FedAvg.
 
 Sources: FedBuff, Nguyen et al. 2022, AISTATS (2106.06639), Algorithm 1, s(τ) = (1 + τ)^-1/2;
 FedAsync, Xie et al. 2019 (1903.03934), Algorithm 1 and section 5.2 (polynomial, hinge).
-Differs: FedBuff's mean is the federation's aggregator, which weighs by examples unless it is told
-otherwise; as published it is ``Mean(weight_by_examples=False)``. FedAsync's proximal term is a
-matter of the clients' correction. Buffers (statistics of batch norm), of which neither paper speaks,
-are mixed with the present ones by the same weight, b ← (1 - w) b + w b_i, w = s(τ) or α s(τ).
+Differs: FedBuff's mean is the federation's aggregator, which weighs by examples by default; as
+published it is ``Mean(weight_by_examples=False)``. FedAsync's proximal term is set by the clients'
+correction. Buffers (statistics of batch norm), which neither paper mentions, are mixed with the
+current ones by the same weight, b ← (1 - w) b + w b_i, w = s(τ) or α s(τ).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from fl_lightning.core.traits import Trait, Traits
 
 
 class Staleness(Protocol):
-    """A weight that falls with staleness."""
+    """A weight that decreases with staleness."""
 
     def weight(self, staleness: int) -> float:
-        """Return s(τ) in (0, 1], 1 at τ = 0; τ ≥ 0 in steps of the server."""
+        """Return s(τ) in (0, 1], 1 at τ = 0; τ ≥ 0 is a number of server steps."""
 
 
 @final
@@ -39,7 +38,7 @@ class PolynomialStaleness:
     """s(τ) = (1 + τ)^-a.
 
     Args:
-        exponent: a ≥ 0; 0 does not look at staleness.
+        exponent: a ≥ 0; 0 ignores staleness.
 
     Example:
         >>> [round(PolynomialStaleness(0.5).weight(tau), 4) for tau in (0, 1, 3)]
@@ -64,7 +63,7 @@ class HingeStaleness:
 
     Args:
         slope: a ≥ 0.
-        grace: b ≥ 0, in steps of the server.
+        grace: b ≥ 0, in server steps.
 
     Example:
         >>> [HingeStaleness(slope=1.0, grace=2).weight(tau) for tau in (0, 2, 3)]
@@ -104,23 +103,23 @@ ASYNCHRONOUS = Traits(
 
 
 class AsyncRule(Protocol):
-    """How many clients work at once, when the server steps, and how a stale update counts."""
+    """An asynchronous rule: concurrent clients, updates per server step, weight of stale updates."""
 
     @property
     def concurrency(self) -> int:
-        """Clients at work at any time."""
+        """Number of clients that train at any time."""
 
     @property
     def buffer_size(self) -> int:
-        """Updates for which the server waits."""
+        """Number of updates per server step."""
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return what counts of updates.
+        """Return the updates weighted by their staleness, of the shape of ``deltas``.
 
         Args:
-            deltas: start minus end of a client's training, shape (k,), or a row each, (m, k).
-            staleness: τ ≥ 0 of all of them.
-            drift: the present model minus the one they began from, shape (k,); None if τ = 0.
+            deltas: start minus end of a client's training, shape (k,), or one row per client, (m, k).
+            staleness: τ ≥ 0 of all these updates.
+            drift: the current model minus the one they started from, shape (k,); None if τ = 0.
         """
 
 
@@ -130,9 +129,9 @@ class FedBuff:
     """The server steps whenever a buffer of updates is full.
 
     Args:
-        concurrency: clients at work at any time, ≥ 1.
-        buffer_size: updates per step, K ≥ 1.
-        staleness: how stale updates count; (1 + τ)^-1/2 if None.
+        concurrency: number of clients that train at any time, ≥ 1.
+        buffer_size: updates per server step, K ≥ 1.
+        staleness: weight of stale updates; (1 + τ)^-1/2 if None.
 
     Example:
         >>> import torch
@@ -157,12 +156,12 @@ class FedBuff:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAsync:
-    """The server mixes every client's model in as it arrives.
+    """The server mixes each client's model into its own on arrival.
 
     Args:
-        concurrency: clients at work at any time, ≥ 1.
-        mixing: α in (0, 1], the share of a model that is not stale.
-        staleness: how stale models count; (1 + τ)^-1/2 if None.
+        concurrency: number of clients that train at any time, ≥ 1.
+        mixing: α in (0, 1], the weight of a model that is not stale.
+        staleness: weight of stale models; (1 + τ)^-1/2 if None.
 
     Example:
         >>> import torch

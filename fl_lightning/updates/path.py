@@ -26,8 +26,10 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
@@ -38,7 +40,17 @@ from fl_lightning.updates.transform import (
     as_step,
     as_transform,
 )
-from fl_lightning.updates.wire.message import Message, bytes_down, bytes_up, encoded_size
+
+OF_DOWNLOAD = Traits(
+    needs={
+        Trait.COHORTS: "rounds the model of a round",
+        Trait.ONE_MASK: "sends all clients the same coordinates",
+    },
+    instead={
+        Trait.COHORTS: "leave download out",
+        Trait.ONE_MASK: "leave download out, or use one mask for all",
+    },
+)
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
 Step = UpdateTransform | ErrorFeedback

@@ -95,7 +95,7 @@ def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, capl
         assert log.count(said) == 1
     assert len(re.findall(r"\| INFO \| round \d/2: ", log)) == 2
     table = capsys.readouterr().out
-    assert re.search(r"model +clients +spread +worst 10 %", table)
+    assert re.search(r"model +clients +std +worst 10 %", table)
     assert "results of the model after round 2" in table
     assert float(trainer.callback_metrics["clients/val/loss_mean"]) > 0
 

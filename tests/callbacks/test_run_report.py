@@ -93,7 +93,7 @@ def test_clients_numbers_are_the_mean_over_clients(tmp_path):
             values = line.clients[name]
             mean = sum(values) / len(values)
             spread = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
-            assert spread == pytest.approx(line.metrics[f"{name}_spread"], abs=1e-6)
+            assert spread == pytest.approx(line.metrics[f"{name}_std"], abs=1e-6)
 
 
 def test_the_page_needs_nothing_else(tmp_path):
@@ -182,7 +182,7 @@ def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
     lines = History.read(folder).rounds
     assert len(lines) == 3
     assert not any(line.clients for line in lines)
-    assert not any(name.endswith("_spread") for line in lines for name in line.metrics)
+    assert not any(name.endswith("_std") for line in lines for name in line.metrics)
     assert (folder / "figures" / "privacy.svg").exists()
 
 

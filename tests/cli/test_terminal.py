@@ -40,7 +40,7 @@ engine      sequential, because 48 local steps do not repay a trial
 AFTER = """
 results of the model after round 3, the last one of this fit
 
-               model  clients  spread  worst 10 %
+               model  clients    std  worst 10 %
 test/accuracy  #        -       -           -
 test/loss      #        -       -           -
 val/accuracy   #    #   #       #

@@ -34,18 +34,18 @@ def test_the_spread_counts_every_client_once(examples):
     means = ClientMeans()
     for values in examples:
         means.add({"loss": torch.tensor(values[0])}, len(values))
-    assert means.spread("loss") == pytest.approx(np.std([v[0] for v in examples]), abs=1e-9)
+    assert means.std("loss") == pytest.approx(np.std([v[0] for v in examples]), abs=1e-9)
 
 
 def test_three_clients_by_hand():
     means = filled([({"loss": 2.0}, 1), ({"loss": 4.0}, 1), ({"loss": 6.0}, 2)])
     assert means.mean("loss") == 4.5
-    assert means.spread("loss") == pytest.approx((8 / 3) ** 0.5)
+    assert means.std("loss") == pytest.approx((8 / 3) ** 0.5)
 
 
 def test_one_client_has_no_spread():
     means = filled([({"loss": 3.0}, 5)])
-    assert (means.mean("loss"), means.spread("loss")) == (3.0, 0.0)
+    assert (means.mean("loss"), means.std("loss")) == (3.0, 0.0)
 
 
 def test_a_metric_that_some_clients_lack_is_averaged_over_the_others():
@@ -80,7 +80,7 @@ def test_state_round_trip_in_the_middle(tmp_path):
     assert resumed.names == whole.names
     for name in whole.names:
         assert resumed.mean(name) == whole.mean(name)
-        assert resumed.spread(name) == whole.spread(name)
+        assert resumed.std(name) == whole.std(name)
 
 
 def test_a_state_does_not_change_afterwards():
@@ -94,4 +94,4 @@ def test_a_state_does_not_change_afterwards():
 def test_a_value_may_be_infinite():
     means = filled([({"perplexity": float("inf")}, 1), ({"perplexity": 1.0}, 3)])
     assert means.mean("perplexity") == float("inf")
-    assert np.isnan(means.spread("perplexity"))
+    assert np.isnan(means.std("perplexity"))

@@ -6,8 +6,8 @@ import sys
 
 from terminal_screen import seen
 
-from fl_lightning.core.console.screen import Screen
-from fl_lightning.core.console.tables import in_blocks
+from fl_lightning.core.console.layout import in_blocks
+from fl_lightning.core.console.screen import StatusLines
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ def lines(terminal):
 
 def test_what_is_printed_scrolls_above_the_lines(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
-    screen = Screen()
+    screen = StatusLines()
     screen.open()
     screen.show("bar 1/2", "  inner 3/5")
     print("a message that is much longer than the bar")
@@ -48,7 +48,7 @@ def test_what_is_printed_scrolls_above_the_lines(monkeypatch):
 
 def test_the_beginning_of_a_line_waits_for_its_end(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
-    screen = Screen()
+    screen = StatusLines()
     screen.open()
     screen.show("bar")
     print("begun ", end="", flush=True)
@@ -67,7 +67,7 @@ def test_handlers_write_above_the_lines_and_get_their_streams_back(monkeypatch):
     logger = logging.getLogger("fl_lightning.somebody")
     logger.addHandler(handler)
     try:
-        screen = Screen()
+        screen = StatusLines()
         screen.open()
         screen.show("bar")
         logger.warning("careful")
@@ -84,7 +84,7 @@ def test_handlers_that_follow_standard_error_are_left_alone(monkeypatch):
     logger = logging.getLogger("fl_lightning.follower")
     logger.addHandler(logging.lastResort)
     try:
-        screen = Screen()
+        screen = StatusLines()
         screen.open()
         screen.show("bar")
         logger.warning("above")
@@ -96,7 +96,7 @@ def test_handlers_that_follow_standard_error_are_left_alone(monkeypatch):
 
 def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
-    drawing, other = Screen(), Screen()
+    drawing, other = StatusLines(), StatusLines()
     drawing.open()
     drawing.show("bar 1/2", "inner")
     drawing._stream, streams = terminal, (sys.stdout, sys.stderr)
@@ -113,7 +113,7 @@ def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypa
 def test_without_a_terminal_nothing_happens(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = Screen()
+    screen = StatusLines()
     screen.open()
     screen.show("bar")
     screen.close("done")
@@ -128,7 +128,7 @@ def test_signs_that_a_terminal_does_not_have_are_replaced(monkeypatch):
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = Screen()
+    screen = StatusLines()
     screen.open()
     screen.show("━━ 1/2")
     screen.close()

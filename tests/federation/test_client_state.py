@@ -416,6 +416,21 @@ def test_the_rehearsal_leaves_nothing_behind():
     assert drawn[0] == drawn[1]
 
 
+def test_a_step_that_fails_only_when_it_is_rehearsed_is_told():
+    class FailsOnce(Norm):
+        def training_step(self, batch, batch_idx):
+            if not len(calls):
+                calls.add(0)
+                raise KeyError("no such thing")
+            return super().training_step(batch, batch_idx)
+
+    calls = Notes()
+    with pytest.warns(
+        UserWarning, match="first steps of client 0 raised KeyError: 'no such thing'"
+    ):
+        fit(FailsOnce(constant=True))
+
+
 class ChangesLate(Base):
     """A buffer that changes from the second round on."""
 

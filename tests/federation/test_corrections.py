@@ -37,7 +37,7 @@ from fl_lightning.client import memory as client_memory
 from fl_lightning.client.corrections.fedlc import ShiftedLogits
 from fl_lightning.data import LabelShards
 from fl_lightning.data.partitions.partition import IID
-from fl_lightning.federation.checkpoints.memory_files import FOLDER
+from fl_lightning.federation.checkpoints.files import FOLDER
 from fl_lightning.server import FedAdam, Krum
 
 ALIKE = {"weight_by_examples": False}

@@ -9,6 +9,7 @@ from fl_lightning import (
     AllClients,
     ClientFailure,
     ConfigurationError,
+    FedDyn,
     Federation,
     PoissonCohort,
     RoundFailure,
@@ -16,6 +17,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
+from fl_lightning.federation.stage import Learning
 
 
 class Sabotaged(ToyModule):
@@ -27,17 +29,16 @@ class Sabotaged(ToyModule):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if not torch.isin(batch[0][:, 0], self.bad).any():
-            return loss
-        if self.how == "raise":
+        is_bad = (batch[0][:, :1] == self.bad).any()
+        if self.how == "raise" and is_bad:
             raise KeyError("no such thing")
-        return loss * float("nan") if self.how == "nan" else loss * float("inf")
+        return torch.where(is_bad, float(self.how), 1.0) * loss if self.how != "raise" else loss
 
 
 def sabotage(how, clients=(2,)):
     data = toy_data()
     data.setup("fit")
-    bad = torch.cat([data.train_dataset.tensors[0][data.clients[k], 0] for k in clients])
+    bad = data.train_dataset.tensors[0][[i for k in clients for i in data.clients[k].tolist()], 0]
     return Sabotaged(how, bad), data
 
 
@@ -58,6 +59,33 @@ def test_an_exception_names_the_client_and_keeps_its_traceback():
         fit(*sabotage("raise"))
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.traceback is not None
+
+
+@pytest.mark.filterwarnings("ignore:skipped")
+@pytest.mark.parametrize("correction", [Scaffold, FedDyn])
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_a_client_that_a_later_stage_skips_has_learnt_nothing(engine, correction):
+    """Its control variate had moved, and the mean of all with it."""
+
+    class Refuses(Learning):
+        def learn(self, update, work, start):
+            if update.client_id == 2:
+                raise ClientFailure(2, "it learns nothing here")
+            return lambda: learnt.append(update.client_id)
+
+    ends, learnt = [], []
+    for stages, clients in (([Refuses()], ()), ([], (2,))):
+        torch.manual_seed(0)
+        options = {"correction": correction(), "stages": stages, "engine": engine}
+        module, data = sabotage("nan", clients)
+        trainer = fit(module, data, on_client_failure="skip", **options)
+        assert trainer.callback_metrics["round/skipped"] == 1
+        [federation] = (c for c in trainer.callbacks if isinstance(c, Federation))
+        remembered = federation.rounds.memory.clients
+        assert [k for k in range(6) if remembered.get("correction", k) is None] == [2]
+        ends.append(weights(module))
+    assert sorted(learnt) == [0, 0, 1, 1, 3, 3, 4, 4, 5, 5]
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
 
 
 def test_a_failed_round_leaves_the_global_model_in_the_module():

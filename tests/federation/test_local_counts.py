@@ -1,6 +1,7 @@
 """Local steps as a module means them: schedules, numbers of batches, the step itself."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,11 +11,20 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, NormalisedMean, Scaffold, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    Federation,
+    FineTuned,
+    NormalisedMean,
+    Personal,
+    Scaffold,
+    UniformCohort,
+)
 from fl_lightning.callbacks.console.overview import RunOverview
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation import client_id, local_step
@@ -27,8 +37,8 @@ LAMBDA = torch.optim.lr_scheduler.LambdaLR
 class Warming(ToyModule):
     """A warm-up over local steps, noted step by step; chained, and by groups of parameters."""
 
-    def __init__(self, kind="warm-up", frequency=1, batch_norm=False):
-        super().__init__(momentum=0.5, batch_norm=batch_norm)
+    def __init__(self, kind="warm-up", frequency=1):
+        super().__init__(momentum=0.5)
         self.kind, self.frequency, self.notes = kind, frequency, Notes()
 
     def configure_optimizers(self):
@@ -72,7 +82,7 @@ def planned(data=None, epochs=2, size=8):
     return int(epochs * np.ceil(data.clients.num_examples.max() / size))
 
 
-def rates_by_hand(kind, frequency, total):
+def rates_by_hand(kind, total):
     """Return the two groups' rates of every local step of the run."""
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.4}], lr=0.2)
@@ -84,23 +94,20 @@ def rates_by_hand(kind, frequency, total):
         ),
     }
     schedule, rates = make[kind](), []
-    for step in range(1, total + 1):
+    for _ in range(total):
         rates.append(tuple(g["lr"] for g in optimizer.param_groups))
         optimizer.step()
-        if step % frequency == 0:
-            schedule.step()
+        schedule.step()
     return rates
 
 
-@pytest.mark.parametrize(
-    ("kind", "frequency"), [("warm-up", 1), ("warm-up", 3), ("chained", 1), ("one cycle", 1)]
-)
-def test_a_schedule_by_steps_counts_local_steps(kind, frequency, caplog):
+@pytest.mark.parametrize("kind", ["warm-up", "chained", "one cycle"])
+def test_a_schedule_by_steps_counts_local_steps(kind, caplog):
     """A client of round r begins at N r, with N the steps of the client that takes the most."""
-    module, num_steps = Noting(kind, frequency), planned()
+    module, num_steps = Noting(kind), planned()
     trainer = fit(module, RunOverview(), cohort=UniformCohort(size=4))
     assert module.total == 3 * num_steps
-    expected = rates_by_hand(kind, frequency, 3 * num_steps)
+    expected = rates_by_hand(kind, 3 * num_steps)
     notes = module.notes.read()
     assert {round_ for round_, *_ in notes} == {0, 1, 2}
     assert len({client for _, client, *_ in notes}) > 3
@@ -110,7 +117,7 @@ def test_a_schedule_by_steps_counts_local_steps(kind, frequency, caplog):
         assert step == round_ * num_steps + step_in_round
         assert rates == pytest.approx(expected[step], rel=1e-12)
         before = (round_, client, step_in_round)
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 * num_steps // frequency
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 * num_steps
     first, last = (
         " or ".join(f"{rate:.3g}" for rate in dict.fromkeys(expected[i])) for i in (0, -1)
     )
@@ -185,6 +192,11 @@ class PlateauBySteps(ToyModule):
     ("module", "options", "match"),
     [
         (PlateauBySteps, {}, "set interval to 'epoch'"),
+        (
+            partial(Warming, frequency=3),  # which Lightning counts by an epoch's batches
+            {},
+            "interval 'step' and frequency 3 counts .*: set frequency to 1",
+        ),
         (
             Warming,
             {"correction": Scaffold()},
@@ -273,6 +285,96 @@ def test_accumulated_steps_end_at_an_epochs_last_batch_as_in_central_training(lo
     torch.testing.assert_close(weights(module), weights(central), rtol=1e-12, atol=1e-14)
     assert module.planned == (6, 10)
     assert module.begun.read() == module.ended.read() == list(range(10))
+
+
+class AsksAnywhere(ToyModule):
+    """Notes who it is, wherever its training step is taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("constant", torch.ones(()))  # which is why first steps are rehearsed
+        self.notes = Notes()
+
+    def training_step(self, batch, batch_idx):
+        told = self.trainer.num_training_batches, self.trainer.is_last_batch, int(local_step(self))
+        own = self.net[4].weight.requires_grad and not self.net[0].weight.requires_grad
+        self.notes.add((self.training, own, client_id(self), len(batch[0]), batch_idx, *told))
+        return super().training_step(batch, batch_idx)
+
+
+def turns(module):
+    """Return the turns of clients, each with what was noted in it and (client, whether it trains)."""
+    found = []
+    for is_training, own, client, size, index, *told in module.notes.read():
+        if index == 0:
+            found.append(((client, is_training, own), []))
+        found[-1][1].append((size, *told))
+    return found
+
+
+def test_fresh_losses_are_of_a_client():
+    module, data = AsksAnywhere(), toy_data()
+    cohort = PowerOfChoiceCohort(size=2, num_candidates=6, loss_batches=2)
+    fit(module, data=data, max_epochs=2, cohort=cohort, engine="sequential")
+    measured = [turn for turn in turns(module) if not turn[0][1]]
+    assert [client for (client, *_), _ in measured] == [*range(6)] * 2
+    for number, ((client, *_), noted) in enumerate(measured):
+        count = min(2, math.ceil(data.clients.num_examples[client] / 8))
+        first = planned() * (number // 6)
+        assert [told for _, *told in noted] == [
+            [count, index == count - 1, first + index] for index in range(count)
+        ]
+
+
+def test_steps_are_rehearsed_as_a_client():
+    module, data = AsksAnywhere(), toy_data()
+    fit(module, data=data, max_epochs=1, engine="sequential")
+    (client, *_), noted = turns(module)[0]
+    count = 2 * math.ceil(data.clients.num_examples[0] / 8)
+    assert client == 0
+    assert [told for _, *told in noted] == [[count, i == count - 1, i] for i in range(2)]
+
+
+def test_the_gradient_of_a_shard_is_a_clients_and_counts_its_own_batches():
+    module, data = AsksAnywhere(), toy_data()
+    correction = Scaffold(option="I")
+    fit(module, data=data, max_epochs=1, correction=correction, engine="sequential")
+    once = [math.ceil(size / 8) for size in data.clients.num_examples]
+    noted = [told for turn in turns(module)[1:] for _, *told in turn[1]]  # after the rehearsal
+    expected = [
+        [batches, index == batches - 1, index]
+        for count in once
+        for batches in (2 * count, count)  # of two epochs, and of the gradient
+        for index in range(batches)
+    ]
+    assert noted == expected
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_epochs_of_a_clients_own_part_have_batches_of_their_own(epochs):
+    module, data = AsksAnywhere(), toy_data()
+    personal = Personal(["net.4.*"], own_epochs=epochs)
+    fit(module, data=data, max_epochs=1, personal=personal)
+    own = [turn for turn in turns(module) if turn[0][2]]
+    assert [client for (client, *_), _ in own] == [*range(6)]
+    for (client, *_), noted in own:
+        count = epochs * math.ceil(data.clients.num_examples[client] / 8)
+        assert [told for _, *told in noted] == [[count, i == count - 1, i] for i in range(count)]
+
+
+def test_fine_tuning_is_a_clients_also_outside_of_a_fit():
+    module, data = AsksAnywhere(), toy_data()
+    made = fit(module, data=data, max_epochs=1, personal=FineTuned(local_steps=3))
+    turns(module)
+    [federation] = (c for c in made.callbacks if isinstance(c, Federation))
+    models = federation.personal_models(made)
+    for client in (4, 1):
+        with models.of(client):
+            [((told, *_), noted)] = turns(module)
+            assert told == client
+            assert [each for _, *each in noted] == [[3, i == 2, i] for i in range(3)]
+    assert client_id(module) is None
+    assert not hasattr(made, "local_counts")
 
 
 def test_steps_that_ask_for_their_clients_batches_are_taken_one_after_the_other():

@@ -3,7 +3,6 @@
 import csv
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -36,9 +35,8 @@ from fl_lightning import (
 )
 from fl_lightning.core.errors import ProcessFailure
 from fl_lightning.engines.compiler.compiling import Compiled
-from fl_lightning.federation.checks.compatibility import check_compatible
-from fl_lightning.federation.processes.ranks import Ranks, _pickled
-from fl_lightning.federation.processes.shared_memory import Neighbours
+from fl_lightning.federation.checks.fit import check_compatible
+from fl_lightning.federation.processes.ranks import Ranks
 
 
 class AllAgree(Callback):
@@ -55,50 +53,50 @@ class AllAgree(Callback):
             assert str(first[2]) == str(other[2])
 
 
-class Telling(Callback):
-    """Processes tell each other short and long values, the short ones in one go."""
+TOLD = [
+    torch.tensor(1.5),
+    torch.arange(6).view(2, 3).T,
+    torch.empty(0, dtype=torch.bool),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.eye(3).to_sparse(),
+    torch.ones(2, dtype=torch.complex64).conj(),
+    torch.nn.Parameter(torch.ones(2)),
+]
 
-    def __init__(self, owner, method):
-        self.owner, self.method = owner, method
+
+class Telling(Callback):
+    """Processes tell each other values of any length and type, and add up what one or all have."""
 
     def on_train_epoch_end(self, trainer, module):
-        ranks, meetings, meet = Ranks(trainer), [], getattr(self.owner, self.method)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                self.owner, self.method, lambda *a, **o: meetings.append(1) or meet(*a, **o)
-            )
-            self.tell(ranks)
-        assert len(meetings) == 1 + 2 + 2
+        ranks = Ranks(trainer)
+        for lengths in [(0, 10_000, 3), (10, 1_200_000, 0), (1_200_000, 50_000, 7)]:
+            texts = ranks.gather((ranks.rank, "x" * lengths[ranks.rank]))
+            told = [(rank, len(text)) for rank, text in texts]
+            assert told == list(enumerate(lengths))[: ranks.size]
+        for told in ranks.gather(TOLD):
+            for found, tensor in zip(told, TOLD, strict=True):
+                assert (found.dtype, found.layout) == (tensor.dtype, tensor.layout)
+                assert torch.equal(found.to_dense(), tensor.to_dense())
+        for shape in [(), (0,), (7,), (3, 5), (300_001,)]:
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+                total = self.own(ranks.rank, shape, dtype)
+                ranks.all_reduce(total)
+                expected = sum(self.own(rank, shape, dtype) for rank in range(ranks.size))
+                assert torch.equal(total, expected)
+            for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
+                tensor = self.own(ranks.rank, shape, dtype)
+                ranks.broadcast(tensor, source=1)
+                assert torch.equal(tensor, self.own(1, shape, dtype))
 
-    def tell(self, ranks):
-        for lengths in [(0, 10_000), (10, 1_200_000), (1_200_000, 50_000)]:
-            texts = ranks.gather((ranks.rank, "x" * lengths[ranks.rank], torch.arange(3)))
-            assert [(rank, len(text)) for rank, text, _ in texts] == list(enumerate(lengths))
-            assert all(torch.equal(numbers, torch.arange(3)) for *_, numbers in texts)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.arange(6).view(2, 3).T,
-        torch.empty(0, dtype=torch.bool),
-        torch.ones(3, dtype=torch.bfloat16),
-        torch.eye(3).to_sparse(),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch.nn.Parameter(torch.ones(2)),
-    ],
-)
-def test_what_a_process_tells_comes_out_as_it_was(tensor):
-    (found,) = pickle.loads(_pickled([tensor]))
-    assert (found.dtype, found.layout, type(found)) == (tensor.dtype, tensor.layout, type(tensor))
-    assert torch.equal(found.to_dense(), tensor.to_dense())
-    if not found.is_sparse:
-        found.data.zero_()  # it can be written to
+    def own(self, rank, shape, dtype):
+        """Whole numbers, of which all types have the sums."""
+        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 9
+        return numbers.round().to(dtype)
 
 
-def test_processes_tell_each_other_values_of_any_length():
-    fit(2, ToyModule, None, Telling(Neighbours, "_meet"), max_epochs=1)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_processes_tell_each_other_whatever_they_have(devices):
+    fit(devices, ToyModule, None, Telling(), max_epochs=1)
 
 
 class Counting(ToyModule):
@@ -401,22 +399,6 @@ class TestFailures:
             assert os.listdir(tmp_path) == ["ended.ckpt"]
 
 
-def test_processes_of_one_machine_meet_in_their_memory_alone():
-    class NoMessages(Callback):
-        """PyTorch's collectives wake up threads, which wait for a core while clients train."""
-
-        def on_train_epoch_start(self, trainer, module):
-            self.sent = []
-            for name in ("broadcast", "all_reduce", "all_gather", "barrier"):
-                setattr(torch.distributed, name, lambda *args, **options: self.sent.append(args))
-
-        def on_train_epoch_end(self, trainer, module):
-            assert self.sent == []
-
-    _, trainer = fit(2, None, None, NoMessages(), limit_val_batches=0)
-    assert trainer.current_epoch == 3
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -535,7 +517,7 @@ def one_of_two(rank, port, folder):
     """As torchrun or a scheduler starts a process."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-    module, _ = fit(2, None, None, Telling(torch.distributed, "all_gather"))
+    module, _ = fit(2, None, None, Telling())
     torch.save(weights(module), folder / f"weights_{rank}")
     data = toy_data()
     try:

@@ -55,7 +55,7 @@ def test_resume_anywhere(uninterrupted, moment):
     assert trainer.global_step == 4
     assert trainer.current_epoch == 4
     if moment not in ("3-group2", "3-end"):  # nothing was left to do, so nothing was logged
-        for name in ("train/loss", "train/accuracy", "round/cohort_size", "train/loss_spread"):
+        for name in ("train/loss", "train/accuracy", "round/cohort_size", "train/loss_std"):
             assert trainer.callback_metrics[name] == metrics[name], name
 
 

@@ -7,12 +7,23 @@ import torch
 from lightning.pytorch import seed_everything
 from toys import ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import FedDyn, Federation, FedProx, Mean, Scaffold, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    FedDyn,
+    Federation,
+    FedProx,
+    Mean,
+    NormalisedMean,
+    Personal,
+    Scaffold,
+    UniformCohort,
+)
 from fl_lightning.federation import SimpleFederation, Stage
-from fl_lightning.federation.stages.corrector import Corrector
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.server import FedAdam, Krum
-from fl_lightning.updates import QSGD, ErrorFeedback, TopK
+from fl_lightning.federation.stages.client_masks import MaskedClients
+from fl_lightning.federation.stages.personaliser import Personaliser
+from fl_lightning.secure import SecureMean
+from fl_lightning.server import FedAdam, FLTrust, Krum, QFedAvg
+from fl_lightning.updates import QSGD, ErrorFeedback, PowerSGD, TopK
 
 THREE = UniformCohort(size=3)
 FEEDBACK = [ErrorFeedback([TopK(0.3)])]
@@ -47,13 +58,11 @@ def data():
     return toy_data(batch_size=4, drop_last=True, dtype=torch.float64)
 
 
-def simple(module, correction=None, updates=(), **options):
+def simple(module, masked=False, **options):
     clients, stages = data(), []
     clients.setup("fit")
-    if correction is not None:
-        stages.append(Corrector(correction, exact=isinstance(options.get("aggregator"), Krum)))
-    if updates:
-        stages.append(Transport(updates, [], seed=5))
+    if masked:
+        stages.append(MaskedClients(lambda client: {}))
     optimizer = module.configure_optimizers()
     return SimpleFederation(module, optimizer, clients, stages, seed=5, **options)
 
@@ -88,6 +97,48 @@ def test_a_stage_of_ones_own_takes_part():
     SimpleFederation(module, optimizer, clients, [HalfTheWay()], seed=5).run(rounds=1)
     torch.testing.assert_close(weights(module), (start + whole) / 2, rtol=1e-12, atol=1e-12)
     assert federation.round.record.num_sampled == 6
+
+
+REFUSED = {
+    "a server that rescales": {
+        "correction": FedDyn(alpha=0.1),
+        "server_optimizer": partial(FedAdam, lr=0.01),
+    },
+    "compressed, and summed": {"updates": [TopK(0.3)], "aggregator": SecureMean()},
+    "tensors, and masks of clients' own": {"updates": [PowerSGD(1)], "masks": True},
+    "too few for the rule": {"cohort": THREE, "aggregator": Krum(num_attackers=2)},
+    "a client that is often left out": {"cohort": THREE, "aggregator": FLTrust(trusted_client=0)},
+}
+
+
+@pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
+def test_what_a_fit_refuses_is_refused(options):
+    options = dict(options)
+    masks = options.pop("masks", False)
+    with pytest.raises(ConfigurationError) as own:
+        simple(toy(), masked=masks, **options)
+    if masks:
+        assert "gives clients masks of their own" in str(own.value)
+        return
+    with pytest.raises(ConfigurationError):
+        toy_trainer(Federation(**options), precision="64-true").fit(toy(), datamodule=data())
+
+
+@pytest.mark.parametrize("aggregator", [NormalisedMean, QFedAvg])
+def test_rules_that_ask_for_clients_optimizer_get_it(aggregator):
+    own, fitted = toy(momentum=0.0), toy(momentum=0.0)
+    simple(own, aggregator=aggregator()).run(rounds=2)
+    federation = Federation(seed=5, engine="sequential", aggregator=aggregator())
+    toy_trainer(federation, max_epochs=2, precision="64-true").fit(fitted, datamodule=data())
+    assert torch.equal(weights(own), weights(fitted))
+
+
+def test_a_stage_that_needs_a_trainer_says_so():
+    stage = Personaliser(Personal(["net.4.*"]), is_corrected=False)
+    clients, module = data(), toy()
+    clients.setup("fit")
+    with pytest.raises(ConfigurationError, match="Personaliser asks for the run's scaler, "):
+        SimpleFederation(module, module.configure_optimizers(), clients, [stage])
 
 
 def test_a_module_that_is_no_lightning_module_trains():

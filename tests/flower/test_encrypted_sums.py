@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fl_lightning import ConfigurationError, RoundFailure
+from fl_lightning.core.container import as_tensor
+from fl_lightning.flower.failures import OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -28,8 +30,6 @@ from fl_lightning.flower.sums.encrypted_agreed import (
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
-from fl_lightning.flower.wire.failures import OrderRefused, category_of
-from fl_lightning.flower.wire.opaque import as_tensor
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
@@ -144,13 +144,13 @@ def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
     assert opened.clients == frozenset(CLIENTS)
     assert lost == {}
     ciphertext = 213_000
-    assert all(ciphertext < opened.expense.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
+    assert all(ciphertext < opened.protection_cost.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
 
 
 def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
     sites = Sites(tmp_path)
     opened, _ = added(sites)
-    told = [*opened.expense.bytes_up.values(), *opened.expense.bytes_down.values()]
+    told = [*opened.protection_cost.bytes_up.values(), *opened.protection_cost.bytes_down.values()]
     assert sum(told) == pytest.approx(sum(map(len, sites.heard)), abs=len(sites.heard))
 
 

@@ -26,7 +26,7 @@ class Grid:
     def __init__(self, names):
         self.names = dict(names)
         self.online = set(names)
-        self.replies, self.orders, self.sent = {}, [], 0
+        self.replies, self.orders, self.sent, self.state = {}, [], 0, "idle"
 
     def get_node_ids(self):
         return sorted(self.online)
@@ -38,7 +38,7 @@ class Grid:
             ids.append(str(self.sent))
             node = message.metadata.dst_node_id
             if message.metadata.message_type == "query":
-                told = ConfigRecord({"site": self.names[node], "state": "idle"})
+                told = ConfigRecord({"site": self.names[node], "state": self.state})
                 self.reply(ids[-1], RecordDict({"site": told}))
             else:
                 self.orders.append((ids[-1], node, unpacked(message.content)))
@@ -143,6 +143,32 @@ def test_an_order_that_nobody_tells_of_is_given_up(monkeypatch):
     channel.send("a", b"x", 0.1)
     time.sleep(0.15)
     assert channel.receive(1) == [("a", Lost("no answer in time"))]
+
+
+def test_an_order_that_got_lost_on_its_way_is_lost_and_not_waited_for(monkeypatch):
+    """A run waited for an hour after a kill of the program that had the message in its hands."""
+    monkeypatch.setattr("fl_lightning.flower.transport.grid._DOUBT_SECONDS", 0.0)
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    channel.send("a", b"x", 3600)
+    grid.state = "busy"
+    assert channel.receive(0.2) == []
+    grid.state = "idle"
+    assert channel.receive(5) == [("a", Lost("the network lost the message"))]
+    there(channel, ["a"])
+
+
+def test_an_answer_that_comes_before_its_site_says_it_is_idle_counts(monkeypatch):
+    monkeypatch.setattr("fl_lightning.flower.transport.grid._DOUBT_SECONDS", 0.0)
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    channel.send("a", b"x", 3600)
+    channel.sites()
+    channel.sites()  # the site has said once that it is idle
+    grid.reply(grid.orders[0][0], packed(b"y"))
+    assert channel.receive(5) == [("a", b"y")]
 
 
 def test_a_second_run_waits_for_its_turn(tmp_path, monkeypatch, capsys):

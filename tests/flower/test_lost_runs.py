@@ -115,33 +115,48 @@ def test_a_demo_with_noise_is_compared_where_the_noise_can_be_drawn_again(secure
     assert re.match(last, saying.said[-1])
 
 
+# of the server, its app, of a site, and its app; a program that is forked has its parent's command
 PROGRAMS = (
-    *("flower-superlink", "network.gate", "flower-superexec"),
-    *("flower-supernode", "transport.resident"),
+    *("flower-superlink", "network.gate", "flower-superexec", "flwr-serverapp"),
+    *("flower-supernode", "transport.resident", "network.site_app"),
 )
 
 
 def test_nobody_is_left_of_twenty_kills_and_the_run_ends_in_the_same_bits(monkeypatch):
+    """And of a minute in which the server was suspended."""
     monkeypatch.setenv("FL_LIGHTNING_TEST", mark := os.urandom(8).hex())
-    rounds, draws = KILLS + 2, random.Random(KILLS)
+    rounds, draws = KILLS + 3, random.Random(KILLS)
     Path("run.yaml").write_text(configuration(**GIVEN | {"trainer__max_epochs": rounds}))
-    words = [*PROGRAMS, *(draws.choice(PROGRAMS) for _ in range(KILLS - len(PROGRAMS)))]
+    words = [*PROGRAMS, *PROGRAMS, *draws.choices(PROGRAMS, k=KILLS - 2 * len(PROGRAMS))]
     draws.shuffle(words)
     killed = []
 
     def kill_one(word):
-        if found := programs(word):  # else it is about to be started again
+        found = [pid for pid in marked(mark) if word in command_of(pid)]
+        if found:  # else it is about to be started again
             os.kill(draws.choice(found), signal.SIGKILL)
+            print(f"killed {word}")
             killed.append(word)
 
-    saying = Saying({number + 1: partial(kill_one, word) for number, word in enumerate(words)})
+    acts = [partial(kill_one, word) for word in words]
+    acts.insert(KILLS // 2, partial(suspend, 60))
+    saying = Saying(dict(enumerate(acts, 1)))
     compared_demo(["--config=run.yaml"], ["a", "b"], rounds, saying)
     until = time.monotonic() + 5
     while (left := marked(mark)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == []
     assert len(killed) >= KILLS - 2
+    assert set(killed) == set(PROGRAMS)
     assert saying.said[-1] == "same bits as the simulation; all files are removed"
+
+
+def command_of(pid):
+    """Return a process's command, empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def marked(word):

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.models import LeNet
 from fl_lightning.models.checkpoints import load_backbone
 

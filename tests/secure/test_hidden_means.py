@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError, Mean, RoundFailure
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure import EncryptedMean, Paillier, SecureMean
@@ -17,7 +18,6 @@ from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.server.protected import Terms
 from fl_lightning.updates import RandomK
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.wire.coding import DecodeError
 
 SEED, ROUND, SIZE = 5, 3, 50
 
@@ -136,12 +136,15 @@ def test_counting_gives_the_bits_and_bytes_of_running(options):
     run = began(SecureMean(**options), updates, **settings)
     count = began(SecureMean(protocol="count", **options), updates, **settings)
     assert torch.equal(run.close(), count.close())
-    assert run.expense.bytes_up == count.expense.bytes_up
-    assert run.expense.bytes_down == count.expense.bytes_down
-    assert set(run.expense.bytes_up) == {1, 2} | {update.client_id for update in updates}
-    assert set(run.expense.seconds) == {"client_seconds", "server_seconds"}
-    assert set(count.expense.seconds) == {"estimated_client_seconds", "estimated_server_seconds"}
-    assert all(value > 0 for value in count.expense.seconds.values())
+    assert run.protection_cost.bytes_up == count.protection_cost.bytes_up
+    assert run.protection_cost.bytes_down == count.protection_cost.bytes_down
+    assert set(run.protection_cost.bytes_up) == {1, 2} | {update.client_id for update in updates}
+    assert set(run.protection_cost.seconds) == {"client_seconds", "server_seconds"}
+    assert set(count.protection_cost.seconds) == {
+        "estimated_client_seconds",
+        "estimated_server_seconds",
+    }
+    assert all(value > 0 for value in count.protection_cost.seconds.values())
 
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
@@ -177,7 +180,7 @@ def test_random_coordinates_are_the_same_for_all_and_the_only_ones_that_travel()
     bits = (6 * 2**32 * 1024).bit_length()
     up, down = secure.typical_bytes(SIZE, 6)
     assert whole.typical_bytes(SIZE, 6) == (up + 40 * bits // 8, down)
-    assert set(secure.expense.bytes_up.values()) == {up}
+    assert set(secure.protection_cost.bytes_up.values()) == {up}
 
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
@@ -218,7 +221,9 @@ class TestEncryptedMean:
         encrypted = began(EncryptedMean(max_examples=max_examples), updates, num_clients=20)
         assert torch.allclose(encrypted.close(), expected, rtol=0, atol=1e-4)
         up, _ = encrypted.typical_bytes(5000, 6)
-        assert np.mean(list(encrypted.expense.bytes_up.values())) == pytest.approx(up, rel=0.02)
+        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
+            up, rel=0.02
+        )
 
     def test_after_the_first_round_only_what_moved_most_is_encrypted(self):
         updates = some_updates()
@@ -283,7 +288,9 @@ class TestPaillier:
         assert encrypted.state_dict()["total"].clear.shape == (45,)
         up, _ = encrypted.typical_bytes(SIZE, 6)
         assert (encrypted.close() - plain_mean(updates)).abs().max() < 1e-6
-        assert np.mean(list(encrypted.expense.bytes_up.values())) == pytest.approx(up, rel=0.2)
+        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
+            up, rel=0.2
+        )
 
     def test_a_vector_that_takes_too_long_is_refused_with_the_time(self):
         encrypted = EncryptedMean(paillier=Paillier(key_bits=2048))
@@ -306,11 +313,11 @@ class TestPaillier:
             (replace(sent, sender=2), "client 2 is not authentic"),
             (replace(sent, ciphertexts=total.ciphertexts[:0]), "not authentic"),
         ):
-            with pytest.raises(DecodeError, match=message):
+            with pytest.raises(MessageError, match=message):
                 one.plus(total, other, 5)
-        with pytest.raises(DecodeError, match="counts 5 examples instead of 6"):
+        with pytest.raises(MessageError, match="counts 5 examples instead of 6"):
             one.mean(total, 6)
-        with pytest.raises(DecodeError, match="not authentic"):
+        with pytest.raises(MessageError, match="not authentic"):
             one.mean(sent, 5)
         assert one.mean(total, 5).abs().max() < 1e-6
 

@@ -60,7 +60,7 @@ def test_what_is_released_is_the_sum_of_what_clients_sent(options):
     )
     assert torch.equal(mean, made.decoded(whole, CLIP, mean) / 6)
     assert (total.num_replies, total.num_unclipped) == (5, 0)
-    assert total.expense.bytes_up[5] < total.expense.bytes_up[0]
+    assert total.protection_cost.bytes_up[5] < total.protection_cost.bytes_up[0]
 
 
 def test_noise_is_for_the_fewest_vectors_that_a_sum_can_have():

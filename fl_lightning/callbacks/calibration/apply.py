@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.sparsity.heads import HeadFit
 from fl_lightning.sparsity.masks.mask import Mask, some
@@ -69,7 +69,7 @@ class WhatMoves:
         return names
 
     def apply(self, mask: Mask) -> None:
-        """Let the mask's entries and a head that trains move, and nothing else.
+        """Freeze everything but the mask's entries and a head that trains.
 
         Raises:
             ConfigurationError: if the mask does not fit the module, or covers what does not train.
@@ -114,7 +114,7 @@ class WhatMoves:
         return everything - mask.num_entries - self.num_entries(self.dense)
 
     def undo(self) -> None:
-        """Let the parameters train again that did before."""
+        """Unfreeze the parameters that trained before."""
         for name in self._trained:
             self._params[name].requires_grad_(True)
 

@@ -1,4 +1,4 @@
-"""The last table: metrics of the model, and over clients their mean, spread and worst decile."""
+"""The last table: metrics of the model, and over clients their mean, standard deviation and worst decile."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
-from fl_lightning.core.console.layout import in_lines
-from fl_lightning.core.console.tables import aligned
+from fl_lightning.core.console.layout import aligned, in_lines
 from fl_lightning.federation import begin_round, logged_in_round
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(
     r"round/|secure/|privacy/|mask/|calibration/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/"
 )
-_OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|spread|worst_decile|jain)")
-_COLUMNS = ("mean", "spread", "worst_decile")
-_HEAD = ("model", "clients", "spread", "worst 10 %")
+_OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|std|worst_decile|jain)")
+_COLUMNS = ("mean", "std", "worst_decile")
+_HEAD = ("model", "clients", "std", "worst 10 %")
 
 
 class ResultsTable(Callback):
@@ -66,7 +65,7 @@ class ResultsTable(Callback):
         self.report(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Have the next table show the present metrics, too."""
+        """Keep the present metrics for the next table."""
         self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:
@@ -88,11 +87,11 @@ def results_table(metrics: Mapping[str, Any]) -> str:
 
     Example:
         >>> metrics = {"test/accuracy": 0.96, "train/loss": 0.1, "clients/test/accuracy_mean": 0.95}
-        >>> metrics |= {"clients/test/accuracy_spread": 0.04, "personal/test/accuracy_mean": 0.97}
+        >>> metrics |= {"clients/test/accuracy_std": 0.04, "personal/test/accuracy_mean": 0.97}
         >>> print(results_table(metrics))
-                                model  clients  spread  worst 10 %
-        test/accuracy           0.960    0.950   0.040           -
-        personal/test/accuracy      -    0.970       -           -
+                                model  clients    std  worst 10 %
+        test/accuracy           0.960    0.950  0.040           -
+        personal/test/accuracy      -    0.970      -           -
     """
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():

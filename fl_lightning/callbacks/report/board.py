@@ -1,4 +1,4 @@
-"""What TensorBoard shows besides charts by name: the important ones first, a table, the hparams tab.
+"""TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
 
 TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
 has the order given here. At the end of a run the tab Text has its last round as a table, beside that of
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.report.history import History
-from fl_lightning.federation.loggers import boards, is_of_test, logged_once, table
+from fl_lightning.federation import boards, is_of_test, logged_once, table
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
@@ -28,12 +28,12 @@ _LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {
         "validation": r"^val[/_](?!.*loss).*",
         "validation loss": r"^val[/_].*loss.*",
-        "training": r"^train[/_](?!.*(loss|_spread$)).*",
-        "training loss": r"^train[/_](?!.*_spread$).*loss.*",
+        "training": r"^train[/_](?!.*(loss|_std$)).*",
+        "training loss": r"^train[/_](?!.*_std$).*loss.*",
     },
     "2 Clients": {
-        "spread over clients": r"^train[/_].*_spread$",
-        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_spread|_jain|_worst_decile)).*",
+        "spread over clients": r"^train[/_].*_std$",
+        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
         "held-out examples, worst decile": r"^(clients|personal)/(?!.*loss).*_worst_decile$",
         "participants": r"^round/(cohort_size|skipped|lost)$",
     },

@@ -15,7 +15,7 @@ from fl_lightning.callbacks.report.history import IDS, Curve, History
 from fl_lightning.core.report.charts import Chart, Panel
 from fl_lightning.core.report.colours import series
 from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
-from fl_lightning.federation.loggers import logged_once
+from fl_lightning.federation import logged_once
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
@@ -41,9 +41,7 @@ def run_charts(folder: Path, history: History) -> Iterator[Chart]:
 
 
 def _validation(history: History) -> Iterator[Chart]:
-    names = _best_first(
-        [n for n in history.names if _is_of(n, "val") and not n.endswith("_spread")]
-    )
+    names = _best_first([n for n in history.names if _is_of(n, "val") and not n.endswith("_std")])
     panels = [curves(name, [_line(history.curve(name))]) for name in names[:_MOST_PANELS]]
     if panels:
         caption = "The global model on the validation set, after each round."
@@ -51,7 +49,7 @@ def _validation(history: History) -> Iterator[Chart]:
 
 
 def _training(history: History) -> Iterator[Chart]:
-    names = [n for n in history.names if f"{n}_spread" in history.names]
+    names = [n for n in history.names if f"{n}_std" in history.names]
     caption = (
         "The clients of each round on their own examples, while they train: mean over examples; the "
         "band is one standard deviation over clients."
@@ -61,9 +59,9 @@ def _training(history: History) -> Iterator[Chart]:
         caption = "Over the examples of each epoch, while it trains."
     panels = []
     for name in names[:_MOST_PANELS]:
-        curve, spread = history.curve(name), history.curve(f"{name}_spread")
-        band = [spread.get(number, 0.0) for number in curve] if spread else None
-        panels.append(curves(name, [_line(curve, spread=band)]))
+        curve, std = history.curve(name), history.curve(f"{name}_std")
+        band = [std.get(number, 0.0) for number in curve] if std else None
+        panels.append(curves(name, [_line(curve, std=band)]))
     if panels:
         yield Chart("training", "Training", caption, panels)
 
@@ -243,9 +241,9 @@ def _seconds(history: History) -> Iterator[Chart]:
 
 
 def _line(
-    curve: Curve, label: str = "", *, spread: Sequence[float] | None = None, colour: str = series(0)
+    curve: Curve, label: str = "", *, std: Sequence[float] | None = None, colour: str = series(0)
 ) -> Line:
-    return Line([*curve], [*curve.values()], label, spread, colour)
+    return Line([*curve], [*curve.values()], label, std, colour)
 
 
 def _is_of(name: str, stage: str) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 from fl_lightning.callbacks.report.history import History
 from fl_lightning.callbacks.report.run_charts import byte_unit, evaluated_clients, run_charts
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.report.files import write_chart
+from fl_lightning.core.report.charts import write_chart
 from fl_lightning.core.report.page import Page
-from fl_lightning.federation.loggers import is_of_test, logged_once
+from fl_lightning.federation import is_of_test, logged_once
 
 REPORT, FIGURES = "report.html", "figures"
 _CONFIG = "config.yaml"

@@ -19,7 +19,7 @@ from typing_extensions import get_protocol_members, is_protocol
 
 from fl_lightning.cli.at_once.catalogue import FILE
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.federation import Federation
+from fl_lightning.federation import Federation
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 # The shorter a name, the better: a class is listed under the first of these that exports it.

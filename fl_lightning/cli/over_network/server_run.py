@@ -19,10 +19,7 @@ from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
-from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST
-from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.options import Options
+from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
 from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION

@@ -12,12 +12,12 @@ from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_f
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
 from fl_lightning.callbacks.calibration.scores import scoring
-from fl_lightning.federation.visits.visiting import visiting
+from fl_lightning.federation import visiting
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.server.calibration import SUMS, VALUES
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.whole_model import hold_model, of_stage
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.sparsity.heads import OneExchange
 
 

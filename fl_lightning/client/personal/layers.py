@@ -22,7 +22,7 @@ from torch import nn
 
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 
 
 @final

@@ -1,8 +1,8 @@
-"""Lines that stay at the bottom of a terminal, while what is printed scrolls above them.
+"""Status lines at the bottom of a terminal, above which printed text scrolls.
 
-The cursor always waits at the start of the first of these lines. Whoever prints something, in this
-process or in one that was forked from it, first clears the screen from there on; the lines are then
-drawn again below it. So nothing is ever printed into a line that stays.
+The cursor always waits at the start of the first status line. Each print, from this process or one
+forked from it, first clears the screen from there; the status lines are then drawn again below it. So
+nothing is ever printed into a status line.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fl_lightning.core.console.terminal import is_terminal, width_of
+from fl_lightning.core.console.layout import is_terminal, width_of
 
 _CLEAR_DOWN = "\r\x1b[J"
 _CLEAR_RIGHT = "\x1b[K"
 _UP = "\x1b[{}A"
 
-# One thread at a time moves the cursor, and none while a process is forked, which would never get it.
+# One thread at a time moves the cursor, and none during a fork, after which the child could never
+# acquire the lock.
 _LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(
@@ -29,16 +30,16 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def clear_leftovers() -> None:
-    """Remove lines that a process has left that was ended before it could do so itself."""
+    """Remove status lines left by a process that was killed."""
     if is_terminal(sys.stderr):
         sys.stderr.write(_CLEAR_DOWN)
 
 
-class Screen:
-    """The lines at the bottom of the terminal that standard error is.
+class StatusLines:
+    """Status lines at the bottom of the terminal, on standard error.
 
-    Between `open` and `close` whatever is printed by Python, logged or warned of is put above the lines.
-    Where standard error is no terminal nothing is drawn, and nothing of this happens.
+    Between `open` and `close`, text that Python prints, logs or warns of appears above the lines. If
+    standard error is no terminal, all of this does nothing.
     """
 
     def __init__(self) -> None:
@@ -48,19 +49,19 @@ class Screen:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a terminal, and lines may be shown on it."""
+        """True between `open` and `close`, if there is a terminal."""
         return self._stream is not None
 
     @property
     def width(self) -> int:
-        """Columns of a line: one less than there are, so that no line is wrapped."""
+        """Length of a line in columns: one less than the terminal has, so that no line is wrapped."""
         return width_of(self._stream or sys.stderr) - 1
 
     def open(self, *, draws: bool = True) -> None:
-        """Begin to put what is printed above the lines.
+        """Start to print above the status lines.
 
         Args:
-            draws: whether the lines are this process's own; if not, those of another one.
+            draws: whether this process draws the status lines; otherwise another one does.
         """
         if self.is_open or not is_terminal(sys.stderr):
             return
@@ -73,10 +74,10 @@ class Screen:
             self._replace(name, stream, above)
 
     def show(self, *lines: str) -> None:
-        """Show these lines instead of those before.
+        """Replace the status lines.
 
         Args:
-            lines: no longer than `width`; longer ones are cut.
+            lines: the new lines; cut to `width`.
         """
         if self.is_open:
             with _LOCK:
@@ -85,10 +86,10 @@ class Screen:
                 self._draw(_CLEAR_DOWN if fewer else "\r")
 
     def close(self, *lines: str) -> None:
-        """Remove the lines, and leave others that scroll like all that is printed.
+        """Remove the status lines and print others, which scroll like all text.
 
         Args:
-            lines: to leave.
+            lines: lines to print.
         """
         if not self.is_open:
             return
@@ -124,26 +125,26 @@ class Screen:
 
 
 class Ticker:
-    """Does something every second, in a thread, between `start` and `stop`.
+    """Calls a function every second, in a thread, between `start` and `stop`.
 
     Args:
-        tick: what; it must not wait for anybody.
+        tick: the function; it must not block.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick
-        self._ends: threading.Event | None = None  # made late: it cannot be copied
+        self._ends: threading.Event | None = None  # created in `start`: it cannot be copied
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         if self._thread is None:
             self._ends = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(self._ends,), daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End, before anything else is done."""
+        """Stop the thread and wait for its end."""
         if self._thread is not None and self._ends is not None:
             self._ends.set()
             self._thread.join()
@@ -155,11 +156,11 @@ class Ticker:
 
 
 class _Above:
-    """A stream whose whole lines go above those that stay.
+    """A stream whose complete lines are printed above the status lines.
 
     Args:
         stream: the terminal.
-        draw: draws the lines that stay anew; None where another process does.
+        draw: draws the status lines again; None if another process does.
     """
 
     def __init__(self, stream: Any, draw: Callable[[], None] | None) -> None:
@@ -167,7 +168,7 @@ class _Above:
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Write what ends with a line; the beginning of another one waits for its end."""
+        """Write complete lines; the start of a line waits for its end."""
         with _LOCK:
             lines, newline, self._begun = (self._begun + text).rpartition("\n")
             if newline:
@@ -182,11 +183,11 @@ class _Above:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Leave the beginning of a line where it is: it would stand in one that stays."""
+        """Flush the terminal; the start of a line still waits, or it would be in a status line."""
         self._stream.flush()
 
     def finish(self) -> None:
-        """Write the beginning of a line that has found no end."""
+        """Write the start of a line that never ended."""
         if self._begun.strip():
             self.write("\n")
         self._begun = ""
@@ -196,9 +197,9 @@ class _Above:
 
 
 def _handlers_on(stream: Any) -> list[logging.StreamHandler[Any]]:
-    """Return what logs to a stream."""
+    """Return the log handlers that write to a stream."""
     known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = [h for logger in known for h in getattr(logger, "handlers", ())]
     streamed = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
-    # others look at sys.stderr whenever they write, and find it replaced: logging.lastResort is one
+    # others, like logging.lastResort, look sys.stderr up on each write, and so find its replacement
     return [handler for handler in streamed if "stream" in vars(handler)]

@@ -1,16 +1,20 @@
-"""A chart of a report: panels on axes of matplotlib, in one style."""
+"""Charts of a report: matplotlib panels in one style, as PNG and SVG files and inline in a page."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.core.report.colours import INK, QUIET, RULE
+from fl_lightning.core.report.colours import INK, QUIET, RULE, as_variables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 Panel = Callable[[Any], None]  # draws on axes
 _WIDTH, _HEIGHT = 4.3, 2.9  # inches of a panel
@@ -19,15 +23,15 @@ _A_ROW = 2  # panels
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of a report: panels, and what they say.
+    """A figure of a report.
 
     Attributes:
-        name: of its files.
-        title: over it.
-        caption: below it, a sentence or two.
-        panels: from left to right, two in a row.
-        is_tall: for maps, which have a row for each of many clients.
-        names_are_long: whether panels must make room for names, which takes twice as long to draw.
+        name: name of its files, without an ending.
+        title: title above the figure.
+        caption: one or two sentences below the figure.
+        panels: panels from left to right, two per row.
+        is_tall: whether panels are taller, for maps with a row for each of many clients.
+        names_are_long: whether to make room for long names, which takes twice as long to draw.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Chart:
     names_are_long: bool = False
 
     def figure(self) -> Figure:
-        """Return the drawing, without the title, on a transparent ground."""
+        """Draw the figure, without its title, on a transparent background."""
         from matplotlib import rc_context  # a second to import
         from matplotlib.figure import Figure
 
@@ -96,3 +100,47 @@ _STYLE: Any = {
     "lines.linewidth": 1.6,
     "svg.fonttype": "none",  # text stays text
 }
+
+
+_NAMES = re.compile(r'\bid="([^"]+)"')
+_USES = re.compile(r'(url\(#|href="#)([^)"]+)')
+
+
+def write_chart(chart: Chart, folder: Path) -> str:
+    """Write a chart as ``<name>.png`` and ``<name>.svg``, and return it for a page.
+
+    Args:
+        chart: the chart.
+        folder: folder of the files; created if missing.
+
+    Returns:
+        An ``<svg>`` element in the colours of the page, with ids that no other chart has.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = chart.figure()
+    figure.savefig(folder / f"{chart.name}.png", dpi=130, facecolor="white")
+    drawn = io.StringIO()
+    # without a date, equal charts give equal files
+    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    svg = drawn.getvalue()
+    (folder / f"{chart.name}.svg").write_text(_on_white(svg), encoding="utf-8")
+    return inline(svg, chart.name)
+
+
+def inline(svg: str, name: str) -> str:
+    r"""Prepare an SVG drawing for a page: unique ids, and colours of the page.
+
+    Example:
+        >>> inline('<?xml?>\n<svg id="a"><use xlink:href="#a"/></svg>', "bytes")
+        '<svg id="bytes-a"><use xlink:href="#bytes-a"/></svg>'
+    """
+    body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    body = _NAMES.sub(lambda found: f'id="{name}-{found[1]}"', body)
+    body = _USES.sub(lambda found: f"{found[1]}{name}-{found[2]}", body)
+    return as_variables(body).strip()
+
+
+def _on_white(svg: str) -> str:
+    """Add a white background: a file may be shown on any background."""
+    start = svg.index(">", svg.index("<svg")) + 1
+    return f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'

@@ -1,7 +1,7 @@
-"""Colours of a report, in light and in dark.
+"""Colours of a report, for light and dark screens.
 
-Charts are drawn in the light colours. Inside a page each of them becomes a variable of the style
-sheet, so that one drawing serves both.
+Charts are drawn in the light colours. In a page, each colour becomes a variable of the style sheet, so
+that one drawing serves both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = LIGHT | {colour: f"series-{n}" for n, colour in enumerate(SERIES)}
 
 
 def series(number: int) -> str:
-    """Return the colour of the n-th series; they repeat.
+    """Colour of the n-th series; colours repeat.
 
     Example:
         >>> series(0) == series(len(SERIES))
@@ -43,7 +43,7 @@ def series(number: int) -> str:
 
 
 def as_variables(svg: str) -> str:
-    """Return a drawing whose colours are those of the page around it.
+    """Replace the colours of a drawing by variables of the page's style sheet.
 
     Example:
         >>> as_variables('<path style="stroke: #1b1c1e"/>')
@@ -55,13 +55,13 @@ def as_variables(svg: str) -> str:
 
 
 def style_variables() -> tuple[str, str]:
-    """Return the variables' values for a style sheet: in light, and in dark."""
+    """CSS definitions of the colour variables: for light, and for dark screens."""
     light = "".join(f"--{name}:{colour};" for colour, name in NAMES.items())
     return light, "".join(f"--{name}:{colour};" for name, colour in _DARK.items())
 
 
 def fading(colour: str) -> Any:
-    """Return a colour map from nothing at all to a colour, which any background can have."""
+    """Return a colour map from transparent to a colour, for any background."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb  # a second to import
 
     full = to_rgb(colour)

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no script, no font, no network."""
+"""A report as one self-contained HTML file: no script, no font, no network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fl_lightning.core.report.colours import style_variables
 
 @dataclass
 class Page:
-    """Parts of a page, in order.
+    """An HTML page, built part by part.
 
     Attributes:
-        title: of the page.
-        subtitle: below it.
+        title: title of the page.
+        subtitle: line below the title.
 
     Example:
         >>> page = Page("A run", "of two rounds")
@@ -30,14 +30,14 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def tiles(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Add what most people look for first: pairs of a name and a short value."""
+        """Add the most important facts: pairs of a name and a short value."""
         inner = "".join(
             f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts
         )
         self._parts.append(f'<div class="tiles">{inner}</div>')
 
     def heading(self, text: str) -> None:
-        """Begin a part of the page."""
+        """Add a heading."""
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def text(self, text: str) -> None:
@@ -56,8 +56,8 @@ class Page:
 
         Args:
             head: names of the columns.
-            rows: of texts.
-            fold: what to click to see it; empty to show it at once.
+            rows: cells, as text.
+            fold: label of a fold that hides the table until it is clicked; empty for no fold.
         """
         top = "".join(f"<th>{escape(name)}</th>" for name in head)
         body = "".join(
@@ -67,11 +67,11 @@ class Page:
         self._parts.append(_folded(fold, table) if fold else table)
 
     def verbatim(self, text: str, fold: str) -> None:
-        """Add text as it is, to be seen by a click."""
+        """Add preformatted text in a fold with this label."""
         self._parts.append(_folded(fold, f"<pre>{escape(text)}</pre>"))
 
     def html(self) -> str:
-        """Return the whole file."""
+        """Return the HTML of the page."""
         light, dark = style_variables()
         style = _STYLE.replace("LIGHT", light).replace("DARK", dark)
         return (
@@ -83,7 +83,7 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file as a whole: nobody ever reads half of it."""
+        """Write the file atomically."""
         part = path.with_suffix(".part")
         part.write_text(self.html(), encoding="utf-8")
         part.replace(path)

@@ -1,4 +1,4 @@
-"""The panels of which charts are made: curves with bands, distributions, histograms, maps, bars."""
+"""Panels of charts: curves with bands, distributions, histograms, maps, bars."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import numpy.typing as npt
 from fl_lightning.core.report.charts import Panel
 from fl_lightning.core.report.colours import INK, SERIES, fading
 
-_MARKED = 40  # points: more of them make a line
+_MARKED = 40  # curves with more points than this have no markers
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, with a band around it if there is one.
+    """A curve with an optional band around it.
 
     Attributes:
-        x: of its points, increasing, shape (n,).
-        y: shape (n,); gaps where it is not finite.
-        label: in the legend; empty for none.
-        spread: half of the band's width, shape (n,).
-        colour: of it.
-        is_dashed: whether it is.
+        x: x coordinates, increasing, shape (n,).
+        y: y coordinates, shape (n,); values that are not finite make gaps.
+        label: text in the legend; empty for none.
+        std: half of the band's width, shape (n,), or None for no band.
+        colour: colour of the curve and the band.
+        is_dashed: whether the curve is dashed.
     """
 
     x: Sequence[float]
     y: Sequence[float]
     label: str = ""
-    spread: Sequence[float] | None = None
+    std: Sequence[float] | None = None
     colour: str = SERIES[0]
     is_dashed: bool = False
 
     def draw(self, axes: Any) -> None:
-        """Draw it on axes."""
+        """Draw the curve on matplotlib axes."""
         marker = "o" if len(self.x) <= _MARKED and not self.is_dashed else ""
         axes.plot(
             self.x,
@@ -48,8 +48,8 @@ class Line:
             marker=marker,
             markersize=3,
         )
-        if self.spread is not None:
-            middle, half = np.asarray(self.y, float), np.asarray(self.spread, float)
+        if self.std is not None:
+            middle, half = np.asarray(self.y, float), np.asarray(self.std, float)
             axes.fill_between(
                 self.x, middle - half, middle + half, color=self.colour, alpha=0.18, linewidth=0
             )
@@ -75,12 +75,12 @@ def curves(
 
 
 def fan(title: str, x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
-    """Return a panel of a distribution over rounds: its whole range, its inner part, its median.
+    """Return a panel of a distribution over rounds: its range, its inner 80 % and its median.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         x: rounds.
-        quantiles: ``min``, ``low``, ``median``, ``high``, ``max``, a value a round each.
+        quantiles: ``min``, ``low``, ``median``, ``high``, ``max``, with one value per round each.
     """
 
     def draw(axes: Any) -> None:
@@ -108,14 +108,14 @@ def histogram(
     y: str = "clients",
     whole: bool = False,
 ) -> Panel:
-    """Return a panel of one histogram, or of several over the same bins, with their means as lines.
+    """Return a panel of one or several histograms over the same bins, with their means as lines.
 
     Args:
-        title: of the panel.
-        groups: name to values; those that are not finite are left out.
+        title: title of the panel.
+        groups: values by name; those that are not finite are left out.
         x: label of the values.
         y: label of the counts.
-        whole: whether values are whole numbers.
+        whole: whether values are integers.
     """
     finite = {
         name: kept for name, values in groups.items() if len(kept := _finite(values))
@@ -155,16 +155,16 @@ def table_map(
     legend: str = "",
     numbers: bool = False,
 ) -> Panel:
-    """Return a panel in which darker cells hold more.
+    """Return a panel with a map of cells; darker cells have larger values.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         values: shape (rows, columns), not negative unless ``numbers``; nan for no cell.
         x: label of the columns.
         y: label of the rows.
         columns: names of the columns.
         rows: names of the rows.
-        legend: what a cell's colour says; empty for no scale.
+        legend: label of the colour scale; empty for no scale.
         numbers: whether to write each cell's value into it.
     """
 
@@ -196,7 +196,7 @@ def table_map(
 def bars(
     title: str, names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]
 ) -> Panel:
-    """Return a panel with a bar a name, and its spread as a whisker where it is finite."""
+    """Return a panel with one bar per name, and a whisker for its standard deviation if finite."""
 
     def draw(axes: Any) -> None:
         at = np.arange(len(names))
@@ -231,7 +231,7 @@ def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.flo
 
 
 def _ticks(axes: Any, which: str, names: Sequence[str], count: int) -> None:
-    """Name some of the rows or columns: all if they are few."""
+    """Label the rows or columns; about ten of them if there are many."""
     if not len(names):
         return
     step = 1 if count <= 12 else -(-count // 10)

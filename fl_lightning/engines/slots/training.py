@@ -18,7 +18,7 @@ from torch import Tensor
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.devices import sent
+from fl_lightning.core.modules import sent
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates, rows_of
 from fl_lightning.core.whole_numbers import Integers

@@ -6,7 +6,8 @@ state, as is what torch's modules are known to change; the rest are constants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -29,16 +30,20 @@ class StateRehearsal:
 
     Args:
         run: whose clients take them.
+        patterns: of names of what clients change later than in their first steps.
 
     Raises:
         ConfigurationError: if a pattern finds nothing.
+
+    Attributes:
+        failures: of clients whose steps raised.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, patterns: Sequence[str]) -> None:
+        self.failures: dict[int, Exception] = {}
         self._trainer, self._module = run.trainer, run.module
         self._local, self._step = run.local, run.step
-        self._plan, self._scaler = run.plan, run.scaler
-        patterns = run.options.client_state
+        self._plan, self._scale = run.plan, run.scale
         told = getattr(run.module, "changes_at_clients", ())  # names, by the module itself
         self._patterns = [*matching(run.module, patterns), *told, *known_state(run.module)]
 
@@ -49,7 +54,7 @@ class StateRehearsal:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything of which that is not known."""
+        """True if the state of some tensor is unknown."""
         return set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:
@@ -60,7 +65,7 @@ class StateRehearsal:
     def changed_by(self, work: Iterable[ClientWork]) -> list[str] | None:
         """Return what the first of some clients changes; None if none of them can take a step.
 
-        A client that fails is met again, where it counts.
+        A client that fails is met again, where it counts; see `warn_of_failures` for one that does not fail there.
         """
         for client in work:
             if client.sizes:
@@ -73,9 +78,20 @@ class StateRehearsal:
                             changed |= {*visit.changed(names)}
                         self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]
-                except Exception:  # noqa: BLE001, S112 - whatever the user's step raises
-                    continue
+                except Exception as error:  # noqa: BLE001 - whatever the user's step raises
+                    self.failures[client.client_id] = error
         return None
+
+    def warn_of_failures(self, trained: Collection[int]) -> None:
+        """Warn of clients whose steps failed here, and not when they trained."""
+        for client in self.failures.keys() & trained:
+            error = self.failures.pop(client)
+            warnings.warn(
+                f"state: the first steps of client {client} raised {type(error).__name__}: {error}, when they were "
+                "rehearsed to find out which buffers they change, and did not when it trained: training_step "
+                "is to do the same whenever it is called, and federation.client_state can name the buffers",
+                stacklevel=2,
+            )
 
     def _tell(self, changes: list[str]) -> None:
         if changes:
@@ -89,12 +105,14 @@ class StateRehearsal:
         if self._step.examples is None:
             steps = self._plan.steps(client)
         else:  # whose batches may be empty
-            steps = ([batch] for batch in self._plan.batches(self._plan.shard(client)))
+            client = self._plan.shard(client)
+            steps = ([batch] for batch in self._plan.batches(client))
         examples, self._step.examples = self._step.examples, None
         try:
-            for index, batches in enumerate(islice(steps, _NUM_STEPS)):
-                self._step(batches, index)
-                yield
+            with self._step.counts.of_client(client):
+                for index, batches in enumerate(islice(steps, _NUM_STEPS)):
+                    self._step(batches, index)
+                    yield
         finally:
             self._step.examples = examples
 
@@ -103,10 +121,10 @@ class StateRehearsal:
         """Put everything back after the block, the optimizers and the fp16 scale as well."""
         local = self._local
         local.start_round()
-        model, scale = local.read(), self._scaler.present()
+        model, scale = local.read(), self._scale.present()
         with visiting(self._trainer, logs=local.collector) as visit:
             try:
                 yield visit
             finally:
-                self._scaler.go_on_from(scale)
+                self._scale.go_on_from(scale)
                 local.restore(model)

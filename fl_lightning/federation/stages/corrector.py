@@ -7,7 +7,7 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,9 @@ from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
-from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
+from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import (
@@ -59,7 +60,7 @@ class Corrector(Correcting, SpansNetwork):
         self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
         self._change: Tensor | None = None  # of the last client that learnt
-        self.learns = correction.remembers
+        self.learns, self.traits = correction.remembers, correction.traits
         if correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
@@ -96,7 +97,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @property
     def kind(self) -> str | None:
-        """What checkpoints call a correction with memories; None without."""
+        """Name of a correction with memories in checkpoints; None without."""
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
@@ -116,7 +117,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Have the module's logits be those that this client trains with."""
+        """Gives the module the logits with which this client trains."""
         labels = partial(self._plan.labels, turn.work)
         logits = self.correction.calibrated(self._module, labels)
         if logits is None:
@@ -148,11 +149,11 @@ class Corrector(Correcting, SpansNetwork):
         finally:
             self._step.term = self._step.contrast = None
 
-    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Remember a client's round; one whose optimizer took no step has shown nothing."""
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
+        """Learn from a client's round; one whose optimizer took no step has shown nothing."""
         num_steps = _optimizer_steps(update)
         if not (self.correction.remembers and _any(num_steps)):
-            return
+            return lambda: None
 
         def gradient() -> Tensor:
             with self._collector.listening_to(self._module):
@@ -166,7 +167,10 @@ class Corrector(Correcting, SpansNetwork):
         )
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
-        self._memory.put(_NAME, update.client_id, after)
+        return partial(self._remember, update.client_id, before, after)
+
+    def _remember(self, client: int, before: Tensor | None, after: Tensor) -> None:
+        self._memory.put(_NAME, client, after)
         if self.correction.needs_mean:
             self._change = after if before is None else after - before
             self._changes.add(self._change, 1)
@@ -178,7 +182,7 @@ class Corrector(Correcting, SpansNetwork):
         return {"mean": self._mean} if is_read and self._mean is not None else {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Know the mean."""
+        """Receive the mean."""
         mean = told.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
@@ -218,7 +222,7 @@ class Corrector(Correcting, SpansNetwork):
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Have clients get the mean of memories, where they need it."""
+        """Send the mean of memories along, where clients need it."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 
@@ -227,7 +231,7 @@ class Corrector(Correcting, SpansNetwork):
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let what the clients have learnt count; their memories are committed by themselves."""
+        """Add up what the clients have learnt; memories are committed apart."""
         if self.correction.needs_mean and processes.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)
@@ -275,7 +279,7 @@ class Corrector(Correcting, SpansNetwork):
         check_same("correction", (state or {}).get("kind"), self.kind)
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         self.open(0, model)
         state = state or {}  # nothing is saved of a correction without memories
         mean = state.get("mean")
@@ -288,7 +292,7 @@ class Corrector(Correcting, SpansNetwork):
         return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
 
     def load_round_state(self, state: dict[str, Any]) -> None:
-        """Take up where `round_state` left off."""
+        """Restore what `round_state` returned."""
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
 
@@ -307,6 +311,8 @@ def _num_bytes(like: Tensor | LazyDeltas) -> int:
 
 class StepCounts(Stage):
     """Attaches to updates how many gradients they add up to, for aggregators that divide by it."""
+
+    traits = NO_TRAITS
 
     def __init__(self, correction: Correction | None) -> None:
         self._pull = 0.0 if correction is None else correction.pull

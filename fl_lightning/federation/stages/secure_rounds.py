@@ -19,11 +19,11 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Processes, Stage, Upload
 from fl_lightning.server.protected import Protected
-from fl_lightning.updates.wire.message import bytes_up
+from fl_lightning.updates.message import bytes_up
 
 
 class SecureRounds(Stage):
-    """What one fit's rounds need around an aggregator that hides updates.
+    """The part of a round around an aggregator that hides updates.
 
     Args:
         aggregator: which has begun.
@@ -78,12 +78,12 @@ class SecureRounds(Stage):
 
     def close(self, record: RoundRecord) -> None:
         """Put what the round has cost into its record."""
-        expense = self.aggregator.expense
+        cost = self.aggregator.protection_cost
         absent = record.skipped.keys() | set(record.lost)
-        record.total_bytes_up += sum(expense.bytes_up.values())
-        record.total_bytes_down += sum(expense.bytes_down.values())
-        record.bytes_up_of_absent += sum(n for c, n in expense.bytes_up.items() if c in absent)
-        record.more |= {f"secure/{name}": value for name, value in expense.seconds.items()}
+        record.total_bytes_up += sum(cost.bytes_up.values())
+        record.total_bytes_down += sum(cost.bytes_down.values())
+        record.bytes_up_of_absent += sum(n for c, n in cost.bytes_up.items() if c in absent)
+        record.more |= {f"secure/{name}": value for name, value in cost.seconds.items()}
 
 
 def _message_bytes(params: Tensor) -> int:

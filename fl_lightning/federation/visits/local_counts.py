@@ -34,7 +34,7 @@ from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
 
 @dataclass
 class LocalCounts:
-    """What a Trainer knows of the client that trains.
+    """Counters of the client that trains, as a Trainer shows them.
 
     Attributes:
         planned_steps: local steps of a round by which schedules count, N.
@@ -63,9 +63,9 @@ class LocalCounts:
     _is_told: bool = False
 
     def of_client(self, work: ClientWork) -> AbstractContextManager[None]:
-        """Count a client's batches and steps inside this block."""
+        """Count a client's batches and steps inside this block; blocks may be inside one another."""
         about = {"client": work.client_id, "round_index": work.round_index}
-        return self._given(**about, num_batches=len(work.sizes))
+        return self._given(**about, num_batches=len(work.sizes), batch=0, step=0)
 
     def of_slots(self, round_index: int) -> AbstractContextManager[None]:
         """Count for clients that train at once inside this block."""
@@ -93,8 +93,7 @@ class LocalCounts:
 
     def refuse_in_slots(self, name: str) -> None:
         """Raise `CannotStack` for a step that reads what differs between clients of slots."""
-        if self.is_in_slots:
-            raise CannotStack(f"training_step reads {name}, which is one client's own")
+        raise CannotStack(f"training_step reads {name}, which is one client's own")
 
 
 class _CountingTrainer(Trainer):
@@ -105,7 +104,8 @@ class _CountingTrainer(Trainer):
     @property
     def num_training_batches(self) -> int | float:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.num_training_batches")
+        if counts.is_in_slots:
+            counts.refuse_in_slots("trainer.num_training_batches")
         if counts.client is not None:
             return counts.num_batches
         return counts.planned_batches or super().num_training_batches
@@ -113,7 +113,8 @@ class _CountingTrainer(Trainer):
     @property
     def is_last_batch(self) -> bool:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.is_last_batch")
+        if counts.is_in_slots:
+            counts.refuse_in_slots("trainer.is_last_batch")
         if counts.client is not None:
             return counts.batch == counts.num_batches - 1
         return super().is_last_batch
@@ -155,6 +156,26 @@ def counts_of(trainer: Trainer) -> LocalCounts:
     return trainer.local_counts
 
 
+@contextmanager
+def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
+    """Count a client's batches and steps inside this block, outside of a fit as well.
+
+    There nobody has planned rounds, and `local_step` begins at 0.
+    """
+    with ExitStack() as cleanup:
+        if not isinstance(trainer, _CountingTrainer):
+            count_locally(trainer, len(work.sizes), 0, cleanup)
+            work = work._replace(round_index=0)
+        cleanup.enter_context(counts_of(trainer).of_client(work))
+        yield
+
+
+def note_step(trainer: Trainer, index: int) -> None:
+    """Note at which batch, and local step, a client is that is visited."""
+    if isinstance(trainer, _CountingTrainer):
+        trainer.local_counts.batch = trainer.local_counts.step = index
+
+
 def local_step(module: LightningModule) -> int | Tensor:
     """Returns the number of the local step in the run, from 0; for training steps.
 
@@ -177,7 +198,8 @@ def client_id(module: LightningModule) -> int | None:
     trainer = module.trainer
     if not isinstance(trainer, _CountingTrainer):
         return None
-    trainer.local_counts.refuse_in_slots("client_id")
+    if trainer.local_counts.is_in_slots:
+        trainer.local_counts.refuse_in_slots("client_id")
     return trainer.local_counts.client
 
 
@@ -185,7 +207,7 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
     """Return the learning-rate schedules with ``interval: step``, which Lightning steps no more.
 
     Raises:
-        ConfigurationError: for one that waits for a metric.
+        ConfigurationError: for one that waits for a metric, or for a number of batches.
     """
     module, counts = trainer.lightning_module, counts_of(trainer)
     configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
@@ -196,7 +218,12 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
             "configure_optimizers: ReduceLROnPlateau with interval 'step' waits for a metric in every "
             "local step, and metrics are known once a round: set interval to 'epoch'"
         )
-    moved = [(each.scheduler, each.frequency) for each in configs]
+    if frequencies := [each.frequency for each in configs if each.frequency != 1]:
+        raise ConfigurationError(
+            f"configure_optimizers: a schedule with interval 'step' and frequency {frequencies[0]} counts "
+            "the batches of an epoch, of which every client has another number: set frequency to 1, and "
+            "let the schedule itself change its rate more rarely"
+        )
     for config in configs:
         config.frequency = sys.maxsize
 
@@ -205,9 +232,8 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                for schedule, frequency in moved:
-                    if number % frequency == 0:
-                        module.lr_scheduler_step(schedule, None)
+                for config in configs:
+                    module.lr_scheduler_step(config.scheduler, None)
         finally:
             counts.moved_to = 0
 

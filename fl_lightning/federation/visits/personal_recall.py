@@ -18,14 +18,16 @@ from torch.optim import Optimizer
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.work import ClientWork
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.checkpoints.run_memory import saved_memory
+from fl_lightning.federation.checkpoints.memory import saved_memory
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.run import Run
+from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
@@ -120,14 +122,17 @@ class FineTuning:
             drop_last=self._data.drop_last,
             weights=self._data.weights_of(shard),
         )
+        round_index = self._trainer.current_epoch
+        work = ClientWork(client, len(shard), order, sizes, round_index, self._seed)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             visiting(self._trainer, mode="train", in_place=True) as visit,
+            counted(self._trainer, work),
         ):
             seed_global_generators(derive_seed(self._seed, _PURPOSE, client))
             optimizer = made_optimizer(self._trainer.lightning_module)
-            for index, indices in enumerate(order.split(sizes)):
+            for index, indices in enumerate(work.batches):
                 _step(visit, optimizer, visit.prepared(self._data.train_batch(indices)), index)
 
 

@@ -17,9 +17,9 @@ each measures its share.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 
 import torch
 from lightning.pytorch import Trainer
@@ -28,8 +28,7 @@ from torch import Tensor
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.lonely_example import help_with_one_example
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
@@ -39,6 +38,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
 # A scale at which fp16's gradients overflow is lowered so much before the next try.
@@ -69,12 +69,13 @@ class ShardGradient:
         """
         local, step = self._local, self._step
         step.forget_gradients()  # of the last step, which would only take memory
+        shard = self._plan.shard(work)
         with (
             visiting(step.trainer, logs=local.collector, in_place=True),
-            step.counts.of_client(work),
+            step.counts.of_client(shard),
         ):
             try:
-                return self._finite(model, work)
+                return self._finite(model, shard)
             except (ClientFailure, ConfigurationError):
                 raise
             except Exception as error:
@@ -84,24 +85,23 @@ class ShardGradient:
             finally:
                 local.restore(model)
 
-    def _finite(self, model: GlobalModel, work: ClientWork) -> Tensor:
+    def _finite(self, model: GlobalModel, shard: ClientWork) -> Tensor:
         """Return the gradient at the largest scale, of a loss before it goes backward, that fits."""
-        seed = derive_seed(work.root_seed, "shard gradient", work.round_index, work.client_id)
+        seed = derive_seed(shard.root_seed, "shard gradient", shard.round_index, shard.client_id)
         scale = self._step.scale
         while True:
             self._local.restore(model)
             seed_global_generators(seed)
-            gradient = self._scaled(work, scale) / scale
+            gradient = self._scaled(shard, scale) / scale
             if bool(gradient.isfinite().all()):
                 return gradient
             if scale <= 1.0:
                 reason = "the gradient of its whole shard holds NaN or infinite values"
-                raise ClientFailure(work.client_id, reason)
+                raise ClientFailure(shard.client_id, reason)
             scale = max(1.0, scale / _LOWER)
 
-    def _scaled(self, work: ClientWork, scale: float) -> Tensor:
+    def _scaled(self, shard: ClientWork, scale: float) -> Tensor:
         self._step.forget_gradients()
-        shard = self._plan.shard(work)
         num_examples = sum(shard.sizes)
         for index, (batch, size) in enumerate(self._plan.batches(shard)):
             self._size = size
@@ -167,18 +167,15 @@ def measured_losses(
     with visiting(trainer, mode="eval") as visit:
         for client in clients.tolist():
             seed_global_generators(derive_seed(seed, "fresh loss", trainer.current_epoch, client))
-            batches = islice(_batches(data, client), max_batches)
-            with nullcontext() if having is None else having(client):
+            order, most = data.clients[client], max_batches or sys.maxsize
+            sizes = [len(part) for part in order.split(data.batch_size)[:most] if len(part)]
+            work = ClientWork(client, len(order), order[: sum(sizes)], sizes, trainer.current_epoch)
+            batches = ((data.evaluation_batch(part), len(part)) for part in work.batches if sizes)
+            with nullcontext() if having is None else having(client), counted(trainer, work):
                 loss = _mean_loss(visit, batches)
             if loss is not None:
                 found[client] = loss
     return found
-
-
-def _batches(data: FederatedDataModule, client: int) -> Iterator[SizedBatch]:
-    for indices in data.clients[client].split(data.batch_size):
-        if len(indices):
-            yield data.evaluation_batch(indices), len(indices)
 
 
 def _mean_loss(visit: Visit, batches: Iterator[SizedBatch]) -> float | None:

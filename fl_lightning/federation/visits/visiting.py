@@ -18,10 +18,11 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import ModuleTensors, TrainedFlags
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.modes import modes_kept
+from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.local_counts import note_step
 
 StepOf = Literal["train", "validation", "test"]
 # The name of such a step, and the precision plugin's context for it.
@@ -54,7 +55,7 @@ class Visit:
         self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: ModuleTensors | None
     ) -> None:
         step, context = _STEPS[kind]
-        self.module = trainer.lightning_module
+        self.module, self._trainer = trainer.lightning_module, trainer
         self._step = getattr(self.module, step)
         self._context = getattr(trainer.precision_plugin, context)
         self._takes_index = takes_index(self._step)
@@ -63,7 +64,7 @@ class Visit:
         self.logs, self.size = logs, 0
 
     def steps(self, batches: Iterable[SizedBatch]) -> Iterator[Any]:
-        """Take a step on every batch and yield what it returns.
+        """Run a step on every batch and yield what it returns.
 
         Args:
             batches: as they are read, with their numbers of examples.
@@ -73,8 +74,9 @@ class Visit:
             yield self.step(self.prepared(batch), index)
 
     def step(self, batch: Any, index: int) -> Any:
-        """Take one step on a batch that is prepared and return what it returns."""
-        self.logs.start_step(self.size)
+        """Run one step on a prepared batch and return what it returns."""
+        self.logs.batch_size = self.size
+        note_step(self._trainer, index)
         arguments = (batch, index) if self._takes_index else (batch,)
         with self._context():
             return self._step(*arguments)
@@ -98,7 +100,7 @@ def visiting(
     logs: LogCollector | None = None,
     in_place: bool = False,
 ) -> Iterator[Visit]:
-    """Have a Trainer's module take steps inside this block; afterwards all is as it was.
+    """Lets a Trainer's module run steps inside this block, and restores everything afterwards.
 
     However the block ends, it puts back:
 
@@ -146,7 +148,7 @@ def visiting(
 
 @contextmanager
 def _gradients_kept(module: nn.Module) -> Iterator[None]:
-    """Take the gradients away, so that nothing is added to them, and put them back."""
+    """Removes the gradients inside the block and puts them back."""
     gradients = [(param, param.grad) for param in module.parameters()]
     for param, _ in gradients:
         param.grad = None

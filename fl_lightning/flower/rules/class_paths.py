@@ -29,7 +29,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.wire.plain_json import shown
+from fl_lightning.core.plain_json import shown
 
 DEFAULT = (
     "fl_lightning.*",

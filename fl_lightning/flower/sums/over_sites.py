@@ -8,7 +8,7 @@ from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.sums.at_server import SumOverSites, WritesOrders
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.secure.scheme import EncryptedSum
-from fl_lightning.server.protected import AddsAtSites, SumsOverSites
+from fl_lightning.server.protected import SumsAtSites, SumsOverSites
 
 
 def adds_over_sites(
@@ -19,7 +19,7 @@ def adds_over_sites(
     write: WritesOrders,
     lost: Callable[[int, str], None],
     trained_on: Callable[[], str],
-) -> AddsAtSites:
+) -> SumsAtSites:
     """Return what adds up vectors at sites.
 
     Args:

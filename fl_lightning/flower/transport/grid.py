@@ -4,6 +4,10 @@ Flower's nodes have numbers. Which site a node is, the server knows from the key
 registered the node, and the node says it in answer to a query. A site to which an order was lost may
 still work on it: it counts as there when it has answered a query again, which its node does after
 everything before.
+
+An order or its answer may get lost on the way: Flower hands each message out once, and a program that has
+it in its hands may be killed. A site at an order is therefore queried now and then. If it says twice in a
+row that it has nothing to do, and there is no answer, the order is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from flwr.app import Message, RecordDict
@@ -34,6 +39,7 @@ SEEN = "seen.json"  # beside it: what sites have said of themselves
 _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 3.0
 _QUERY_TTL = 60.0
+_DOUBT_SECONDS = 20.0
 # Flower says itself that an order is too old, unless it is not there
 _GRACE = 30.0
 _FACTS = (
@@ -53,16 +59,21 @@ _CATEGORIES: dict[int, Category] = {
 }
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     """An order that has no outcome yet.
 
     Attributes:
         site: to which it went.
         until: when it is given up.
+        doubted_at: when its site is queried.
+        idle: how often in a row the site has said then that it has nothing to do.
     """
 
     site: str
     until: float
+    doubted_at: float
+    idle: int = 0
 
 
 class GridChannel:
@@ -104,7 +115,8 @@ class GridChannel:
         elif (id_ := self._push(packed(message), self._nodes[site], "train", ttl)) is None:
             self._lose(site, "the network lost the message")
         else:
-            self._orders[id_] = _Sent(site, time.monotonic() + ttl + _GRACE)
+            now = time.monotonic()
+            self._orders[id_] = _Sent(site, now + ttl + _GRACE, now + _DOUBT_SECONDS)
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
         """Return what has become of orders, site by site, after at most so many seconds."""
@@ -151,7 +163,9 @@ class GridChannel:
             return
         self._nodes = {name: node for name, node in self._nodes.items() if node in online}
         asked = {node for node, _ in self._queries.values()}
-        for node in online - set(self._nodes.values()) - asked:
+        late = [sent.site for sent in self._orders.values() if sent.doubted_at < self._looked]
+        doubted = {self._nodes[site] for site in late if site in self._nodes}
+        for node in (online - set(self._nodes.values()) | doubted) - asked:
             if (id_ := self._push(RecordDict(), node, "query", _QUERY_TTL)) is not None:
                 self._queries[id_] = node, time.monotonic() + _QUERY_TTL + _GRACE
 
@@ -170,11 +184,25 @@ class GridChannel:
             log.error("node %d says it is %s, but its key is not of that site", node, name)
         elif not isinstance(name, str) or self._nodes.get(name, node) != node:
             log.error("node %d says it is %s, as another one does", node, name)
+        elif doubted := [id_ for id_, sent in self._orders.items() if sent.site == name]:
+            self._doubt(doubted[0], is_idle=state == "idle")
         elif state != "idle":
             log.warning("site %s: its process is %s", name, state)
         else:
             self._nodes[name] = node
             self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
+
+    def _doubt(self, id_: str, *, is_idle: bool) -> None:
+        """Take an order as lost whose site says twice that it has nothing to do."""
+        self._pull_answers()  # its own comes ahead of that to the query
+        if (sent := self._orders.get(id_)) is None:
+            return
+        sent.idle = sent.idle + 1 if is_idle else 0
+        if not is_idle:
+            sent.doubted_at = time.monotonic() + _DOUBT_SECONDS
+        elif sent.idle > 1:
+            del self._orders[id_]
+            self._lose(sent.site, "the network lost the message")
 
     def _note_seen(self, name: str, told: Mapping[str, str]) -> None:
         """Write down what a site says of itself, for ``fl-lightning network status``."""

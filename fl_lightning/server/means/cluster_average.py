@@ -1,9 +1,9 @@
-"""ClusterFedAvg: clients' centroids are clustered, because theirs and ours have no common order.
+"""ClusterFedAvg: k-means over the clients' centroids, because these have no common order.
 
     {c'_1 … c'_k} = weighted k-means over all clients' centroids {c_ij},   weights: their members
 
-The positional mean Σ_i c_ij / m is nonsense where client 1 calls cluster A what client 2 calls
-cluster B. New centroids are numbered such that they are, all together, nearest to the present ones.
+The positional mean Σ_i c_ij / m is meaningless if cluster A of client 1 is cluster B of client 2.
+New centroids are numbered so that their total distance to the current ones is smallest.
 
 Source: the cluster aggregators of Sherpa.ai FL (Rodríguez-Barroso et al. 2020, 2007.00914), which
 has neither a seed, nor restarts, nor weights; with weights it is the server's step of k-FED (Dennis
@@ -32,14 +32,14 @@ Points = npt.NDArray[np.float64]
 def clustered(
     points: Points, sizes: Points, num_clusters: int, *, num_starts: int = 10, seed: int = 0
 ) -> Points:
-    """Return the centres of weighted points, at most as many as there are different points.
+    """Return the k-means centres of weighted points; fewer if there are fewer distinct points.
 
     Args:
         points: shape (n, d).
-        sizes: weights ≥ 0, shape (n,); points of weight 0 do not count.
-        num_clusters: how many centres, ≥ 1.
-        num_starts: the best of so many k-means++ starts, ≥ 1.
-        seed: of the starts.
+        sizes: weights ≥ 0, shape (n,); points of weight 0 are ignored.
+        num_clusters: number of centres, ≥ 1.
+        num_starts: number of k-means++ starts, of which the best is returned, ≥ 1.
+        seed: seed of the starts.
 
     Example:
         >>> points = np.array([[0.0], [9.0], [10.0], [1.0]])
@@ -57,14 +57,14 @@ def clustered(
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
         fit = Clustering(num_clusters, n_init=num_starts, random_state=seed, tol=0.0)
         fit.fit(points, sample_weight=sizes)
-    # scikit-learn's own centres carry the error of working with centred points
+    # scikit-learn's own centres have the rounding error of centred points
     shares = sizes * (fit.labels_ == np.arange(num_clusters)[:, None])
     centres: Points = shares @ points / shares.sum(1, keepdims=True)
     return centres
 
 
 def in_order_of(present: Points, centres: Points) -> Points:
-    """Return centres in the order of the nearest present ones, which stay where there are more.
+    """Return the centres in the order of the nearest current ones; current ones without a match stay.
 
     Example:
         >>> in_order_of(np.array([[0.0], [5.0], [9.0]]), np.array([[9.5], [0.5]])).ravel()
@@ -87,14 +87,14 @@ class ClusterFedAvg(KeptUpdates):
 
     Args:
         num_clusters: k, that of the module.
-        weight_by_size: weigh a centroid by its members, as the module's ``cluster_sizes`` tells;
-            else all alike.
-        num_starts: the best of so many k-means++ starts, ≥ 1.
-        seed: of the starts.
+        weight_by_size: weigh a centroid by its members, from the module's ``cluster_sizes``; else
+            weigh all equally.
+        num_starts: number of k-means++ starts, of which the best is used, ≥ 1.
+        seed: seed of the starts.
 
     Raises:
-        ConfigurationError: for counts below 1; at the start of a round for a model that is not so
-            many centroids.
+        ConfigurationError: for counts below 1; at the start of a round if the model does not have
+            ``num_clusters`` centroids.
 
     Example:
         >>> aggregator = ClusterFedAvg(num_clusters=2)
@@ -128,10 +128,10 @@ class ClusterFedAvg(KeptUpdates):
         self.num_starts, self.seed = num_starts, seed
 
     def open(self, like: Tensor) -> None:
-        """Start without centroids; ``like`` are the present ones.
+        """Start a round; ``like`` holds the current centroids.
 
         Raises:
-            ConfigurationError: if they are not of so many clusters.
+            ConfigurationError: if their size is no multiple of ``num_clusters``.
         """
         if like.numel() % self.num_clusters:
             raise ConfigurationError(
@@ -142,7 +142,7 @@ class ClusterFedAvg(KeptUpdates):
         self._rows = UpdateRows(like)
 
     def close(self) -> Tensor:
-        """Return the present centroids minus the new ones, shape (k d,)."""
+        """Return the current centroids minus the new ones, shape (k d,)."""
         shape = self.num_clusters, -1
         present = self._present.cpu().double().reshape(shape).numpy()
         updates = list(self._rows.updates())
@@ -156,7 +156,7 @@ class ClusterFedAvg(KeptUpdates):
         return torch.from_numpy(moved).flatten().to(self._present)
 
     def _sizes(self, update: ClientUpdate) -> Tensor:
-        """Return what a client's centroids weigh."""
+        """Return the weights of a client's centroids, shape (k,)."""
         if self.weight_by_size and update.buffers.numel() == self.num_clusters:
             return update.buffers.cpu().double()
         return torch.ones(self.num_clusters, dtype=torch.float64)

@@ -1,24 +1,24 @@
-"""Means in which clients with a large loss count for more: q-FedAvg, the tilted mean, AFL.
+"""Fair means, in which clients with a large loss count more: q-FedAvg, the tilted mean, AFL.
 
     q-FedAvg   Σ_k F_k^q L Δ_k / Σ_k (q F_k^(q-1) |L Δ_k|² + L F_k^q),   L = 1 / η_local
     tilted     Σ_k n_k e^(t F_k) Δ_k / Σ_k n_k e^(t F_k)
 
 Sources: Li et al. 2020, Fair Resource Allocation in Federated Learning, Algorithm 2; Li et al. 2021,
-Tilted Empirical Risk Minimization. For t → ∞ the tilted mean follows the client that is
-worst off, the aim of `AFL`.
+Tilted Empirical Risk Minimization. For t → ∞ the tilted mean follows the client with the largest
+loss, the aim of `AFL`.
 Differs: F_k should be client k's loss at the global model. Here it is the mean of the losses of its
 local steps, which it reports anyway; for one full-batch step that is the same, for more steps it is
-a little lower. Flower's and the authors' q-FedAvg count clients alike; so does this one by default.
+a little lower. Flower's and the authors' q-FedAvg weigh clients equally; so does this one by default.
 
-AFL: the mean for the worst mixture of clients, which the server looks for as it goes.
+AFL: the mean for the worst mixture of clients, which the server learns during training.
 
     min over x of max over λ of Σ_k λ_k F_k(x),    λ_k ≥ 0,  Σ_k λ_k = 1
     aggregate = Σ_S λ_k Δ_k / Σ_S λ_k;    then λ ← Π(λ + γ F(x)), Π onto the simplex
 
 Source: Mohri, Sivek, Suresh 2019, Agnostic Federated Learning, Algorithm Stochastic-AFL; projection:
-Duchi et al. 2008, Efficient Projections onto the l1-Ball. Differs: clients take as many local steps as
-they like between two steps of λ; F_k is the mean loss of these steps, as in `QFedAvg`; of clients that
-are not in the round λ only changes through the projection.
+Duchi et al. 2008, Efficient Projections onto the l1-Ball. Differs: clients take any number of local
+steps between two steps of λ; F_k is the mean loss of these steps, as in `QFedAvg`; λ of clients outside
+the round changes only through the projection.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.traits import Traits
@@ -46,19 +47,19 @@ _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers
 class QFedAvg(WeightedMean):
     """q-FedAvg; with q = 0 it is the mean, bit for bit.
 
-    L stands for how curved the clients' losses are, and with plain SGD at a rate that just works that is
-    about 1 / η. The steps of others (momentum, Adam) have another length, so that clients must train
-    with plain SGD unless q is 0. L stays what it was where a schedule changes η.
+    L estimates the curvature of the clients' losses; with plain SGD at a suitable rate it is about
+    1 / η. Other optimizers (momentum, Adam) take steps of another length, so clients must train with
+    plain SGD unless q is 0. A schedule that changes η does not change L.
 
     Args:
-        q: how much fairness, ≥ 0; the paper tries 0.001 to 10. The longer clients train, the more a
-            large one shortens the step.
+        q: fairness, ≥ 0; the paper tries 0.001 to 10. The longer clients train, the more a large q
+            shortens the server's step.
         local_lr: the clients' learning rate η, > 0; None for that of their optimizer.
-        weight_by_examples: count a client's term by its ``num_examples`` besides.
+        weight_by_examples: multiply a client's weight by its ``num_examples``.
 
     Raises:
-        ConfigurationError: for values out of range, and at the start of the fit for another rate than
-            that of the clients' optimizer, or an optimizer other than plain SGD.
+        ConfigurationError: for values out of range; at the start of the fit if the clients' optimizer
+            has another rate or is not plain SGD.
 
     Example:
         >>> aggregator = QFedAvg(q=1.0, local_lr=0.5)
@@ -85,26 +86,26 @@ class QFedAvg(WeightedMean):
 
     @property
     def traits(self) -> Traits:
-        """Those of a rule by losses; with q > 0 it divides by the length of a client's step as well."""
+        """Traits of a rule by losses; with q > 0 also of one that divides by the length of steps."""
         traits = super().traits | BY_LOSSES
         return traits | BY_STEPS if self.q > 0 else traits
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
-        """Return it with the learning rate of the clients' optimizer.
+        """Return a copy with the learning rate of the clients' optimizer; itself for q = 0.
 
         Raises:
-            ConfigurationError: if their steps are not plain, or have another rate.
+            ConfigurationError: if the optimizer is not plain SGD, or has another rate than ``local_lr``.
         """
         if self.q == 0:
             return self
         groups = optimizer.param_groups
-        # before any schedule, as it is when a run is resumed
+        # before any schedule, so that a resumed run gets the same
         rates = {float(group.get("initial_lr", group["lr"])) for group in groups}
         is_sgd = type(optimizer) in (SGD, SparseSGDM)
         if not is_sgd or len(rates) > 1 or any(group["momentum"] for group in groups):
             raise ConfigurationError(
-                "QFedAvg needs plain SGD on the clients, of which the learning rate tells how long a "
-                f"step is, and this is {type(optimizer).__name__}: use torch.optim.SGD with momentum "
+                "QFedAvg needs plain SGD on the clients, whose learning rate gives the length of a "
+                f"step, got {type(optimizer).__name__}: use torch.optim.SGD with momentum "
                 "0 and one rate for all parameter groups"
             )
         [rate] = rates
@@ -116,10 +117,10 @@ class QFedAvg(WeightedMean):
         return QFedAvg(self.q, rate, self.weight_by_examples)
 
     def open(self, like: Tensor) -> None:
-        """Start from zero.
+        """Start a round.
 
         Raises:
-            ConfigurationError: without a learning rate, which a `Federation` knows.
+            ConfigurationError: if there is no learning rate; a `Federation` sets it, see `of_clients`.
         """
         if self.q and self.local_lr is None:
             raise ConfigurationError("QFedAvg outside a Federation needs local_lr")
@@ -128,7 +129,7 @@ class QFedAvg(WeightedMean):
         self._curvature = torch.zeros((), dtype=torch.float64)
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the power of its loss, and take in how curved it says losses are.
+        """Return F_k^q, times the examples if wanted, and add the update's term of the denominator.
 
         Raises:
             RoundFailure: if the loss is negative or missing.
@@ -147,29 +148,28 @@ class QFedAvg(WeightedMean):
             self._curvature += count * self.q * loss ** (self.q - 1) * square / self.local_lr
         return weight
 
+    @override
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
-        mean = self._mean.sums()
+        mean = super().sums()
         return [*mean, self._weight.to(mean[1]), self._curvature.to(mean[1])]
 
+    @override
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
-        self._mean.load_sums(sums[:2])
+        super().load_sums(sums[:2])
         self._weight, self._curvature = (value.double().cpu() for value in sums[2:])
 
+    @override
     def close(self) -> Tensor:
-        """Return the step."""
         shortened = self._weight / (self._weight + self._curvature)
         return self._mean.value() * float(shortened)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
-        sums = {"weight": self._weight, "curvature": self._curvature}
-        return {"mean": self._mean.state_dict(), **sums}
+        return super().state_dict() | {"weight": self._weight, "curvature": self._curvature}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._mean.load_state_dict(state["mean"])
+        super().load_state_dict(state)
         self._weight, self._curvature = state["weight"].clone(), state["curvature"].clone()
 
 
@@ -178,8 +178,8 @@ class TiltedMean(WeightedMean):
     """The mean weighted by the exponential of the loss; with tilt 0 it is the mean, bit for bit.
 
     Args:
-        tilt: t, ≥ 0, in units of one over the loss; large ones follow the worst client.
-        weight_by_examples: weigh by ``num_examples`` besides; else only by the loss.
+        tilt: t ≥ 0, in units of 1 / loss; a large tilt follows the client with the largest loss.
+        weight_by_examples: multiply a client's weight by its ``num_examples``.
 
     Raises:
         ConfigurationError: if the tilt is negative.
@@ -201,21 +201,21 @@ class TiltedMean(WeightedMean):
         self.tilt, self.weight_by_examples = tilt, weight_by_examples
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Those of a rule by losses."""
         return super().traits | BY_LOSSES
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the exponential of its loss, times its examples.
+        """Return e^(t F_k), times the examples if wanted.
 
         Raises:
-            RoundFailure: if the exponential overflows, or there is no loss.
+            RoundFailure: if the exponential overflows, or the loss is missing.
         """
         exponent = self.tilt * reported_loss(update) if self.tilt else 0.0
         if abs(exponent) > _LARGEST_EXPONENT:
             raise RoundFailure(
                 f"TiltedMean: tilt times the loss of client {update.client_id} is {exponent:.3g}, "
-                f"at most {_LARGEST_EXPONENT:.0f} can be worked with: lower the tilt"
+                f"the largest exponent allowed is {_LARGEST_EXPONENT:.0f}: lower the tilt"
             )
         count = update.num_examples if self.weight_by_examples else 1
         return count * math.exp(exponent)
@@ -225,7 +225,7 @@ def reported_loss(update: ClientUpdate) -> float:
     """Return the mean loss of a client's local steps.
 
     Raises:
-        RoundFailure: if it has reported none.
+        RoundFailure: if the client reported no loss.
     """
     if _LOSS not in update.metrics:
         raise RoundFailure(
@@ -240,18 +240,18 @@ _CLIENTS, _SHARES = "clients", "shares"
 
 @final
 class AFL(WeightedMean):
-    """Agnostic federated learning; with step 0 it is the mean that counts clients alike.
+    """Agnostic federated learning; with step 0 it is the unweighted mean of the clients.
 
-    Clients begin with equal weights; one that comes later begins with the mean of those there are.
+    Clients start with equal weights; a client that joins later starts with the mean of the weights.
 
     Args:
-        step: γ ≥ 0, of λ, in units of one over the loss.
+        step: step size γ ≥ 0 of λ, in units of 1 / loss.
 
     Raises:
         ConfigurationError: if the step is negative.
 
     Attributes:
-        memory: λ from round to round, times the number of clients, shape (N, 1), and whose they are.
+        memory: λ times the number of clients, shape (N, 1), and the client ids.
 
     Example:
         >>> aggregator = AFL(step=0.25)
@@ -276,13 +276,13 @@ class AFL(WeightedMean):
         self.step = step
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Those of a rule by losses."""
         return super().traits | BY_LOSSES
 
     @property
     def weights(self) -> dict[int, float]:
-        """λ of every client that has taken part."""
+        """λ of every client that has been in a round, by client id."""
         shares = self._shares()
         return {client: share / len(shares) for client, share in shares.items()}
 
@@ -292,29 +292,29 @@ class AFL(WeightedMean):
         clients, shares = (self.memory[name].flatten().tolist() for name in (_CLIENTS, _SHARES))
         return dict(zip(clients, shares, strict=True))
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
         super().open(like)
         self._losses: dict[int, float] = {}
         self._before = self._shares()
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return its client's λ, and note the loss.
+        """Return the client's λ, and remember its loss.
 
         Raises:
-            RoundFailure: if it comes without one.
+            RoundFailure: if the client reported no loss.
         """
         self._losses[update.client_id] = reported_loss(update)
         return self._before.get(update.client_id, 1.0)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Know the losses of all processes' clients; the mean adds up by `sums`."""
+        """Collect the losses of all processes' clients; the mean adds up by `sums`."""
         self._losses = {
             client: loss for part in gather(self._losses) for client, loss in part.items()
         }
 
     def close(self) -> Tensor:
-        """Return the mean, and move λ."""
+        """Return the mean, and step λ."""
         clients = sorted(self._before.keys() | self._losses.keys())
         shares = np.array([self._before.get(client, 1.0) for client in clients])
         if self.step:
@@ -326,20 +326,20 @@ class AFL(WeightedMean):
         }
         return self._mean.value()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean so far and the losses."""
-        return {"mean": self._mean.state_dict(), "losses": dict(self._losses)}
+        return super().state_dict() | {"losses": dict(self._losses)}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._mean.load_state_dict(state["mean"])
+        super().load_state_dict(state)
         self._losses = dict(state["losses"])
 
 
 def on_simplex(vector: npt.NDArray[np.float64], total: float = 1.0) -> npt.NDArray[np.float64]:
-    """Return the nearest vector whose entries are at least 0 and add up to ``total``.
+    """Project a vector onto the simplex: entries ≥ 0 that add up to ``total``.
 
-        max(v - θ, 0),    θ = (Σ of the ρ largest - total) / ρ,  ρ the most for which all of them stay > 0
+        max(v - θ, 0),    θ = (Σ of the ρ largest - total) / ρ,  ρ the largest for which all stay > 0
 
     Example:
         >>> on_simplex(np.array([0.9, 0.5, -3.0])).round(3).tolist()

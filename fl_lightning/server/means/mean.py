@@ -1,23 +1,23 @@
-"""Means of updates: FedAvg's, that of clients with masks of their own, FedNova's.
+"""Means of updates: of FedAvg, for clients with masks of their own, and of FedNova.
 
-FedAvg's aggregation.
+FedAvg:
 
     mean = Σ_k w_k Δ_k / Σ_k w_k        w_k = n_k, or 1 if clients count alike
 
 Source: McMahan et al. 2017, Algorithm 1 with the paper's own erratum: the sum of weights runs over
 the clients that were sampled, not over all. Updates are added in the order in which they arrive;
 clients train in increasing order of their ids, so the sum is the same in every run. Several
-processes each fold the updates of their own clients; what they have then is added up.
+processes each fold the updates of their own clients; their sums are then added up.
 
-The mean where clients move different coordinates: each is averaged over those that may move it.
+Clients with masks of their own: each coordinate is averaged over the clients that may move it.
 
-    Δ_j = Σ_i n_i m_ij Δ_ij / Σ_i n_i m_ij,   0 where nobody may
+    Δ_j = Σ_i n_i m_ij Δ_ij / Σ_i n_i m_ij,   0 if no client may move it
 
-With masks of the clients' own, the plain mean would count a client that may not move a coordinate
-as one that wants it to stay. If all may move all, this is the plain mean, bit for bit. A coordinate
-that nobody of a round may move keeps its bits in it, whatever the server's optimizer remembers.
+The plain mean would count a client that may not move a coordinate as one that wants it to stay. If
+all clients may move all coordinates, this is the plain mean, bit for bit. A coordinate that no client
+of a round may move stays bit-identical in that round, whatever the server's optimizer remembers.
 
-FedNova's aggregation: clients that took more steps do not count for more.
+FedNova: clients that took more steps do not count more.
 
     Δ = τ Σ_i p_i Δ_i / ‖a_i‖₁,      τ = Σ_i p_i ‖a_i‖₁,      p_i = n_i / Σ n
 
@@ -32,11 +32,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.server.aggregator import Aggregator, WeightedMean
+from fl_lightning.server.aggregator import Aggregator, FoldedMeans, WeightedMean
 from fl_lightning.server.means.running_mean import new_mean
 
 _BY_EXAMPLES = Traits(
@@ -54,8 +55,8 @@ class Mean(WeightedMean):
     """The mean of a round's updates, FedAvg's aggregation.
 
     Args:
-        weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
-        exact: give the same bits over any number of processes, see `ExactMean`, for four times the
+        weight_by_examples: weigh each update by its ``num_examples``; else weigh clients equally.
+        exact: be bit-identical over any number of processes, see `ExactMean`, for four times the
             memory. Else results over different numbers of processes agree to about 1e-6.
 
     Example:
@@ -75,7 +76,7 @@ class Mean(WeightedMean):
 
     @property
     def traits(self) -> Traits:
-        """Private where clients count alike; weights by examples have no bound."""
+        """Traits; the mean is private only with equal weights, because examples have no bound."""
         traits = super().traits
         return (
             traits | _BY_EXAMPLES
@@ -84,12 +85,12 @@ class Mean(WeightedMean):
         )
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return its examples, or 1."""
+        """Return the number of examples, or 1."""
         return update.num_examples if self.weight_by_examples else 1
 
     def receive(self, updates: Updates) -> None:
-        """Add some updates at once, with the bits of one after the other."""
-        if type(self).weight is not Mean.weight:  # of a class of the user's
+        """Add updates together; bit-identical to adding one after the other."""
+        if type(self).weight is not Mean.weight:  # a user's subclass
             super().receive(updates)
             return
         alike = [1] * len(updates.num_examples)
@@ -101,10 +102,10 @@ class Mean(WeightedMean):
 class OverlapMean(Aggregator):
     """The mean of a round's updates over the clients that may move each coordinate.
 
-    Takes three times the memory of `Mean`: the sum of weights belongs to a coordinate.
+    It needs three times the memory of `Mean`, for a sum of weights per coordinate.
 
     Args:
-        weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
+        weight_by_examples: weigh each update by its ``num_examples``; else weigh clients equally.
 
     Example:
         >>> aggregator = OverlapMean()
@@ -121,61 +122,61 @@ class OverlapMean(Aggregator):
 
     @property
     def traits(self) -> Traits:
-        """It counts, for every coordinate, only clients that may move it."""
+        """Traits; clients may have different masks."""
         return super().traits.without(Trait.ONE_MASK)
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
         self._mean = torch.zeros_like(like)
         self._weights = torch.zeros_like(like, dtype=torch.float64)
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one update; without ``active`` all its coordinates count."""
+        """Add one update; if its ``active`` is None, all coordinates count."""
         weight = update.num_examples if self.weight_by_examples else 1
         own: Tensor | int = weight if update.active is None else weight * update.active
         self._weights += own
         share = own / self._weights.clamp(min=1)
         self._mean.lerp_(update.delta, share.to(self._mean.dtype))
 
+    @override
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
         return [self._mean * self._weights, self._weights]
 
+    @override
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
         total, self._weights = sums
         self._mean = (total / self._weights.clamp(min=1)).to(self._mean.dtype)
 
+    @override
     def close(self) -> Tensor:
-        """Return the mean."""
         return self._mean
 
     @property
+    @override
     def untouched(self) -> Tensor:
-        """The coordinates that nobody may move: bool, shape (k,)."""
         return self._weights == 0
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean so far and its weights."""
         return {"mean": self._mean, "weights": self._weights}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._mean.copy_(state["mean"])
         self._weights.copy_(state["weights"])
 
 
 @final
-class NormalisedMean(Aggregator):
+class NormalisedMean(FoldedMeans):
     """The mean of the clients' average gradients, times their mean number of steps.
 
-    With equal numbers of steps it is `Mean`, but for rounding. The clients' optimizer must be SGD,
+    With equal numbers of steps it is `Mean`, up to rounding. The clients' optimizer must be SGD,
     with or without momentum; a correction's pull (FedProx) is accounted for. A client whose optimizer
-    took no step, because all its batches were skipped, counts for nothing.
+    took no step, because all its batches were skipped, is ignored.
 
     Args:
-        weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
-        exact: give the same bits over any number of processes, see `Mean`.
+        weight_by_examples: weigh each update by its ``num_examples``; else weigh clients equally.
+        exact: be bit-identical over any number of processes, see `Mean`.
 
     Example:
         >>> aggregator = NormalisedMean(weight_by_examples=False)
@@ -195,18 +196,18 @@ class NormalisedMean(Aggregator):
         self.weight_by_examples = weight_by_examples
         self.exact = exact
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
         self._directions = new_mean(like, exact=self.exact)
         wide = like.dtype if like.device.type == "mps" else torch.float64
         self._steps = new_mean(like.new_empty((), dtype=wide), exact=self.exact)
+        self._means = {"directions": self._directions, "steps": self._steps}
 
     def add(self, update: ClientUpdate) -> None:
         """Add one update.
 
         Raises:
-            ConfigurationError: if it does not say how many gradients it adds up to, or none though
-                it moved.
+            ConfigurationError: if its ``effective_steps`` are missing, or 0 though the client moved.
         """
         steps = update.effective_steps
         if update.optimizer_steps == 0 and not bool(update.delta.any()):
@@ -220,26 +221,7 @@ class NormalisedMean(Aggregator):
         self._directions.add(update.delta / steps, weight)
         self._steps.add(update.delta.new_tensor(steps, dtype=self._steps.value().dtype), weight)
 
-    def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
-        return [*self._directions.sums(), *self._steps.sums()]
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
-        half = len(sums) // 2
-        self._directions.load_sums(sums[:half])
-        self._steps.load_sums(sums[half:])
-
+    @override
     def close(self) -> Tensor:
-        """Return the normalised mean."""
         directions = self._directions.value()
         return directions * self._steps.value().to(directions.dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both means so far."""
-        return {"directions": self._directions.state_dict(), "steps": self._steps.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._directions.load_state_dict(state["directions"])
-        self._steps.load_state_dict(state["steps"])

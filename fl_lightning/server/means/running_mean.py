@@ -1,8 +1,6 @@
-"""Weighted means in one pass, plain and exact.
+"""Weighted means in one pass with constant memory, plain and exact.
 
-A weighted mean in one pass, with constant memory.
-
-A weighted mean whose bits do not depend on the order or the grouping of what is added.
+The exact mean is bit-identical for any order and grouping of the vectors:
 
     v = w x,   h = round(2²⁰ v),   l = round(2⁶⁰ (v - h / 2²⁰)),   mean = (Σh / 2²⁰ + Σl / 2⁶⁰) / Σw
 
@@ -27,9 +25,9 @@ from fl_lightning.core.update import LazyDeltas
 
 
 class RunningMean:
-    """A weighted mean of vectors, one pass over each, one accumulator.
+    """A weighted mean of vectors: m ← m + w / Σw (x - m).
 
-    m ← m + w / Σw (x - m): one vector, and any number of equal ones, come out bit for bit.
+    The mean of one vector, or of any number of equal ones, is that vector, bit for bit.
 
     Example:
         >>> mean = RunningMean(torch.empty(1))
@@ -44,12 +42,12 @@ class RunningMean:
         self._weight = 0.0
 
     def add(self, vector: Tensor, weight: float) -> None:
-        """Take in one vector; of weight 0 it must be finite, and counts for nothing."""
+        """Add one vector of shape (k,); with weight 0 it has no effect, but must be finite."""
         self._weight += weight
         self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
     def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
-        """Take in m vectors, shape (m, k), with the bits of one after the other."""
+        """Add m vectors, shape (m, k); bit-identical to adding one after the other."""
         if isinstance(vectors, Tensor):
             for vector, weight in zip(vectors, weights, strict=True):
                 self.add(vector, weight)
@@ -65,29 +63,29 @@ class RunningMean:
         return self._mean.clone()
 
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
+        """Return tensors to add up over all processes."""
         wide = torch.float32 if self._mean.device.type == "mps" else torch.float64
         weight = torch.tensor(self._weight, dtype=wide, device=self._mean.device)
         return [self._mean * weight, weight]
 
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the sums of all processes."""
+        """Replace the state by the `sums` added up over all processes."""
         total, weight = sums
         self._weight = float(weight)
         self._mean = total / self._weight if self._weight else torch.zeros_like(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return mean and weight."""
+        """Return the mean and its weight."""
         return {"mean": self._mean, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state from `state_dict`."""
         self._mean.copy_(state["mean"])
         self._weight = float(state["weight"])
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
-    """Return an empty mean for vectors of the shape, dtype and device of ``like``."""
+    """Return an empty mean of vectors with the shape, dtype and device of ``like``."""
     return ExactMean(like) if exact else RunningMean(like)
 
 
@@ -97,16 +95,16 @@ LARGEST_SUM = 2.0**42
 
 
 class ExactMean:
-    """A weighted mean of vectors, exactly the same in any order and over any number of processes.
+    """A weighted mean of vectors, bit-identical for any order and any number of processes.
 
-    Weights are whole numbers. One vector comes out bit for bit if its entries are 0 or of
-    magnitude 2⁻³⁷ ≈ 7e-12 and more.
+    Weights are integers. The mean of one vector is that vector, bit for bit, if its entries are 0 or
+    have a magnitude of at least 2⁻³⁷ ≈ 7e-12.
 
     Args:
-        like: a vector of the shape, dtype and device of those to come, shape (k,).
+        like: a vector with the shape (k,), dtype and device of the vectors.
 
     Raises:
-        ConfigurationError: on devices without float64.
+        ConfigurationError: on devices without float64 (mps).
 
     Example:
         >>> def mean(*values):
@@ -130,7 +128,7 @@ class ExactMean:
         self._largest = torch.zeros((), dtype=torch.float64, device=like.device)
 
     def add(self, vector: Tensor, weight: float | Tensor) -> None:
-        """Take in one vector."""
+        """Add one vector of shape (k,)."""
         product = vector.double() * weight
         if product.numel():
             self._largest += product.abs().max()
@@ -140,7 +138,7 @@ class ExactMean:
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
     def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
-        """Take in m vectors, shape (m, k)."""
+        """Add m vectors, shape (m, k)."""
         whole = vectors if isinstance(vectors, Tensor) else vectors.whole
         for vector, weight in zip(whole, weights, strict=True):
             self.add(vector, weight)
@@ -161,11 +159,11 @@ class ExactMean:
         return (total / self._weight.clamp(min=1)).to(self._dtype)
 
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
+        """Return tensors to add up over all processes."""
         return [self._high, self._low, self._weight, self._largest]
 
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the sums of all processes."""
+        """Replace the state by the `sums` added up over all processes."""
         self._high, self._low, self._weight, self._largest = sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,6 +171,6 @@ class ExactMean:
         return {"exact sums": self.sums()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state from `state_dict`."""
         for own, saved in zip(self.sums(), state["exact sums"], strict=True):
             own.copy_(saved)

@@ -1,1 +1,1 @@
-"""Rules that withstand a number of clients which send what they like."""
+"""Robust aggregation rules: they tolerate a number of malicious clients."""

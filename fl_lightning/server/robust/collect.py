@@ -1,13 +1,11 @@
-"""Aggregation by a rule that looks at all updates of a round together.
+"""`Collected`: the aggregator of a robust rule.
 
-Robust rules are functions of the round's updates: `RobustRule`. `Collected` makes an aggregator of
-one: it keeps the updates (see `UpdateRows`) and asks the rule when the round ends. Every update
-counts alike unless the rule says otherwise: the number of examples is what a client claims.
+It keeps the updates (see `UpdateRows`) and applies the rule when the round ends. Updates have equal
+weights unless the rule weighs them: the number of examples is only a client's claim.
 
-Buffers (batch norm's statistics) travel with updates and can be poisoned like these. A rule that looks
-at each coordinate by itself combines them as it does deltas. The others judge a whole update by its
-direction or length, which buffers have no part in; with them buffers become the median of every
-coordinate.
+Buffers (batch norm's statistics) can be poisoned like deltas. A rule that treats each coordinate by
+itself combines them as it does deltas. Other rules judge a whole update by its direction or length,
+which does not include buffers; with such a rule each buffer becomes its coordinate-wise median.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import final
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.traits import Trait, Traits
@@ -28,13 +27,13 @@ from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 @final
 class Collected(KeptUpdates):
-    """The aggregator of a robust rule; `Federation` makes one where it is given a rule.
+    """The aggregator of a robust rule; `Federation` creates it if it is given a rule.
 
     Args:
-        rule: what becomes of the updates.
-        memory_gb: 2³⁰ bytes of updates that are kept in memory, ≥ 0; more go to a file.
-        folder: of that file, the system's temporary folder if None. In several processes each
-            keeps all updates of the round in the end.
+        rule: the robust rule.
+        memory_gb: memory for updates in GiB (2³⁰ bytes), ≥ 0; the rest goes to a file. With several
+            processes, each of them holds all updates of the round at its end.
+        folder: folder of that file; the system's temporary folder if None.
 
     Raises:
         ConfigurationError: if the limit is negative.
@@ -61,54 +60,54 @@ class Collected(KeptUpdates):
         self._combined: Tensor | None = None
 
     @property
+    @override
     def robust_rule(self) -> RobustRule:
-        """The rule."""
         return self.rule
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Rules compare whole updates."""
         whole = {Trait.ONE_MASK: "compares whole updates, which have the same coordinates"}
         ways = {Trait.ONE_MASK: "share one mask, or set aggregator to OverlapMean"}
         return super().traits | Traits(needs=whole, instead=ways)
 
     @property
+    @override
     def buffers(self) -> Tensor | None:
-        """What the buffers of the round that was closed became; None without buffers."""
         return self._combined
 
     @property
+    @override
     def reader(self) -> str:
-        """The rule."""
         return type(self.rule).__name__
 
     @property
+    @override
     def memory(self) -> dict[str, Tensor]:
-        """What the rule keeps from round to round."""
         return {name: torch.from_numpy(v) for name, v in self._context.memory.items()}
 
     @memory.setter
     def memory(self, values: dict[str, Tensor]) -> None:
         self._context.memory = {name: value.cpu().numpy() for name, value in values.items()}
 
+    @override
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
         self._context.round_index = round_index
 
+    @override
     def new_rows(self, like: Tensor) -> UpdateRows:
-        """Return a place for updates within the memory that is given, and in that folder."""
         return UpdateRows(like, memory_limit=self._limit, folder=self.folder)
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start without updates."""
         self._like = like
         self._rows = self.new_rows(like)
 
     def close(self) -> Tensor:
-        """Return the rule's word on the round.
+        """Apply the rule to the updates and return the aggregate, shape (k,).
 
         Raises:
-            RoundFailure: if it needs more updates than there are.
+            RoundFailure: if the rule needs more updates than there are.
         """
         check_count(self.rule, len(self._rows))
         self._combined = self._combined_buffers(self._rows.buffer_rows())
@@ -127,13 +126,9 @@ class Collected(KeptUpdates):
 
 
 def check_count(rule: RobustRule, count: int) -> None:
-    """Refuse a round with too few updates for the rule.
-
-    Raises:
-        RoundFailure: with the rule, what it needs and what there is.
-    """
+    """Raise RoundFailure if a round has too few updates for the rule."""
     if count < rule.min_updates:
         raise RoundFailure(
-            f"{rule} needs at least {rule.min_updates} updates, this round has {count}: take a "
+            f"{rule} needs at least {rule.min_updates} updates, this round has {count}: use a "
             "larger cohort, or set num_attackers lower"
         )

@@ -1,24 +1,24 @@
-"""Krum and Multi-Krum: the updates with the closest company.
+"""Krum, Multi-Krum and Bulyan: rules that choose updates near many others.
 
     s(i) = Σ |x_i - x_j|² over the n - f - 2 updates x_j nearest to x_i
-    Krum: the update with the least score;  Multi-Krum: the mean of the m with the least
+    Krum: the update with the lowest score;  Multi-Krum: the mean of the m lowest
 
-Source: Blanchard et al. 2017, Machine Learning with Adversaries; 2f + 2 < n. Distances
-are squared. byzfl sums over n - f - 1 neighbours and so may choose another update. Clients count
-alike (Flower weighs Multi-Krum's mean by examples, which attackers can claim to have). Of equal
-scores the lowest client id wins.
+Source: Blanchard et al. 2017, Machine Learning with Adversaries; 2f + 2 < n. Distances are squared.
+byzfl sums over n - f - 1 neighbours and so may choose another update. Clients have equal weights
+(Flower weighs Multi-Krum's mean by examples, which attackers can claim to have). Ties of scores go to
+the lowest client id.
 
-Bulyan: choose by Krum, then take the middle of every coordinate.
+Bulyan: choose by Krum, then average the middle of every coordinate.
 
     S = θ = n - 2f updates, chosen by Krum one after the other, each from those that are left
     aggregate_j = mean of the β = θ - 2f values of S nearest to their median
 
 Source: El Mhamdi et al. 2018, The Hidden Vulnerability of Distributed Learning in Byzantium; n ≥ 4f + 3.
-Where f = 1 the last choice has no neighbour left to be judged by; it is then judged by its nearest one.
-The paper leaves open which of equally near values count, as on both sides of the median of whole
-numbers: those of the lowest client ids. (The lower values instead would pull every round downwards.)
+For f = 1 the last choice has no neighbour left for its score; its nearest update is used then.
+The paper leaves open which of equally near values are averaged, e.g. for integers on both sides of the
+median: here those of the lowest client ids. (The lower values would pull every round downwards.)
 Differs: the median of an even number is the mean of the two in the middle, the paper's either of them.
-Clients count alike.
+Clients have equal weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows
@@ -45,7 +46,7 @@ class Krum(RobustRule):
     """The one update that is nearest to its n - f - 2 nearest others.
 
     Args:
-        num_attackers: f, ≥ 0; of 2f + 3 updates and more.
+        num_attackers: f ≥ 0; a round needs at least 2f + 3 updates.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -57,12 +58,12 @@ class Krum(RobustRule):
         check_num_attackers(self, self.num_attackers)
 
     @property
+    @override
     def min_updates(self) -> int:
-        """More than 2f + 2."""
         return 2 * self.num_attackers + 3
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the one."""
         scores = krum_scores(squared_distances(rows), self.num_attackers)
         return combined(rows, (np.arange(len(rows)) == scores.argmin()).astype(float))
 
@@ -70,11 +71,11 @@ class Krum(RobustRule):
 @final
 @dataclass(frozen=True)
 class MultiKrum(RobustRule):
-    """The mean of the updates with the lowest scores, which are those of `Krum`.
+    """The mean of the updates with the lowest scores of `Krum`.
 
     Args:
-        num_attackers: f, ≥ 0; of 2f + 3 updates and more.
-        num_kept: m, ≥ 1, of how many updates; n - f of them if None. With 1 it is Krum.
+        num_attackers: f ≥ 0; a round needs at least 2f + 3 updates.
+        num_kept: number m ≥ 1 of updates in the mean; n - f if None. With 1 it is Krum.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -91,12 +92,12 @@ class MultiKrum(RobustRule):
             )
 
     @property
+    @override
     def min_updates(self) -> int:
-        """More than 2f + 2, and those that are kept."""
         return max(2 * self.num_attackers + 3, self.num_kept or 0)
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the mean of the best."""
         scores = krum_scores(squared_distances(rows), self.num_attackers)
         kept = np.argsort(scores, kind="stable")[: self.num_kept or len(rows) - self.num_attackers]
         coefficients = np.zeros(len(rows))
@@ -105,10 +106,10 @@ class MultiKrum(RobustRule):
 
 
 def krum_scores(distances: Floats, num_attackers: int) -> Floats:
-    """Return every update's sum of squared distances to its n - f - 2 nearest others.
+    """Krum's score of every update, shape (n,): squared distances to its n - f - 2 nearest others.
 
     Args:
-        distances: squared, shape (n, n).
+        distances: squared distances, shape (n, n).
         num_attackers: f.
 
     Example:
@@ -125,10 +126,10 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 @final
 @dataclass(frozen=True)
 class Bulyan(RobustRule):
-    """Krum's choices, averaged around their median.
+    """The mean of Krum's choices around their median, coordinate by coordinate.
 
     Args:
-        num_attackers: f, ≥ 0; of 4f + 3 updates and more.
+        num_attackers: f ≥ 0; a round needs at least 4f + 3 updates.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -140,12 +141,12 @@ class Bulyan(RobustRule):
         check_num_attackers(self, self.num_attackers)
 
     @property
+    @override
     def min_updates(self) -> int:
-        """As the paper asks."""
         return 4 * self.num_attackers + 3
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the mean around the median."""
         f = self.num_attackers
         chosen = krum_choices(squared_distances(rows), len(rows) - 2 * f, f)
         result = np.empty(rows.num_columns, rows.dtype)
@@ -155,7 +156,7 @@ class Bulyan(RobustRule):
 
 
 def krum_choices(distances: Floats, count: int, num_attackers: int) -> list[int]:
-    """Return Krum's choice, then its choice among the others, and so on, increasing."""
+    """Return the row numbers, increasing, of ``count`` updates that Krum chooses one by one."""
     left = list(range(len(distances)))
     chosen = []
     for _ in range(count):
@@ -165,14 +166,14 @@ def krum_choices(distances: Floats, count: int, num_attackers: int) -> list[int]
 
 
 def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
-    """Return the mean of those values of each column that are nearest to its median.
+    """Mean of the values of each column that are nearest to its median, shape (width,).
 
-    Of values that are equally near, those in the first rows count.
+    Of equally near values, those in the first rows are used.
 
     Args:
         block: columns, shape (n, width).
-        ordered: the same ones, each increasing.
-        count: how many values, 1 ≤ count ≤ n.
+        ordered: the same columns, each sorted in increasing order.
+        count: number of values in the mean, 1 ≤ count ≤ n.
 
     Example:
         >>> column = np.array([[2.0], [0.0], [-2.0], [0.0], [-2.0]])
@@ -181,7 +182,7 @@ def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
     """
     num_values = len(ordered)
     medians = median_weights(num_values).astype(ordered.dtype) @ ordered
-    starts = num_values - count + 1  # in order, the nearest values lie side by side
+    starts = num_values - count + 1  # in sorted order the nearest values are adjacent
     reaches = np.maximum(medians - ordered[:starts], ordered[count - 1 :] - medians)
     begin = reaches.argmin(0)
     means: Floats = ordered[:count].mean(0)
@@ -189,14 +190,14 @@ def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
         here = begin == start
         means[here] = ordered[start : start + count, here].mean(0)
     reach = reaches.min(0)
-    # several runs of values reach as far: which one is right, order does not tell
+    # several runs of values reach equally far: the sorted order does not tell which is right
     tied = np.flatnonzero(((reaches == reach).sum(0) > 1) & (reach > 0))
     means[tied] = _mean_of_first(block[:, tied], medians[tied], reach[tied], count)
     return means
 
 
 def _mean_of_first(block: Floats, medians: Floats, reach: Floats, count: int) -> Floats:
-    """Return means of the values nearer than the reach and of the first ones just as far."""
+    """Means of the values nearer than ``reach`` and of the first ones exactly at it."""
     distances = np.abs(block - medians)
     is_nearer, is_at_reach = distances < reach, distances == reach
     room = count - is_nearer.sum(0, dtype=np.int32)

@@ -1,10 +1,10 @@
-"""A round's updates side by side, for rules that must see each of them: a matrix with a row each.
+"""The updates of a round as a matrix with one row per update, for robust rules.
 
 Rows are kept in memory up to a limit and in a file beyond it. They are read in blocks of columns, so
-that a rule needs memory for one block and its result, however many updates there are. Rows are in
-increasing order of their clients' ids: no rule depends on the order in which updates come.
+that a rule needs memory for one block and its result, for any number of updates. Rows are in
+increasing order of the client ids: no rule depends on the order in which updates arrive.
 
-Rows made of other rows: some of them, sums of them, one more. Nothing is copied but a block.
+`ChosenRows`, `MixedRows` and `RowsAndOne` are views of other rows; they copy only a block at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 
 Floats = npt.NDArray[Any]
-# of a column block: it, its transpose and the rows' next parts stay in a core's cache
+# size of a block: it, its transpose and the next parts of the rows fit into a core's cache
 _BLOCK_BYTES = 2 * 2**20
-# a file is mapped, which saves a call into the system for every row of a block, and mapped anew after
-# so many blocks: until then what was read counts as this process's memory
+# the file is memory-mapped, which saves a system call per row of a block, and mapped again after this
+# many blocks: until then, the pages read count as this process's memory
 _BLOCKS_PER_MAP = 64
 
 
@@ -36,9 +36,9 @@ class Rows(Protocol):
 
     Attributes:
         num_columns: k.
-        dtype: of the numbers, float32 or float64.
-        num_examples: behind each row, shape (n,).
-        client_ids: whose each row is; empty where a row is no single client's.
+        dtype: dtype of the numbers, float32 or float64.
+        num_examples: number of examples behind each row, shape (n,).
+        client_ids: client of each row; empty if rows belong to no single client.
     """
 
     @property
@@ -53,14 +53,17 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield (columns, block) with blocks of shape (number of rows, width), to be read only.
+        """Yield (columns, block) with read-only blocks of shape (number of rows, width).
 
-        A block's memory is used again for the next one.
+        The memory of a block is reused for the next one.
+
+        Args:
+            rows: row numbers, in the order of the block; all rows if None.
         """
 
 
 def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """Return how many columns make a block.
+    """Number of columns of a block, ≥ 1.
 
     Example:
         >>> block_width(100, 21_000_000, 4)
@@ -70,16 +73,16 @@ def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
 
 
 class UpdateRows:
-    """The updates of one round; those beyond the limit go to a temporary file.
+    """The updates of one round; those beyond a memory limit go to a temporary file.
 
     Args:
-        like: updates have its shape (k,) and device; half precision is kept as float32.
+        like: a vector with the shape (k,) and device of the updates; half precision is kept as float32.
         memory_limit: bytes of updates to keep in memory.
-        folder: where the file is made, the system's temporary folder if None; it vanishes with
+        folder: folder of the file; the system's temporary folder if None. The file is deleted with
             the rows.
 
     Example:
-        >>> rows = UpdateRows(torch.empty(2), memory_limit=8)  # of which the second goes to a file
+        >>> rows = UpdateRows(torch.empty(2), memory_limit=8)  # the second row goes to a file
         >>> for client, delta in ((7, [1.0, 2.0]), (3, [5.0, 6.0])):
         ...     rows.append(ClientUpdate(client, torch.tensor(delta), torch.empty(0), 10, 1))
         >>> rows.client_ids, [block.tolist() for _, block in rows.blocks()]
@@ -100,7 +103,7 @@ class UpdateRows:
 
     @property
     def num_columns(self) -> int:
-        """Numbers of an update, k."""
+        """Length k of an update."""
         return self._like.numel()
 
     @property
@@ -110,19 +113,19 @@ class UpdateRows:
 
     @property
     def num_examples(self) -> Floats:
-        """Examples behind each row."""
+        """Number of examples behind each row, shape (n,)."""
         return np.array([self._updates[i].num_examples for i in self._order()], dtype=np.float64)
 
     @property
     def client_ids(self) -> list[int]:
-        """Whose each row is, increasing."""
+        """Client of each row, increasing."""
         return sorted(update.client_id for update in self._updates)
 
     def __len__(self) -> int:
         return len(self._updates)
 
     def append(self, update: ClientUpdate) -> None:
-        """Take in one update; delta and buffers are copied, the latter stay in memory."""
+        """Add one update; its delta and buffers are copied, and buffers stay in memory."""
         self._write(update.delta)
         metrics = {name: value.detach().cpu() for name, value in update.metrics.items()}
         buffers = update.buffers.detach().cpu().clone()
@@ -149,7 +152,7 @@ class UpdateRows:
         return sorted(range(len(self)), key=lambda row: self._updates[row].client_id)
 
     def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns of all rows, or of those at the given places."""
+        """Yield blocks of columns, see `Rows.blocks`."""
         order = self._order()
         chosen = order if rows is None else [order[row] for row in rows]
         width = block_width(len(chosen), self.num_columns, self._dtype.itemsize)
@@ -166,7 +169,7 @@ class UpdateRows:
             yield columns, block
 
     def _sources(self, rows: Sequence[int]) -> list[Floats]:
-        """Return rows in the order of their arrival, each of shape (k,): arrays or parts of a map."""
+        """Return rows by order of arrival, each of shape (k,): arrays, or parts of the mapped file."""
         in_memory = len(self._in_memory)
         mapped: Any = ()
         if any(row >= in_memory for row in rows):
@@ -177,14 +180,14 @@ class UpdateRows:
         ]
 
     def updates(self) -> Iterator[ClientUpdate]:
-        """Yield the updates again, in increasing order of clients."""
+        """Yield the updates in increasing order of client ids."""
         for place in self._order():
             update, device = self._updates[place], self._like.device
             delta = torch.from_numpy(self._row(place)).to(device, self._like.dtype)
             yield replace(update, delta=delta, buffers=update.buffers.to(device))
 
     def buffer_rows(self) -> UpdateRows:
-        """Return rows of the updates' buffers instead of their deltas."""
+        """Return rows with the updates' buffers instead of their deltas."""
         like = self._updates[0].buffers if self._updates else torch.empty(0)
         rows = UpdateRows(like)
         for update in self._updates:
@@ -199,12 +202,12 @@ class UpdateRows:
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> UpdateRows:
-        """Return the updates of all processes; to be called by all of them.
+        """Return the updates of all processes; called by all of them.
 
-        One update travels at a time, as a sum to which others contribute zeros.
+        One update is sent at a time, as a sum to which the other processes contribute zeros.
 
         Args:
-            gather: returns what every process gave.
+            gather: returns one value per process.
             all_reduce: replaces a vector by its sum over processes.
         """
         mine: dict[int, list[int]] = {}
@@ -220,7 +223,7 @@ class UpdateRows:
         return everyone
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the updates; those in the file are mapped, not read."""
+        """Return the updates; those in the file are memory-mapped, not read."""
         return {
             "rows": [torch.from_numpy(row) for row in self._sources(range(len(self)))],
             "clients": [
@@ -238,27 +241,24 @@ class UpdateRows:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take in the updates that `state_dict` returned."""
+        """Add the updates from `state_dict`."""
         for delta, client in zip(state["rows"], state["clients"], strict=True):
             self.append(ClientUpdate(delta=delta, **client))
 
 
-@final
 @dataclass(frozen=True)
-class ChosenRows:
-    """Some of the rows.
+class _RowsOfRows:
+    """Rows made of other rows; subclasses define ``blocks``, ``__len__`` and ``num_examples``.
 
     Attributes:
-        rows: of which they are.
-        places: which of them.
+        rows: the other rows.
     """
 
     rows: Rows
-    places: Sequence[int]
 
     @property
     def num_columns(self) -> int:
-        """Numbers of a row."""
+        """Length k of a row."""
         return self.rows.num_columns
 
     @property
@@ -267,63 +267,65 @@ class ChosenRows:
         return self.rows.dtype
 
     @property
+    def client_ids(self) -> list[int]:
+        """Empty: rows belong to no single client."""
+        return []
+
+
+@final
+@dataclass(frozen=True)
+class ChosenRows(_RowsOfRows):
+    """Some of the rows.
+
+    Attributes:
+        rows: all rows.
+        places: numbers of the chosen rows.
+    """
+
+    places: Sequence[int]
+
+    @property
     def num_examples(self) -> Floats:
-        """Examples behind each row."""
+        """Number of examples behind each row, shape (n,)."""
         return self.rows.num_examples[list(self.places)]
 
     @property
     def client_ids(self) -> list[int]:
-        """Whose each row is."""
+        """Client of each row."""
         return [self.rows.client_ids[place] for place in self.places]
 
     def __len__(self) -> int:
         return len(self.places)
 
     def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns."""
+        """Yield blocks of columns, see `Rows.blocks`."""
         places = self.places if rows is None else [self.places[row] for row in rows]
         return self.rows.blocks(list(places))
 
 
 @final
 @dataclass(frozen=True)
-class MixedRows:
+class MixedRows(_RowsOfRows):
     """Sums of rows: y_i = Σ_j M_ij x_j.
 
     Attributes:
-        rows: the x.
+        rows: the x_j.
         matrix: M, shape (m, n).
     """
 
-    rows: Rows
     matrix: Floats
 
     @property
-    def num_columns(self) -> int:
-        """Numbers of a row."""
-        return self.rows.num_columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a block."""
-        return self.rows.dtype
-
-    @property
     def num_examples(self) -> Floats:
-        """Examples behind each row, mixed as the rows are."""
+        """Number of examples behind each row, mixed as the rows are, shape (m,)."""
         examples: Floats = self.matrix @ self.rows.num_examples
         return examples
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Nobody's: a mixed row is of several clients."""
-        return []
 
     def __len__(self) -> int:
         return len(self.matrix)
 
     def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns."""
+        """Yield blocks of columns, see `Rows.blocks`."""
         matrix = self.matrix if rows is None else self.matrix[list(rows)]
         matrix = matrix.astype(self.dtype)
         for columns, block in self.rows.blocks():
@@ -332,42 +334,26 @@ class MixedRows:
 
 @final
 @dataclass(frozen=True)
-class RowsAndOne:
-    """All rows, and one vector more as the last.
+class RowsAndOne(_RowsOfRows):
+    """All rows, followed by one more vector.
 
     Attributes:
-        rows: the first ones.
-        last: shape (k,).
+        rows: the first rows.
+        last: the last row, shape (k,).
     """
 
-    rows: Rows
     last: Floats
 
     @property
-    def num_columns(self) -> int:
-        """Numbers of a row."""
-        return self.rows.num_columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a block."""
-        return self.rows.dtype
-
-    @property
     def num_examples(self) -> Floats:
-        """Examples behind each row; none behind the last."""
+        """Number of examples behind each row; 0 behind the last."""
         return np.append(self.rows.num_examples, 0.0)
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Nobody's: the last row is no client's."""
-        return []
 
     def __len__(self) -> int:
         return len(self.rows) + 1
 
     def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns."""
+        """Yield blocks of columns, see `Rows.blocks`."""
         for columns, block in self.rows.blocks():
             whole = np.concatenate([block, self.last[None, columns].astype(self.dtype)])
             yield columns, whole if rows is None else whole[list(rows)]

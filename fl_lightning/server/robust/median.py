@@ -4,13 +4,15 @@
 
 Source: Yin et al. 2018, Byzantine-Robust Distributed Learning, Definitions 1 and 2; there a
 fraction β of the updates is trimmed at each end, here a number f of them. The median of an even
-number is the mean of the two in the middle (torch's is the lower one). Clients count alike.
+number is the mean of the two in the middle (torch's is the lower one). Clients have equal weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
+
+from typing_extensions import override
 
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum, trimmed_weights
@@ -20,12 +22,12 @@ from fl_lightning.server.robust.rule import RobustRule, RuleContext, check_num_a
 @final
 @dataclass(frozen=True)
 class Median(RobustRule):
-    """The median of every coordinate; withstands fewer than half of the clients."""
+    """The median of every coordinate; tolerates fewer than half of the clients as attackers."""
 
     by_coordinate = True
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the medians."""
         return sorted_sum(rows, median_weights(len(rows)))
 
 
@@ -35,7 +37,7 @@ class TrimmedMean(RobustRule):
     """The mean of every coordinate without its f smallest and its f largest values.
 
     Args:
-        num_attackers: f, ≥ 0; of 2f + 1 updates and more. With 0 it is the mean.
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 it is the mean.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -49,10 +51,10 @@ class TrimmedMean(RobustRule):
         check_num_attackers(self, self.num_attackers)
 
     @property
+    @override
     def min_updates(self) -> int:
-        """One remains."""
         return 2 * self.num_attackers + 1
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the means of the middle."""
         return sorted_sum(rows, trimmed_weights(len(rows), self.num_attackers))

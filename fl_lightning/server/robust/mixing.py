@@ -1,4 +1,4 @@
-"""Pre-aggregation: make updates more alike, then hand them to a rule.
+"""Pre-aggregation: mix updates, so that they differ less, and apply a robust rule to the mixtures.
 
     nearest-neighbour mixing   y_i = mean of the n - f updates nearest to x_i, x_i among them
     bucketing                  y_b = mean of the s updates in bucket b of a random order
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
@@ -28,11 +29,11 @@ class NearestNeighbourMixing(RobustRule):
     """Replaces every update by the mean of its n - f nearest ones.
 
     Args:
-        rule: what then becomes of them.
-        num_attackers: f, ≥ 0; of 2f + 1 updates and more. With 0 all become their mean.
+        rule: rule for the mixed updates.
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 all become their mean.
 
     Raises:
-        ConfigurationError: if it is negative, or the rule must know whose updates are whose.
+        ConfigurationError: if it is negative, or the rule has a trusted client.
     """
 
     rule: RobustRule
@@ -43,12 +44,12 @@ class NearestNeighbourMixing(RobustRule):
         check_mixable(self.rule)
 
     @property
+    @override
     def min_updates(self) -> int:
-        """A majority is honest, and the rule has enough."""
         return max(2 * self.num_attackers + 1, self.rule.min_updates)
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the rule's word on the mixed updates."""
         count = len(rows) - self.num_attackers
         distances = squared_distances(rows)
         np.fill_diagonal(distances, -1)  # an update is nearest to itself, whatever equals it
@@ -61,15 +62,15 @@ class NearestNeighbourMixing(RobustRule):
 @final
 @dataclass(frozen=True)
 class Bucketing(RobustRule):
-    """Replaces every s updates, drawn anew each round, by their mean.
+    """Replaces buckets of s updates, drawn at random each round, by their means.
 
     Args:
-        rule: what then becomes of the buckets; its number of attackers counts buckets.
-        bucket_size: s, ≥ 1; with 1 nothing changes.
-        seed: of the draws; the run's seed if None.
+        rule: rule for the buckets' means; its number of attackers counts buckets.
+        bucket_size: s ≥ 1; 1 changes nothing.
+        seed: seed of the random buckets; the run's seed if None.
 
     Raises:
-        ConfigurationError: if the size is below 1, or the rule must know whose updates are whose.
+        ConfigurationError: if the size is below 1, or the rule has a trusted client.
     """
 
     rule: RobustRule
@@ -85,12 +86,12 @@ class Bucketing(RobustRule):
         check_mixable(self.rule)
 
     @property
+    @override
     def min_updates(self) -> int:
-        """As many as make enough buckets."""
         return (self.rule.min_updates - 1) * self.bucket_size + 1
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the rule's word on the buckets."""
         generator = numpy_generator(run_seed(self.seed), "bucketing", context.round_index)
         if self.bucket_size == 1:
             return self.rule.combine(rows, context)
@@ -101,13 +102,9 @@ class Bucketing(RobustRule):
 
 
 def check_mixable(rule: RobustRule) -> None:
-    """Refuse a rule that looks for one client's update.
-
-    Raises:
-        ConfigurationError: if it has a trusted client.
-    """
+    """Raise ConfigurationError if the rule has a trusted client, whose own update it needs."""
     if rule.trusted_client is not None:
         raise ConfigurationError(
-            f"{type(rule).__name__} needs the trusted client's own update, and a mixed one is several clients': "
-            "use it without pre-aggregation"
+            f"{type(rule).__name__} needs the trusted client's own update, and a mixed update belongs to "
+            "several clients: use it without pre-aggregation"
         )

@@ -1,11 +1,11 @@
-"""What robust rules compute of a round's updates, in one pass over their columns each.
+"""Computations of robust rules over the rows of updates, each in one pass over the columns.
 
     G = X Xᵀ,    d_ij² = G_ii + G_jj - 2 G_ij,    Σ_i c_i x_i,    Σ_r w_r x_(r)
 
 with x_(r) the r-th smallest value of a coordinate. Products are summed in the updates' dtype over a
 block of w columns (5242 for 100 updates) and in float64 over blocks: in float32 the error of G_ij is at
 most w 2⁻²⁴ Σ_c |x_ic x_jc|, 3e-4 |x_i| |x_j|, and about the root of w instead of w in practice. Many
-rules are sums of the updates with coefficients that depend on G alone: two passes are all they take.
+rules are sums of updates whose coefficients depend on G alone: they need two passes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from fl_lightning.kernels import sorted_columns
 from fl_lightning.server.robust.matrix import Floats, Rows
 
-# Squared distances below so many units of rounding, of |x_i| |x_j|, have less than three good digits.
+# Squared distances below this many rounding units of |x_i| |x_j| have fewer than three correct digits.
 _DIGITS_LOST = 1e4
 
 
 def products(rows: Rows, origin: int | None = None) -> Floats:
-    """Return the inner products of all pairs of rows, float64, shape (n, n).
+    """Inner products of all pairs of rows, float64, shape (n, n).
 
-    Where a row's norm overflows its dtype, its entries are infinite or NaN.
+    If a row's norm overflows its dtype, its entries are infinite or NaN.
 
     Args:
-        rows: n of them.
-        origin: number of the row that is subtracted from all; None for none.
+        rows: n rows.
+        origin: number of the row that is subtracted from all, or None.
     """
     gram = np.zeros((len(rows), len(rows)))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -39,7 +39,7 @@ def products(rows: Rows, origin: int | None = None) -> Floats:
 
 
 def squared_distances(rows: Rows) -> Floats:
-    """Return the squared distances of all pairs, float64, shape (n, n), with zeros on the diagonal.
+    """Squared distances of all pairs of rows, float64, shape (n, n), with zeros on the diagonal.
 
     A row whose norm overflows is infinitely far from all others.
     """
@@ -49,7 +49,7 @@ def squared_distances(rows: Rows) -> Floats:
     np.fill_diagonal(near, val=False)
     if not near.any():
         return distances
-    # one among many, even if every other row is an attacker's
+    # the most central row, which is no outlier even if almost half of the rows are attackers'
     origin = int(np.argmin(np.median(distances, axis=1)))
     centred = products(rows, origin)
     is_better = _error_bounds(centred) < bounds
@@ -57,7 +57,7 @@ def squared_distances(rows: Rows) -> Floats:
 
 
 def _error_bounds(gram: Floats) -> Floats:
-    """Return |x_i| |x_j|, to which the error of G_ij is proportional."""
+    """Products |x_i| |x_j|, to which the errors of G_ij are proportional."""
     lengths = np.sqrt(np.diag(gram))
     with np.errstate(over="ignore", invalid="ignore"):
         bounds: Floats = np.outer(lengths, lengths)
@@ -65,7 +65,7 @@ def _error_bounds(gram: Floats) -> Floats:
 
 
 def distances_of(gram: Floats) -> Floats:
-    """Return squared distances, given inner products.
+    """Squared distances, given inner products, both of shape (n, n).
 
     Example:
         >>> distances_of(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
@@ -82,7 +82,7 @@ def distances_of(gram: Floats) -> Floats:
 
 
 def row_norms(rows: Rows) -> Floats:
-    """Return the L2 norm of every row, float64, shape (n,)."""
+    """L2 norms of the rows, float64, shape (n,)."""
     squares = np.zeros(len(rows))
     for _, block in rows.blocks():
         squares += np.einsum("ij,ij->i", block, block, dtype=np.float64)
@@ -91,7 +91,7 @@ def row_norms(rows: Rows) -> Floats:
 
 
 def combined(rows: Rows, coefficients: Floats) -> Floats:
-    """Return Σ c_i x_i, shape (k,); rows with coefficient 0 are not read."""
+    """Sum Σ c_i x_i, shape (k,); rows with coefficient 0 are not read."""
     used = np.flatnonzero(coefficients)
     weights = coefficients[used].astype(rows.dtype)
     result = np.zeros(rows.num_columns, rows.dtype)
@@ -102,11 +102,11 @@ def combined(rows: Rows, coefficients: Floats) -> Floats:
 
 
 def sorted_sum(rows: Rows, weights: Floats) -> Floats:
-    """Return, for every coordinate, Σ_r w_r x_(r) over its values in increasing order, shape (k,).
+    """Sum Σ_r w_r x_(r) of each coordinate's values in increasing order, shape (k,).
 
     Args:
-        rows: n of them.
-        weights: shape (n,); of the first and the last ones that are 0 nothing is added.
+        rows: n rows.
+        weights: shape (n,); values under leading and trailing zeros are not read.
     """
     used = np.flatnonzero(weights)
     first, end = int(used[0]), int(used[-1]) + 1
@@ -118,10 +118,10 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
 
 
 def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Floats, Floats]]:
-    """Yield (columns, some places of each column's increasing order, the columns as they are).
+    """Yield (columns, the sorted columns' ranks from ``first`` to ``end``, the unsorted columns).
 
-    The orders have shape (end - first, width), the columns (n, width). A block's memory is used again
-    for the next one.
+    The sorted columns have shape (end - first, width), the unsorted ones (n, width). The memory of a
+    block is reused for the next one.
     """
     scratch = np.empty(0, rows.dtype)
     for columns, block in rows.blocks():
@@ -134,7 +134,7 @@ def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Flo
 
 
 def median_weights(count: int) -> Floats:
-    """Return the share of each value, in increasing order, in the median.
+    """Weights of the values in increasing order in their median, shape (count,).
 
     Example:
         >>> median_weights(3).tolist(), median_weights(4).tolist()
@@ -144,7 +144,7 @@ def median_weights(count: int) -> Floats:
 
 
 def trimmed_weights(count: int, num_trimmed: int) -> Floats:
-    """Return the share of each value in the mean without so many at each end.
+    """Weights of the values in the mean without ``num_trimmed`` at each end, shape (count,).
 
     Example:
         >>> trimmed_weights(4, 1).tolist()
@@ -155,9 +155,9 @@ def trimmed_weights(count: int, num_trimmed: int) -> Floats:
     return weights
 
 
-def mean_and_spread(rows: Rows) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation of every coordinate over rows, each of shape (k,)."""
-    mean, spread = np.empty((2, rows.num_columns), rows.dtype)
+def mean_and_std(rows: Rows) -> tuple[Floats, Floats]:
+    """Mean and standard deviation of every coordinate over the rows, each of shape (k,)."""
+    mean, std = np.empty((2, rows.num_columns), rows.dtype)
     for columns, block in rows.blocks():
-        mean[columns], spread[columns] = block.mean(0), block.std(0)
-    return mean, spread
+        mean[columns], std[columns] = block.mean(0), block.std(0)
+    return mean, std

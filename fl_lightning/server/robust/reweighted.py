@@ -1,36 +1,36 @@
-"""Rules that shorten or reweigh whole updates.
+"""Rules that clip or reweigh whole updates: centred clipping, norm bounding, RFA, FLTrust.
 
-Centred clipping: the mean of the updates, each drawn to the last aggregate if it is far off.
+Centred clipping: the mean of the updates, each clipped to a ball around the last aggregate.
 
     v ← v + (1/n) Σ_i (x_i - v) min(1, τ / |x_i - v|),   L times, from the last round's v
 
 Source: Karimireddy et al. 2021, Learning from History for Byzantine Robust Optimization, Algorithm
 2. Differs: the paper's workers send momenta, ours the updates themselves. v starts at 0.
 
-Norm bounding: no update is longer than a bound.
+Norm bounding: every update is clipped to a bound.
 
     aggregate = Σ_i w_i x_i min(1, M / |x_i|) / Σ_i w_i
 
-Source: Sun et al. 2019, Can You Really Backdoor Federated Learning? The paper's bound
-is a number that one has to know; without one it is the median of the round's norms.
+Source: Sun et al. 2019, Can You Really Backdoor Federated Learning? Differs: the paper's bound is
+given; by default it is the median of the round's norms.
 
-The geometric median: the point with the least sum of distances to the updates.
+The geometric median: the point with the smallest sum of distances to the updates.
 
     z* = argmin_z Σ a_i |x_i - z|;      z ← Σ β_i x_i / Σ β_i,   β_i = a_i / max(ν, |x_i - z|)
 
 Source: Pillutla et al. 2022, Robust Aggregation for Federated Learning (RFA), Algorithm 2, the
-smoothed Weiszfeld iteration. It runs until it stands still, not for a few steps (byzfl's default is
-three, with ν = 0.1). z is a weighted mean of the updates throughout, so that the iteration is one
-on n weights: |x_i - Σ a_j x_j|² = (D a)_i - aᵀ D a / 2, with D the squared distances. a_i = 1 / n,
-or the share of examples, as in the paper, if that is wished for.
+smoothed Weiszfeld iteration. It runs until it converges, not for a few steps (byzfl's default is
+three, with ν = 0.1). z is a weighted mean of the updates throughout, so that the iteration runs on n
+weights: |x_i - Σ a_j x_j|² = (D a)_i - aᵀ D a / 2, with D the squared distances. a_i = 1 / n, or the
+share of examples, as in the paper, with ``weight_by_examples``.
 
-FLTrust: the server trains as well, on examples that it trusts, and judges others by that.
+FLTrust: the server trains on trusted examples of its own and compares updates with its result.
 
     t_i = max(0, cos(x_i, x_0)),    aggregate = Σ_i t_i |x_0| / |x_i| x_i / Σ_i t_i
 
 Source: Cao et al. 2021, FLTrust, Algorithm 2, with x_0 the server's own update. Here the server's
-root set is the shard of one client whose number is given: it trains as any other does, and its
-update judges but is no part of the mean. If it trusts nobody, the aggregate is 0.
+root set is the shard of one client, given by its number: it trains like any other client, and its
+update is compared with the others but not averaged. If no update is trusted, the aggregate is 0.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.server.robust.matrix import Floats, Rows, RowsAndOne
@@ -54,9 +55,9 @@ class CentredClipping(RobustRule):
     """Clips updates around the last round's aggregate.
 
     Args:
-        radius: τ, > 0, in units of an update's norm: no update moves the aggregate by more than
+        radius: τ > 0, in units of an update's norm: no update moves the aggregate by more than
             τ / n in an iteration.
-        num_iterations: L, ≥ 1.
+        num_iterations: number of iterations L ≥ 1.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -76,7 +77,7 @@ class CentredClipping(RobustRule):
             )
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the new centre, and remember it."""
+        """Return the new centre, which is remembered for the next round."""
         centre = context.memory.get(_CENTRE, np.zeros(rows.num_columns, rows.dtype))
         points = RowsAndOne(rows, centre)
         shares = clipped_shares(squared_distances(points), self.radius, self.num_iterations)
@@ -85,10 +86,10 @@ class CentredClipping(RobustRule):
 
 
 def clipped_shares(distances: Floats, radius: float, num_iterations: int) -> Floats:
-    """Return the weights of the points in the new centre, adding up to 1.
+    """Weights of the points in the new centre, shape (n + 1,), adding up to 1.
 
     Args:
-        distances: squared, of all points and, last, the old centre; shape (n + 1, n + 1).
+        distances: squared distances of all points and, last, the old centre; shape (n + 1, n + 1).
         radius: τ.
         num_iterations: L.
 
@@ -115,12 +116,12 @@ def clipped_shares(distances: Floats, radius: float, num_iterations: int) -> Flo
 @final
 @dataclass(frozen=True)
 class NormBounding(RobustRule):
-    """The mean of updates of bounded norm.
+    """The mean of updates, each clipped to a bound.
 
     Args:
-        bound: M, > 0, the largest L2 norm of an update, ∞ for the plain mean; the median of the
-            round's norms if None.
-        weight_by_examples: weigh updates by their examples, which clients claim to have.
+        bound: largest L2 norm M > 0 of an update, ∞ for the plain mean; the median of the round's
+            norms if None.
+        weight_by_examples: weigh updates by their examples, which attackers can exaggerate.
 
     Raises:
         ConfigurationError: if the bound is not positive.
@@ -135,8 +136,8 @@ class NormBounding(RobustRule):
                 f"NormBounding: bound must be greater than 0, got {self.bound}"
             )
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the mean of the bounded updates."""
         norms = row_norms(rows)
         bound = float(np.median(norms)) if self.bound is None else self.bound
         if not bound:  # most updates are 0
@@ -146,7 +147,7 @@ class NormBounding(RobustRule):
         return combined(rows, factors * weights / weights.sum())
 
 
-# the iteration nears its end linearly; it stops when a step is so short a part of the distances
+# the iteration converges linearly; it stops once a step is this small relative to the distances
 _TOLERANCE = 1e-9
 _MOST_STEPS = 100_000
 
@@ -154,12 +155,12 @@ _MOST_STEPS = 100_000
 @final
 @dataclass(frozen=True)
 class GeometricMedian(RobustRule):
-    """The geometric median of the updates, RFA; withstands fewer than half of the clients.
+    """The geometric median of the updates (RFA); tolerates fewer than half of the clients as attackers.
 
     Args:
-        smoothing: ν, > 0, in units of an update's norm: nearer than that, an update attracts no
-            more strongly.
-        weight_by_examples: weigh updates by their examples, which clients claim to have.
+        smoothing: ν > 0, in units of an update's norm: the pull of an update stays constant below
+            this distance.
+        weight_by_examples: weigh updates by their examples, which attackers can exaggerate.
 
     Raises:
         ConfigurationError: if the smoothing is not positive.
@@ -174,21 +175,21 @@ class GeometricMedian(RobustRule):
                 f"GeometricMedian: smoothing must be greater than 0 and finite, got {self.smoothing}"
             )
 
+    @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the point."""
         shares = rows.num_examples if self.weight_by_examples else np.ones(len(rows))
         return combined(rows, weiszfeld(squared_distances(rows), shares, self.smoothing))
 
 
 def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
-    """Return the weights of the points in their geometric median, shape (n,), adding up to 1.
+    """Weights of the points in their geometric median, shape (n,), adding up to 1.
 
     Points infinitely far from the others have weight 0.
 
     Args:
-        distances: squared, shape (n, n).
-        shares: how much each point counts, shape (n,).
-        smoothing: see `GeometricMedian`.
+        distances: squared distances, shape (n, n).
+        shares: weights of the points in the sum of distances, shape (n,).
+        smoothing: ν, see `GeometricMedian`.
 
     Example:
         >>> points = np.array([0.0, 1.0, 5.0])
@@ -214,10 +215,10 @@ def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
 @final
 @dataclass(frozen=True)
 class FLTrust(RobustRule):
-    """The mean of updates that point where a trusted client's does, scaled to its norm.
+    """The mean of updates by their cosine with a trusted client's update, scaled to its norm.
 
     Args:
-        trusted_client: whose shard is the server's root set; it must be in every round's cohort.
+        trusted_client: client whose shard is the server's root set; it must be in every cohort.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -232,27 +233,27 @@ class FLTrust(RobustRule):
             )
 
     @property
+    @override
     def min_updates(self) -> int:
-        """The trusted one and another."""
         return 2
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the trusted mean.
+        """Return the trusted mean, shape (k,).
 
         Raises:
-            RoundFailure: if the trusted client has sent no update.
+            RoundFailure: if the trusted client sent no update.
         """
         if self.trusted_client not in rows.client_ids:
             raise RoundFailure(
-                f"FLTrust judges by the update of client {self.trusted_client}, which took no part "
-                "in this round: let every client take part, e.g. with cohort AllClients"
+                f"FLTrust needs the update of its trusted client {self.trusted_client}, which is not in "
+                "this round: let every client take part, e.g. with cohort AllClients"
             )
         own = rows.client_ids.index(self.trusted_client)
         return combined(rows, trusted_shares(similarities(rows, own), row_norms(rows), own))
 
 
 def similarities(rows: Rows, place: int) -> Floats:
-    """Return the inner products of all rows with one of them, float64, shape (n,)."""
+    """Inner products of all rows with the row at ``place``, float64, shape (n,)."""
     products = np.zeros(len(rows))
     for _, block in rows.blocks():
         products += np.einsum("ij,j->i", block, block[place], dtype=np.float64)
@@ -260,12 +261,12 @@ def similarities(rows: Rows, place: int) -> Floats:
 
 
 def trusted_shares(products: Floats, norms: Floats, own: int) -> Floats:
-    """Return the updates' coefficients in the aggregate; 0 for the trusted one.
+    """Coefficients of the updates in FLTrust's aggregate, shape (n,); 0 for the trusted one.
 
     Args:
         products: inner products with the trusted update, shape (n,).
-        norms: shape (n,).
-        own: place of the trusted update.
+        norms: L2 norms of the updates, shape (n,).
+        own: row number of the trusted update.
 
     Example:
         >>> trusted_shares(np.array([4.0, 6.0, -2.0]), np.array([2.0, 4.0, 1.0]), 0).tolist()

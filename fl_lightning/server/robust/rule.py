@@ -1,4 +1,4 @@
-"""Rules that look at all updates of a round together."""
+"""Base of robust rules, which need all updates of a round together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fl_lightning.server.robust.matrix import Floats, Rows
 
 @dataclass
 class RuleContext:
-    """What a rule knows besides the updates.
+    """Inputs of a rule besides the updates.
 
     Attributes:
-        round_index: which round, for rules that draw.
-        memory: vectors of shape (k,) by name, which the rule may change and finds again next round.
+        round_index: number of the round, for rules that draw at random.
+        memory: vectors of shape (k,) by name, which the rule may change; kept from round to round.
     """
 
     round_index: int = 0
@@ -24,10 +24,10 @@ class RuleContext:
 
 
 class RobustRule(ABC):
-    """How the updates of a round become one, seen together.
+    """A rule that combines all updates of a round.
 
     Attributes:
-        by_coordinate: whether it does with every coordinate the same, whatever the others are.
+        by_coordinate: whether it treats each coordinate by itself, and all of them alike.
 
     Example:
         >>> class Largest(RobustRule):
@@ -40,12 +40,12 @@ class RobustRule(ABC):
 
     @property
     def trusted_client(self) -> int | None:
-        """The client by whose update it judges, so that it must be in every round; None if there is none."""
+        """Client whose update judges the others and must be in every round, or None."""
         return None
 
     @property
     def min_updates(self) -> int:
-        """With fewer the rule means nothing, ≥ 1."""
+        """Smallest number of updates for which the rule is defined, ≥ 1."""
         return 1
 
     @abstractmethod
@@ -54,11 +54,7 @@ class RobustRule(ABC):
 
 
 def check_num_attackers(rule: object, num_attackers: int) -> None:
-    """Refuse a negative number of attackers.
-
-    Raises:
-        ConfigurationError: naming the rule.
-    """
+    """Raise ConfigurationError, naming the rule, if the number of attackers is negative."""
     if num_attackers < 0:
         raise ConfigurationError(
             f"{type(rule).__name__}: num_attackers must be at least 0 clients, got {num_attackers}"

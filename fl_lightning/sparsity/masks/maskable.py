@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.heads import head_names
+from fl_lightning.core.modules import head_names
 from fl_lightning.sparsity.masks.mask import some
 
 _LAYERS = (

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modes import modes_kept
+from fl_lightning.core.modules import modes_kept
 from fl_lightning.sparsity.masks.mask import some
 from fl_lightning.sparsity.sensitivity.protocol import (
     Logits,

@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.vector_file import VectorFile
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.memory_files import FOLDER, WorkingFolder
+from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
 from fl_lightning.federation.processes.ranks import Ranks
 
 

@@ -2,6 +2,8 @@
 
 Two readers of the same text must not understand it differently: a name that stands twice, NaN, or
 numbers that overflow are refused, and so is any text that `to_text` would not have written.
+
+Below are the checks of single fields, for the validator of each kind of message.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import Any
 
 MOST_DEPTH = 32
 MOST_BITS = 4096  # of a whole number
+LARGEST_NUMBER = 2**63 - 1  # of a field that holds a whole number
+MOST_CHARACTERS = 1000  # of a name
 # a string that does not end takes all that is left, so that one pass is enough
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class MessageError(ValueError):
-    """An order or an answer that is not accepted, or cannot be sent: one sentence that says why."""
+    """A message or file that is not accepted, or cannot be written; one sentence says why."""
 
 
 def to_text(value: Any) -> str:
@@ -35,7 +39,7 @@ def to_text(value: Any) -> str:
         >>> to_text({"rate": float("nan")})
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.wire.plain_json.MessageError: .rate is nan: only finite numbers can be sent
+        fl_lightning.core.plain_json.MessageError: .rate is nan: only finite numbers can be sent
     """
     check_plain(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -133,6 +137,64 @@ def shown(value: Any) -> str:
     except ValueError:  # a whole number inside it is too long
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def check_choice(what: str, value: Any, choices: tuple[str, ...] | Mapping[str, str]) -> None:
+    """Refuse what is not one of the choices."""
+    if type(value) is not str or value not in choices:
+        raise MessageError(f"{what} must be one of {', '.join(choices)}, got {shown(value)}")
+
+
+def check_hex(what: str, value: Any, digits: int) -> None:
+    """Refuse what is not so many small hexadecimal digits."""
+    if type(value) is not str or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+        raise MessageError(f"{what} must be {digits} hexadecimal digits, got {shown(value)}")
+
+
+def check_whole(what: str, value: Any, least: int = 0, most: int = LARGEST_NUMBER) -> None:
+    """Refuse what is not a whole number in a range."""
+    if type(value) is not int or not least <= value <= most:
+        above = "" if most == LARGEST_NUMBER else f" and at most {most}"
+        raise MessageError(
+            f"{what} must be a whole number, at least {least}{above}, got {shown(value)}"
+        )
+
+
+def check_number(what: str, value: Any) -> None:
+    """Refuse what is not a finite float."""
+    if type(value) is not float or not math.isfinite(value):
+        raise MessageError(f"{what} must be a finite number, a float, got {shown(value)}")
+
+
+def check_names(what: str, mapping: Any) -> None:
+    """Refuse what is not a mapping from printable names."""
+    if not isinstance(mapping, Mapping):
+        raise MessageError(f"{what} must be a mapping, got {shown(mapping)}")
+    for name in mapping:
+        check_string(name, f"{what}: a name")
+        if not 0 < len(name) <= MOST_CHARACTERS or not name.isprintable():
+            raise MessageError(
+                f"{what}: a name must be 1 to {MOST_CHARACTERS} printable characters, "
+                f"got {shown(name)}"
+            )
+
+
+def check_options(options: Any) -> None:
+    """Refuse what is not a mapping from names to plain JSON."""
+    check_names("options", options)
+    check_plain(dict(options), "options")
+
+
+def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
+    """Return the fields of a document, which must be exactly these."""
+    if type(document) is not dict:
+        raise MessageError(f"{what} must be a mapping, got {shown(document)}")
+    unknown, missing = sorted(document.keys() - set(names)), sorted(set(names) - document.keys())
+    if unknown or missing:
+        told = [f"has no {', '.join(missing)}"] if missing else []
+        told += [f"has {shown(unknown[0])}, which is not known"] if unknown else []
+        raise MessageError(f"{what} {' and '.join(told)}")
+    return document
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import secrets
 from dataclasses import dataclass, field
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import check_choice, check_hex
 from fl_lightning.flower.rules.class_paths import Refused
-from fl_lightning.flower.wire.fields import check_choice, check_hex
 
 CATEGORIES = {
     "message": "the order could not be read",

@@ -3,20 +3,13 @@
 Up goes a client's update, down the global model. Both say of which space (and mask) and of which
 round they are; the receiver knows what it waits for and refuses everything else.
 
-The one binary format of an update or a model on its way, version 1, little-endian.
+As a container (`fl_lightning.core.container`) of the kind ``update`` or ``model``:
 
-    "FLLU", u8 version, u8 kind (0 update, 1 model), u8 number of transforms, u16 of metrics,
-    u64 length of the whole message, 16 bytes fingerprint of space and mask,
-    u64 round, u64 client, u64 examples, u64 local steps,
-    transforms and metrics' names (u16 length, UTF-8), f64 metrics, params, buffers, u32 CRC-32
+    fields     space (fingerprint of space and mask), transforms and metrics (names), and what
+               the payloads params and buffers say; those that say nothing are left out
+    tensors    numbers (int64: round, client, examples, local steps), metrics (float64), payloads
 
-Decoding trusts nothing: every length is checked before it is used, every number must be finite,
-nothing may follow. A message has one encoding only: what decodes, encodes to the same bytes.
-
-The checksum is for accidents. CRC-32 finds every burst of up to 32 wrong bits and misses one of
-2^32 other accidents; it is in Python's library and runs at several times the speed of BLAKE2b or of
-SHA-256. Against forgers no checksum without a key helps: for these there are signatures and
-authenticated channels.
+Every number of a payload must be finite; a metric may be NaN, it is only shown.
 
 Bytes up and down of one client, counted without encoding: those of the real encoding.
 
@@ -26,24 +19,30 @@ that a run computes it once.
 
 from __future__ import annotations
 
-import re
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fl_lightning.core.container import Form, read, size_of, write
+from fl_lightning.core.plain_json import (
+    MessageError,
+    check_form,
+    check_hex,
+    check_whole,
+    fields_of,
+    shown,
+)
 from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
-from fl_lightning.updates.payload import Dense, Payload
-from fl_lightning.updates.wire.coding import DecodeError, Reader
-from fl_lightning.updates.wire.payload_codec import Part, payload_size, read_payload, write_payload
+from fl_lightning.updates.payload import Dense, Payload, layout_of, read_payload, tensors_of
 
 MessageKind = Literal["update", "model"]
-LARGEST_NUMBER = 2**63 - 1
+_NUMBERS = ("round_index", "client_id", "num_examples", "num_steps")
+_PAYLOADS = ("params", "buffers")
+_FIELDS = ("space", "transforms", "metrics", *_PAYLOADS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ class Message:
         transforms: what has been done to the delta, in order.
 
     Raises:
-        ValueError: if a field is outside its range.
+        MessageError: if a field is outside its range.
     """
 
     kind: MessageKind
@@ -78,17 +77,13 @@ class Message:
     transforms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("[0-9a-f]{32}", self.space):
-            raise ValueError(f"space must be 32 hexadecimal digits, got {self.space!r}")
-        for name in ("round_index", "client_id", "num_examples", "num_steps"):
-            if not 0 <= getattr(self, name) <= LARGEST_NUMBER:
-                raise ValueError(f"{name} must be from 0 to 2^63 - 1, got {getattr(self, name)}")
+        check_hex("space", self.space, 32)
+        for name in _NUMBERS:
+            check_whole(name, getattr(self, name))
         if self.kind == "update" and not self.num_examples:
-            raise ValueError("num_examples of an update must be at least 1, got 0")
+            raise MessageError("num_examples of an update must be at least 1, got 0")
         if self.kind == "model" and (self.num_examples or self.num_steps):
-            raise ValueError("num_examples and num_steps of a model must be 0")
-        _check_names("metrics", tuple(self.metrics), at_most=2**16 - 1)
-        _check_names("transforms", self.transforms, at_most=2**8 - 1)
+            raise MessageError("num_examples and num_steps of a model must be 0")
 
     @classmethod
     def of_update(
@@ -140,14 +135,6 @@ class Message:
         )
 
 
-def _check_names(what: str, names: tuple[str, ...], at_most: int) -> None:
-    if len(names) > at_most:
-        raise ValueError(f"at most {at_most} {what} can be sent, got {len(names)}")
-    for name in names:
-        if len(name.encode()) >= 2**16:
-            raise ValueError(f"names of {what} must be below 65536 bytes, got {name[:50]}…")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """What the receiver of a message knows beforehand; a message that differs is refused.
@@ -170,32 +157,20 @@ class Agreement:
     transforms: tuple[str, ...] = ()
 
 
-MAGIC = b"FLLU"
-VERSION = 1
-_HEADER = struct.Struct("<4sBBBHQ16s4Q")
-_TEXT = struct.Struct("<H")
-_METRIC = struct.Struct("<d")
-_CHECKSUM = struct.Struct("<I")
-_KINDS: tuple[MessageKind, ...] = ("update", "model")
-
-
 def encoded_size(message: Message) -> int:
     """Return the length of `encode`'s result in bytes, without encoding.
 
     It does not look at values, only at shapes, dtypes, names and the indices of sparse payloads.
     """
-    names = (*message.transforms, *message.metrics)
-    texts = sum(_TEXT.size + len(name.encode()) for name in names)
-    payloads = payload_size(message.params) + payload_size(message.buffers)
-    metrics = _METRIC.size * len(message.metrics)
-    return _HEADER.size + texts + metrics + payloads + _CHECKSUM.size
+    fields, forms = _layout(message)
+    return size_of(message.kind, fields, forms)
 
 
 def encode(message: Message) -> bytes:
     """Return the message as bytes.
 
     Raises:
-        ValueError: if a payload cannot be sent, e.g. because a number is not finite.
+        MessageError: if a payload cannot be sent, e.g. because a number is not finite.
 
     Example:
         >>> import torch
@@ -211,18 +186,16 @@ def encode(message: Message) -> bytes:
         >>> decode(data[:-1], agreement)
         Traceback (most recent call last):
         ...
-        fl_lightning.updates.wire.coding.DecodeError: the message has 96 bytes and says it has 97
+        fl_lightning.core.plain_json.MessageError: the checksum differs: bytes changed on the way
     """
-    parts: list[Part] = [_text(name) for name in message.transforms]
-    parts += [_text(name) for name in message.metrics]
-    parts += [_METRIC.pack(float(value)) for value in message.metrics.values()]
-    parts += write_payload(message.params) + write_payload(message.buffers)
-    length = _HEADER.size + sum(map(len, parts)) + _CHECKSUM.size
-    parts.insert(0, _header(message, length))
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return b"".join([*parts, _CHECKSUM.pack(checksum)])
+    numbers = [getattr(message, name) for name in _NUMBERS]
+    tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
+    if message.metrics:
+        metrics = [float(value) for value in message.metrics.values()]
+        tensors["metrics"] = torch.tensor(metrics, dtype=torch.float64)
+    for name in _PAYLOADS:
+        tensors |= tensors_of(name, getattr(message, name))
+    return write(message.kind, _layout(message)[0], tensors)
 
 
 def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Message:
@@ -233,98 +206,62 @@ def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Messag
         agreement: what the message must be.
 
     Raises:
-        DecodeError: if the bytes are not exactly what `encode` returns for some message, or if
+        MessageError: if the bytes are not exactly what `encode` returns for some message, or if
             that message is not of the kind, space, round, sizes and transforms agreed on.
     """
-    _check_frame(data)
-    reader = Reader(memoryview(data)[: -_CHECKSUM.size])
-    _, _, kind, num_transforms, num_metrics, _, space, *numbers = reader.fields(_HEADER, "header")
-    if kind >= len(_KINDS):
-        raise DecodeError(f"unknown kind of message: {kind}")
-    _check_header(_KINDS[kind], space.hex(), numbers, agreement)
-    transforms = tuple(reader.text(_TEXT, "transforms") for _ in range(num_transforms))
-    _check("transforms", transforms, agreement.transforms)
-    metrics = _read_metrics(reader, num_metrics)
-    params = read_payload(reader, agreement.num_params)
-    buffers = read_payload(reader, agreement.num_buffers)
-    if reader.left:
-        raise DecodeError(f"{reader.left} bytes follow the message")
-    round_index, client_id, num_examples, num_steps = numbers
-    try:
-        return Message(
-            kind=agreement.kind,
-            space=agreement.space,
-            round_index=round_index,
-            client_id=client_id,
-            params=params,
-            buffers=buffers,
-            num_examples=num_examples,
-            num_steps=num_steps,
-            metrics=metrics,
-            transforms=transforms,
-        )
-    except ValueError as error:
-        raise DecodeError(str(error)) from None
-
-
-def _text(name: str) -> bytes:
-    data = name.encode()
-    return _TEXT.pack(len(data)) + data
-
-
-def _header(message: Message, length: int) -> bytes:
-    return _HEADER.pack(
-        MAGIC,
-        VERSION,
-        _KINDS.index(message.kind),
-        len(message.transforms),
-        len(message.metrics),
-        length,
-        bytes.fromhex(message.space),
-        message.round_index,
-        message.client_id,
-        message.num_examples,
-        message.num_steps,
+    fields, tensors = read(data, agreement.kind)
+    given = fields_of(fields, tuple(n for n in _FIELDS if n == "space" or n in fields), "a message")
+    _check("space", given["space"], agreement.space)
+    _check("transforms", given.get("transforms", []), list(agreement.transforms))
+    numbers = tensors.pop("numbers", torch.empty(0))
+    if numbers.dtype != torch.int64 or numbers.shape != (len(_NUMBERS),):
+        raise MessageError(f"numbers must be {len(_NUMBERS)} of int64")
+    about = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+    _check("round", about["round_index"], agreement.round_index)
+    message = Message(
+        kind=agreement.kind,
+        space=agreement.space,
+        params=read_payload("params", given.get("params"), tensors, agreement.num_params),
+        buffers=read_payload("buffers", given.get("buffers"), tensors, agreement.num_buffers),
+        metrics=_read_metrics(given.get("metrics", []), tensors),
+        transforms=agreement.transforms,
+        **about,
     )
+    if tensors:
+        raise MessageError(f"tensors of a message that are not known: {shown(sorted(tensors))}")
+    check_form(_layout(message)[0], fields)
+    return message
 
 
-def _check_frame(data: bytes | bytearray | memoryview) -> None:
-    reader = Reader(data)
-    size = reader.left
-    magic, version, _, _, _, length, *_ = reader.fields(_HEADER, "header")
-    if magic != MAGIC:
-        raise DecodeError(f"not a message: it starts with {magic!r} instead of {MAGIC!r}")
-    if version != VERSION:
-        raise DecodeError(
-            f"the message has version {version}, this program reads version {VERSION}: "
-            "use the same fl_lightning on both sides"
-        )
-    if length != size:
-        raise DecodeError(f"the message has {size} bytes and says it has {length}")
-    body = reader.take(reader.left - _CHECKSUM.size, "body") if reader.left >= 4 else b""
-    (checksum,) = reader.fields(_CHECKSUM, "checksum")
-    if checksum != zlib.crc32(body, zlib.crc32(memoryview(data)[: _HEADER.size])):
-        raise DecodeError("the checksum differs: bytes changed on the way")
-
-
-def _check_header(kind: MessageKind, space: str, numbers: list[int], agreement: Agreement) -> None:
-    _check("kind", kind, agreement.kind)
-    _check("space", space, agreement.space)
-    _check("round", numbers[0], agreement.round_index)
-    if max(numbers) > LARGEST_NUMBER:
-        raise DecodeError(f"a number is beyond {LARGEST_NUMBER}")
+def _layout(message: Message) -> tuple[dict[str, Any], dict[str, Form]]:
+    """Return the fields of a message, those that say nothing left out, and its tensors' forms."""
+    forms: dict[str, Form] = {"numbers": ("I64", (len(_NUMBERS),))}
+    if message.metrics:
+        forms["metrics"] = ("F64", (len(message.metrics),))
+    fields: dict[str, Any] = {
+        "space": message.space,
+        "transforms": list(message.transforms),
+        "metrics": list(message.metrics),
+    }
+    for name in _PAYLOADS:
+        fields[name], own = layout_of(name, getattr(message, name))
+        forms |= own
+    return {name: value for name, value in fields.items() if value}, forms
 
 
 def _check(what: str, found: object, agreed: object) -> None:
     if found != agreed:
-        raise DecodeError(f"{what} {found!r} instead of {agreed!r}")
+        raise MessageError(f"{what} {found!r} instead of {agreed!r}")
 
 
-def _read_metrics(reader: Reader, count: int) -> dict[str, Tensor | float]:
-    names = [reader.text(_TEXT, "names of metrics") for _ in range(count)]
-    if len(set(names)) < count:
-        raise DecodeError("two metrics have the same name")
-    return {name: reader.fields(_METRIC, "metrics")[0] for name in names}
+def _read_metrics(names: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    values = tensors.pop("metrics", torch.empty(0, dtype=torch.float64))
+    if values.dtype != torch.float64 or values.ndim != 1 or type(names) is not list:
+        raise MessageError("metrics must be a list of names and a vector of float64")
+    metrics = dict(zip(map(str, names), values.tolist(), strict=False))
+    if len(metrics) != len(names) or len(metrics) != len(values):
+        raise MessageError("metrics must have different names, and a value each")
+    return metrics
 
 
 Shape = tuple[int, torch.dtype]
@@ -337,8 +274,8 @@ def bytes_up(updates: ClientUpdate | Updates) -> int:
 
     Example:
         >>> update = ClientUpdate(0, torch.zeros(100), torch.zeros(0), 5, 1, {"train/loss": 0.5})
-        >>> bytes_up(update)  # 4 bytes a number and 109 for everything else
-        509
+        >>> bytes_up(update)  # 4 bytes a number and 424 for everything else
+        824
     """
     updates = Updates.of(updates)
     active = None if updates.active is None else updates.active[0]
