@@ -15,6 +15,7 @@ from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort, as_cohort
@@ -160,6 +161,7 @@ class Options:
             ConfigurationError: for values out of range, and for what does not go together; all of
                 them at once.
         """
+        check_kinds(Options.__init__, locals())
         super().__init__()
         self.cohort = AllClients() if cohort is None else cohort
         self.local_steps, self.local_epochs = local_steps, local_epochs

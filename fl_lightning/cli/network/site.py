@@ -1,4 +1,7 @@
-"""A site's Trainer, as Lightning's command line makes it: it follows orders."""
+"""A site's Trainer, as Lightning's command line makes it: it follows the server's orders.
+
+It trains, evaluates, and sends what the mask or head of the configuration's `MaskCalibration` needs.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,33 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fl_lightning.callbacks.calibration.apply import WhatMoves
+from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
+from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.over_network.site_calibration import SiteCalibration
-from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.shards import ClientShards
+from fl_lightning.federation import visiting
+from fl_lightning.flower.failures import OrderRefused
+from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.server.calibration import SUMS, VALUES
 from fl_lightning.flower.server.checks import of_transforms
+from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.site_facts import STAGES, SiteFacts
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.flower.whole_model import hold_model, of_stage
+from fl_lightning.sparsity.heads import OneExchange
 
 # what a site's Trainer has nothing to do with
 _SITE_WORDS = (
@@ -62,7 +78,7 @@ class _LimitedTensors(TorchDispatchMode):
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Return how many numbers an argument asks a function for that makes a tensor."""
+    """Size of the tensor that a function makes for an argument."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
@@ -70,7 +86,7 @@ def _numbers(argument: Any, name: str) -> int:
 
 
 def run_site(fit: Fit, policy: Policy) -> None:
-    """Have a site's Trainer follow the orders of one run.
+    """Run a site's Trainer on the orders of one run.
 
     Args:
         fit: what it is to follow.
@@ -83,7 +99,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
         """A fit on orders."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Have the Trainer follow orders instead of running rounds."""
+            """Build the Trainer with a callback that follows orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
@@ -143,7 +159,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
 
 
 def site_process(folder: str) -> None:
-    """Be a site's resident process: answer orders until told to end.
+    """Run a site's resident process: answer orders until told to end.
 
     Args:
         folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
@@ -178,3 +194,57 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
 def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
     """Return the numbers of examples of a site's clients."""
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
+
+
+class SiteCalibration:
+    """Answers orders to calibrate.
+
+    Args:
+        calibration: of the configuration.
+    """
+
+    def __init__(self, calibration: MaskCalibration) -> None:
+        self._calibration = calibration
+
+    def what_moves(self, trainer: Trainer) -> WhatMoves:
+        """Return the object that puts masks on a Trainer's module."""
+        return self._calibration.what_moves(trainer)
+
+    def answer(self, trainer: Trainer, order: Order) -> Done:
+        """Compute the answers of an order's clients with the order's model; the module stays as it is."""
+        found = self._scores if order.options.get("what") == "scores" else self._sums
+        answers: list[ClientAnswer] = []
+        tensors: dict[str, Tensor] = {}
+        for client, num_examples, sums in found(trainer, order):
+            answers.append(ClientAnswer(client=client, num_examples=num_examples))
+            tensors |= {f"{client}/{SUMS}{name}": tensor.cpu() for name, tensor in sums.items()}
+        return Done(answers, tensors)
+
+    def _scores(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Return the scores of clients: each with its number of examples."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        device = trainer.strategy.root_device
+        values = {n: t.to(device) for n, t in of_stage(VALUES, order.tensors).items()}
+        ids = order.options["version"], order.options["round"]
+        with scoring(trainer) as visit:
+            hold_model(visit.module, order.tensors)
+            score = self._calibration.scores.score(visit, clients_as_owners(data), values, ids)
+            found = [(client, score(client, count)) for client, count in order.options["examples"]]
+        return [(client, scores.num_examples, dict(scores.sums)) for client, scores in found]
+
+    def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Return the sums for the head of clients."""
+        fit = self._calibration.head_fit
+        if not isinstance(fit, OneExchange):
+            raise OrderRefused("policy", "this run fits no head by one exchange of sums")
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        owners, module = clients_as_owners(data), trainer.lightning_module
+        head = linear_head(module, self._calibration.heads(module))
+        found = []
+        with visiting(trainer, mode="eval") as visit, scoring_context(trainer):
+            hold_model(visit.module, order.tensors)
+            for client in order.clients:
+                features = owner_features(visit, owners, client, head, fit)
+                sums = fit.sums(features, head.in_features, head.out_features)
+                found.append((client, 0, {"head": sums}))
+        return found

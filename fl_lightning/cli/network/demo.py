@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import resolve
 from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
@@ -102,7 +102,7 @@ def _recorded(config: dict[str, Any], folder: Path) -> str:
 
 
 def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:
-    """Return which clients each site has."""
+    """Clients of each site."""
     count = config["data"]["init_args"].get("num_clients")
     if not count or count < len(names):
         raise ConfigurationError(
@@ -144,7 +144,7 @@ def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]
 
 
 def _apart(folder: Path) -> dict[str, float]:
-    """Return how far each weight is apart in the two last checkpoints: 0 for the same bits."""
+    """Largest difference of each weight between the two last checkpoints; 0 if they are bit-identical."""
     found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
     if not all(found):
         raise RoundFailure("a run has written no checkpoint")

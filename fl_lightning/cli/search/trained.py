@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.cli.networks import Networks
+from fl_lightning.cli.latency import Networks
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
@@ -66,7 +66,7 @@ def look_at(
     validate: Validate,
     resolve: Resolve,
 ) -> None:
-    """Have a function look at the supernet that options mean.
+    """Call a function with the supernet that options name.
 
     Args:
         given: the options.

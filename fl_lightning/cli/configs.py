@@ -10,19 +10,19 @@ from pathlib import Path
 
 from fl_lightning.core.errors import ConfigurationError
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 # by folder, what runs the files in it
 _COMMANDS = {"experiments": "compare --config", "sweeps": "sweep --search"}
-_OPTIONS = ("--config", "-c", "--search")
+_OPTIONS = ("--config", "-c", "--search", "-s")
 _USAGE = """\
 usage: fl-lightning configs [copy NAME [FILE]]
 
-Without more it lists the configurations that --config takes by name; copy writes one to
-FILE (NAME.yaml in this folder if it is left out), to be edited."""
+Without more it lists the configurations that --config takes by name; copy
+writes one to FILE (NAME.yaml in this folder if it is left out), to be edited."""
 
 
 def folder() -> Path:
-    """Return where they are: inside the installed package, or beside it in a checkout."""
+    """Folder of the configurations: inside the installed package, or beside it in a checkout."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 

@@ -15,12 +15,13 @@ TEMPLATES = {
     "tabular": "a table of patients, a regression",
 }
 _NAME = "my_project"  # in the templates
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).with_name("projects")
 _USAGE = "\n".join(
     [
         "usage: fl-lightning init FOLDER [--template images|text|tabular]",
         "",
-        "Makes a folder with a module, a data module, a YAML, a test and a README that run at once.",
+        "Makes a folder with a module, a data module, a YAML, a test and a README, all of",
+        "which run as they are:",
         *(f"  {name.ljust(8)}  {line}" for name, line in TEMPLATES.items()),
     ]
 )

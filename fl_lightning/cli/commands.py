@@ -1,20 +1,74 @@
-"""Lightning's own subcommands, fit, validate, test and predict: run, and resolved without being run."""
+"""The commands: what runs each, and fits that are resolved or run on behalf of another command.
+
+``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
+``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``
+trains over a real network.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from io import StringIO
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType
 
-from fl_lightning.cli.console import console
-from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.mistakes.constructors import watched
-from fl_lightning.cli.mistakes.errors import explain
-from fl_lightning.cli.runs import RunConfig
+from fl_lightning.cli.errors import Parser, explain
+from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
+from fl_lightning.cli.help import COMMANDS
+from fl_lightning.cli.runs import RunConfig, console
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+
+# modules that take seconds to import: each has a function of its command's name
+_HOMES = {
+    "compare": "fl_lightning.experiments.compare",
+    "sweep": "fl_lightning.cli.sweep",
+    "search": "fl_lightning.cli.search",
+    "latency": "fl_lightning.cli.latency",
+    "network": "fl_lightning.cli.network",
+}
+
+
+def parser_of(command: str) -> Parser:
+    """Return the parser of one of our commands.
+
+    Args:
+        command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+    """
+    parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
+    home = import_module(_HOMES[command])
+    if command == "network":
+        home.add_commands(parser, Parser)
+    else:
+        home.add_arguments(parser)
+    return parser
+
+
+def run_command(args: ArgsType) -> None:
+    """Run a command; a setting that cannot work ends it with one sentence.
+
+    Args:
+        args: words of the command line, as the door gives them on.
+    """
+    ended_with_a_sentence(lambda: _run(args))
+
+
+def _run(words: Any) -> None:
+    """Run one of our commands, or one of Lightning's."""
+    command, *rest = words if isinstance(words, list) and words else [""]
+    if command not in _HOMES:
+        run_lightning(words)
+        return
+    functions: dict[str, dict[str, Any]] = {
+        "compare": {"resolve": resolve},
+        "sweep": {"resolve": resolve, "fit": fit_trial},
+        "search": {"validate": validate, "resolve": resolve},
+    }
+    run = getattr(import_module(_HOMES[command]), command)
+    run(rest, parser=parser_of(command), **functions.get(command, {}))
 
 
 def resolve(words: Sequence[str]) -> str:
@@ -47,13 +101,13 @@ def fit_trial(words: Sequence[str], callback: Callback) -> None:
     Raises:
         ConfigurationError: for a setting that cannot work, whoever refuses it.
     """
-    with console(), watched() as watch:
+    with console():
         try:
             run_lightning(["fit", *words], [callback])
         except (ClientFailure, RoundFailure):
             raise
         except Exception as error:
-            sentence = explain(error, watch)
+            sentence = explain(error)
             if sentence is None:
                 raise
             raise ConfigurationError(sentence) from error

@@ -187,7 +187,7 @@ def _add_run(parser: ArgumentParser) -> None:
 
 
 def _run(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.cli.subcommands import resolve
+    from fl_lightning.cli.commands import resolve
     from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.following import carry_out
     from fl_lightning.flower.network.serving import control_of
@@ -245,7 +245,7 @@ def _add_demo(parser: ArgumentParser) -> None:
 
 
 def _demo(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.cli.over_network.compared_demo import compared_demo
+    from fl_lightning.cli.network.demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
     compared_demo([*_configs(given.config), *rest], parse_sites(given.sites), given.rounds, _say)

@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.networks import Networks, add_networks, networks_of
-from fl_lightning.cli.outputs import check_file, check_folder
-from fl_lightning.cli.trained import Resolve, Trained, Validate, is_asked_for, look_at
+from fl_lightning.cli.latency import Networks, add_networks, check_file, check_folder, networks_of
+from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
 from fl_lightning.experiments.compare import split
@@ -206,7 +205,7 @@ def _search_trained(given: Any, trained: Trained) -> None:
 
 
 def retraining_of(networks: Networks, **options: Any) -> Retraining:
-    """Return what makes the configuration that trains a network that was found."""
+    """Return the function from an architecture to the configuration that trains it."""
 
     def configuration(architecture: Architecture) -> dict[str, Any]:
         return retraining(architecture, networks.options, image_size=networks.side, **options)
@@ -235,7 +234,7 @@ def _search(
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Return what is maximised without a trained supernet."""
+    """Objective of a search without a trained supernet."""
     if given.score in ("params", "flops"):
         return CostScore(costs, given.score)
     if given.score == "accuracy":

@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
-from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
 from fl_lightning.flower.channel import Channel
@@ -134,7 +134,7 @@ class OverSites:
         )
 
     def end(self) -> None:
-        """Have sites forget the run."""
+        """Tell the sites that the run is over; they delete its state."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -232,7 +232,7 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
 
 
 def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
-    """Return what sites say of examples that clients hold out."""
+    """Number of held-out examples by client."""
     return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 
