@@ -148,21 +148,6 @@ class Parser(LightningArgumentParser):
         print(in_lines(told, sys.stderr), file=sys.stderr)
         sys.exit(2)
 
-    @override
-    def _load_config_parser_mode(self, content: str, path: Any = "", *args: Any, **kw: Any) -> Any:
-        """Name the file that is no YAML, or holds no options."""
-        try:
-            return super()._load_config_parser_mode(content, path, *args, **kw)
-        except TypeError as error:
-            kind, _, said = str(error).partition(":")
-            if kind == "Unexpected config":
-                told = "it holds no options, which are written as name: value"
-            elif kind == "Problems parsing config":
-                told = "it is no YAML:" + said.replace('in "<unicode string>", line', "at line")
-            else:
-                raise
-            raise TypeError(f"{path or 'config'}: {told}") from error
-
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Register a builder of models or data modules, whose refusals pass as those of other classes."""
         takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters

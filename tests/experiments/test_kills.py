@@ -100,7 +100,7 @@ def command_of(pid):
         return ""
 
 
-def kill(process, signum, seconds=SECONDS):
+def kill(process, signum):
     process.send_signal(signum)
     process.wait()
     left = []
@@ -109,7 +109,7 @@ def kill(process, signum, seconds=SECONDS):
         left[:] = members(process.pid)
         return not left
 
-    assert wait_until(is_alone, seconds), [command_of(pid) for pid in left]
+    assert wait_until(is_alone, SECONDS), [command_of(pid) for pid in left]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,7 @@ def test_nobody_is_left_of_ten_kills_at_any_moment_and_the_results_are_the_same(
             time.sleep(draws.uniform(0, 3))
             if process.poll() is not None:
                 break
-            # the server of a sweep's processes notices when it has imported what they need
-            kill(process, signum := draws.choice(SIGNALS), 60 if moment == "import" else SECONDS)
+            kill(process, signum := draws.choice(SIGNALS))
             killed.append((moment, signum.name))
             print(*killed[-1])
     for out in ("out", "whole"):
