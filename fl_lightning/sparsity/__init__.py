@@ -1,4 +1,4 @@
-"""Which parameters may move, found from a model's sensitivity to them."""
+"""Sparse training: masks calibrated from sensitivities, masked optimizers, task vectors, fitted heads."""
 
 from fl_lightning.sparsity.calibration.calibrate import Calibration, calibrate
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan, soften
