@@ -1,6 +1,6 @@
-"""C code behind one door: dense layers, sorts, optimizer steps, noise; each has a way without a compiler.
+"""C kernels for dense layers, sorts, optimizer steps and noise, each with a fallback without a compiler.
 
-A door: other rooms import these names and nothing past them.
+Other rooms import only these names.
 """
 
 from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
