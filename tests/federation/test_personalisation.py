@@ -464,7 +464,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("personal", "module", "block", "message"),
         [
-            (Personal(["*"]), ToyModule, {}, "every parameter of ToyModule that trains is personal"),
+            (Personal(["*"]), ToyModule, {}, "every trainable parameter of ToyModule is personal"),
             (APFL(), Searching, {}, "APFL does not work with LBFGS"),
             (Ditto(1.0), Climbing, {}, "federation.personal.pull .* has maximize"),
             (FineTuned(3), Masked, {}, "FineTuned takes its steps with a new optimizer"),
