@@ -49,18 +49,18 @@ CAPS = {
     "cli": (5100, 38),
     "client": (4600, 35),
     "core": (2524, 21),
-    "data": (6993, 34),
+    "data": (6918, 34),
     "engines": (4708, 34),
     "experiments": (3450, 30),
     "federation": (13132, 77),
     "flower": (9722, 76),
     "kernels": (1661, 10),
     "models": (1126, 8),
-    "nas": (11579, 46),
-    "privacy": (2801, 15),
+    "nas": (11519, 46),
+    "privacy": (2766, 15),
     "secure": (5260, 24),
     "server": (4000, 22),
-    "sparsity": (3436, 23),
+    "sparsity": (3402, 23),
     "updates": (2700, 14),
     "__main__": (10, 1),
     "__init__": (190, 1),
@@ -68,9 +68,9 @@ CAPS = {
 # What is left to mend, as figures that may only fall.
 MOST_FILES_IN_CIRCLES = 9
 MOST_PAST_FEDERATIONS_DOOR = 46
-MOST_NAMES_TWICE = 6
+MOST_NAMES_TWICE = 5
 MOST_WITH_ONE_IMPORTER = 0.26
-MOST_OLD_MANNER = 468
+MOST_OLD_MANNER = 401
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

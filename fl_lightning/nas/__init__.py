@@ -1,4 +1,4 @@
-"""Architecture search: spaces, relaxations, elastic layers, searches, costs, the supernet."""
+"""Neural architecture search: spaces, supernets, rules of relaxation, training-free searches, costs."""
 
 from fl_lightning.nas.alpha_gradients import Gradient, Reward
 from fl_lightning.nas.collapse import StopAtCollapse

@@ -378,7 +378,8 @@ class TestHuggingFace:
     def test_without_a_network_the_hub_is_refused_in_a_sentence(self, datasets, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
         refused(
-            lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]), "cannot be loaded from the hub"
+            lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]),
+            "cannot be loaded from the hub",
         )
 
 

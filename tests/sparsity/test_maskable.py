@@ -78,5 +78,5 @@ def test_patterns():
         with pytest.raises(ConfigurationError, match=message):
             maskable_names(vit, **options)
     vit.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match="of the 0 parameters"):
+    with pytest.raises(ConfigurationError, match="of the 0 trainable parameters"):
         maskable_names(vit)
