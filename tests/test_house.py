@@ -54,7 +54,7 @@ CAPS = {
     "experiments": (3450, 30),
     "federation": (13132, 77),
     "flower": (9722, 76),
-    "kernels": (1661, 10),
+    "kernels": (1659, 10),
     "models": (1126, 8),
     "nas": (11519, 46),
     "privacy": (2766, 15),

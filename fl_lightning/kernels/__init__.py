@@ -1,7 +1,4 @@
-"""C kernels for dense layers, sorts, optimizer steps and noise, each with a fallback without a compiler.
-
-Other rooms import only these names.
-"""
+"""C kernels with fallbacks: dense layers, sorts, steps, noise; other rooms import only these names."""
 
 from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
 from fl_lightning.kernels.layers import (
