@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.report import ratio
 from fl_lightning.updates import QSGD, Affine, Cast, PowerSGD, RandomK, Sign, TopK, ternary
+from fl_lightning.updates.message import Agreement, Message, decode, encode, encoded_size
 from fl_lightning.updates.payload import FLOATS, Dense, Payload, Quantised, Sparse
 from fl_lightning.updates.transform import Chain, UpdateTransform
-from fl_lightning.updates.wire.message import Agreement, Message, decode, encode, encoded_size
 
 SPACE = "0" * 32
 HEADER = (

@@ -33,9 +33,9 @@ from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.clip import clipped
+from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
-from fl_lightning.updates.wire.message import Agreement, Message, decode, encode
 
 SPACE = "0" * 32
 Tap = Callable[[Sequence[Tensor], int], Tensor]  # every client's delta, whose message -> as seen

@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fl_lightning.core.container import as_tensor, bytes_of
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
+from fl_lightning.federation import Transport
+from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.wire.coding import DecodeError
-from fl_lightning.updates.wire.message import Agreement, Message, decode, encode
 
 _NO_MASK = "0" * 32
 
@@ -69,7 +69,7 @@ class Packing:
 
         Raises:
             MessageError: if there are none.
-            DecodeError: for bytes that are not one of this client, this round and this space.
+            MessageError: for bytes that are not one of this client, this round and this space.
         """
         agreement = Agreement(
             kind="update",
@@ -81,7 +81,7 @@ class Packing:
         )
         message = decode(bytes_of(data), agreement)
         if message.client_id != client:
-            raise DecodeError(f"the update is of client {message.client_id}, not of {client}")
+            raise MessageError(f"the update is of client {message.client_id}, not of {client}")
         delta = self._path.opened(
             message.params, round_index=round_index, client_id=client, like=self._like
         )
@@ -118,7 +118,7 @@ class Packing:
         """Return the model of `whole_model`.
 
         Raises:
-            DecodeError: for bytes that are not one of this round and this space.
+            MessageError: for bytes that are not one of this round and this space.
         """
         message = self._message_of_model(data, round_index, self._space.size, ())
         return self._opened(message.params.to_dense(), message)
@@ -127,7 +127,7 @@ class Packing:
         """Return the model that clients of a round begin with.
 
         Raises:
-            DecodeError: for bytes that are not one of this round and this space.
+            MessageError: for bytes that are not one of this round and this space.
         """
         num_params = self._broadcast.num_sent(self._space.size)
         message = self._message_of_model(data, round_index, num_params, self._broadcast.names)
@@ -157,7 +157,7 @@ class Packing:
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:
-            raise DecodeError(
+            raise MessageError(
                 f"the numbers are {tuple(vector.shape)} of {vector.dtype}, "
                 f"not ({self._space.size},) of {self._space.dtype}"
             )

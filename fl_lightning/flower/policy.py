@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.plain_json import MessageError, shown
+from fl_lightning.flower.messages import check_site
 from fl_lightning.flower.rules.class_paths import DEFAULT, Refused, checked
 from fl_lightning.flower.rules.layers import laid_over, shared_part, without_callbacks
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.wire.fields import check_site
-from fl_lightning.flower.wire.plain_json import MessageError, shown
 
 __all__ = ["Policy", "Refused"]
 

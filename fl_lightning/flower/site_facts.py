@@ -7,9 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import (
+    MessageError,
+    check_hex,
+    check_string,
+    check_whole,
+    fields_of,
+    shown,
+)
 from fl_lightning.flower.messages import Answer
-from fl_lightning.flower.wire.fields import check_hex, check_whole, fields_of
-from fl_lightning.flower.wire.plain_json import MessageError, check_string, shown
 
 STAGES = ("validation", "test")  # for which clients hold out examples
 _DIGITS = {"signing": 64, "sum_key": 16}

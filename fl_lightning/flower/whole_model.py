@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
 
 _MODEL, _BITS = "stage/model/", "stage/mask/"

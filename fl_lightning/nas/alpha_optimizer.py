@@ -29,7 +29,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.stage import Stage
+from fl_lightning.federation import Stage
 
 
 @final

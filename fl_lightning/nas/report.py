@@ -30,9 +30,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.federation.checkpoints.run_folder import CONFIG, run_folder
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.loggers import log_figure
+from fl_lightning.federation import CONFIG, Federation, log_figure, run_folder
 from fl_lightning.nas import pictures
 from fl_lightning.nas.alpha_optimizer import ServerSearchStep
 from fl_lightning.nas.checks import (

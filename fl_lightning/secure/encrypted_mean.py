@@ -28,6 +28,7 @@ from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, gene
 from fl_lightning.secure.encryption.encrypted_update import (
     CKKSLayout,
     EncryptedUpdate,
+    encrypted_size,
     most_sensitive,
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierRun
@@ -162,11 +163,11 @@ class EncryptedMean(Aggregator):
         encrypted = max(1, round(self.fraction * size))
         if self._paillier is not None:
             self._paillier.sums(size)  # the first round encrypts all
-            ciphertexts = self._paillier.sums(encrypted)[0].num_bytes
+            count, width = 1, self._paillier.sums(encrypted)[0].num_bytes
         else:
             count = -(-encrypted // self._parameters.slots)
-            ciphertexts = count * ciphertext_bytes(self._parameters)
-        up = ciphertexts + 4 * (size - encrypted)
+            width = ciphertext_bytes(self._parameters)
+        up = encrypted_size(count, width, size - encrypted)
         return up + 4 * size // num_clients, up // num_clients
 
     def start_round(self, round_index: int) -> None:

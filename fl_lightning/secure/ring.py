@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.updates.wire.coding import DecodeError, pack, packed_size, unpack
+from fl_lightning.core.plain_json import MessageError
+from fl_lightning.updates.coding import pack, packed_size, unpack
 
 RingIntegers = NDArray[Any]
 
@@ -102,10 +103,10 @@ class Ring:
         """Return ``count`` integers.
 
         Raises:
-            DecodeError: if these are not exactly the bytes of so many.
+            MessageError: if these are not exactly the bytes of so many.
         """
         if len(data) != self.packed_size(count):
-            raise DecodeError(
+            raise MessageError(
                 f"{count} integers of {self.bits} bits fill {self.packed_size(count)} bytes, "
                 f"not {len(data)}"
             )
@@ -120,7 +121,7 @@ class Ring:
             tail = raw[count * whole :]
             planes[:, whole] = unpack(tail, count, rest)
             if not np.array_equal(pack(planes[:, whole].copy(), rest), tail):
-                raise DecodeError("unused bits at the end must be zero")
+                raise MessageError("unused bits at the end must be zero")
         values: RingIntegers = planes.view(self.dtype).ravel()
         return values
 

@@ -32,7 +32,7 @@ class EncryptedRound(Protocol):
         """Return the server's sum with one more update in it; None for the sum of nothing.
 
         Raises:
-            DecodeError: if the update is not one of a client of this round.
+            MessageError: if the update is not one of a client of this round.
         """
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:

@@ -67,7 +67,7 @@ class SecureSum:
         >>> secure_sum(updates, round_index=0, seed=0).total
         array([16, 27], dtype=uint16)
         >>> secure_sum.bytes_up(2, 3)
-        687
+        2343
     """
 
     bits: int = 32

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+import torch
 
+from fl_lightning.core.container import as_tensor, bytes_of, read, write
 from fl_lightning.secure.entropy import system_entropy
 from fl_lightning.secure.protocol.keys import (
     AgreementKey,
@@ -75,7 +77,7 @@ def shortcut(
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
         >>> outcome = shortcut(session, vectors, {3: ProtocolStage.MASK})
         >>> outcome.total, outcome.costs.bytes_up[0], outcome.costs.bytes_up[3]
-        (array([3, 3], dtype=uint32), 838, 580)
+        (array([3, 3], dtype=uint32), 2502, 1480)
     """
     first_silent = checked_dropouts(session, dropouts or {})
     count = _Count(session, first_silent, unit_seconds or UnitSeconds())
@@ -170,15 +172,22 @@ class _Count:
         for place in there:
             size = encoded_size(self._session, kind, *entries[place])
             self.costs.bytes_up[place] += size
-            self.costs.client_seconds += size * self._unit.message_byte
-            self.costs.server_seconds += size * self._unit.message_byte
+            self._add_message(size)
         if len(there) < least:
             raise AbortedError(f"{len(there)} clients answered at stage {stage.name}, not {least}")
         return there
 
     def _down(self, kind: type[AnyMessage], entries: Mapping[int, Entries]) -> None:
         for place, counts in entries.items():
-            self.costs.bytes_down[place] += encoded_size(self._session, kind, *counts)
+            size = encoded_size(self._session, kind, *counts)
+            self.costs.bytes_down[place] += size
+            self._add_message(size)
+
+    def _add_message(self, size: int) -> None:
+        """Add the seconds of a message, which one side writes and the other reads."""
+        seconds = self._unit.message + size * self._unit.message_byte
+        self.costs.client_seconds += seconds
+        self.costs.server_seconds += seconds
 
     def _add_seconds(self, participants: Places, sharers: Places, survivors: Places) -> None:
         session, unit = self._session, self._unit
@@ -210,6 +219,7 @@ class UnitSeconds:
         box: of sealing or opening the shares for one neighbour.
         share_term: of one share, per unit of the threshold.
         pad_byte: of adding one byte of a pad.
+        message: of writing or reading a message, whatever its length.
         message_byte: of writing or reading one byte of a message.
         signature: of making a signature.
         verification: of checking one.
@@ -224,6 +234,7 @@ class UnitSeconds:
     box: float = 0.0
     share_term: float = 0.0
     pad_byte: float = 0.0
+    message: float = 0.0
     message_byte: float = 0.0
     signature: float = 0.0
     verification: float = 0.0
@@ -247,17 +258,27 @@ class UnitSeconds:
             split(b"s" * 32, range(1, 41), 20, system_entropy)
 
         def pack() -> None:
-            ring.unpack(ring.pack(total), len(total))
+            data = write("MaskedVector", {}, {"values": as_tensor(ring.pack(total))})
+            _, tensors = read(data, "MaskedVector")
+            ring.unpack(bytes_of(tensors["values"]), len(total))
 
         return cls(
             agreement=_seconds(repetitions, agree) / 20,
             box=_seconds(repetitions, box) / 100,
             share_term=_seconds(repetitions, share) / (40 * 20),
             pad_byte=_seconds(repetitions, lambda: add_pad(total, b"k" * 32, ring)) / total.nbytes,
+            message=_seconds(repetitions, _messages) / 20,
             message_byte=_seconds(repetitions, pack) / total.nbytes / 2,
             signature=_seconds(repetitions, sign) / 10,
             verification=_seconds(repetitions, verify) / 10,
         )
+
+
+def _messages() -> None:
+    """Write and read ten short messages."""
+    for _ in range(10):
+        tensors = {"client": torch.tensor(0), "keys": torch.zeros(1, 64)}
+        read(write("Roster", {"session": "0" * 64}, tensors), "Roster")
 
 
 def _signing() -> tuple[Callable[[], None], Callable[[], None]]:

@@ -29,6 +29,7 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
@@ -50,7 +51,6 @@ OF_DOWNLOAD = Traits(
         Trait.ONE_MASK: "leave download out, or use one mask for all",
     },
 )
-from fl_lightning.updates.wire.message import Message, bytes_down, bytes_up, encoded_size
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
 Step = UpdateTransform | ErrorFeedback

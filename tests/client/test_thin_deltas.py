@@ -14,7 +14,7 @@ from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import dense_fold, dense_step
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import RunningMean, new_mean
-from fl_lightning.updates.wire.message import bytes_up
+from fl_lightning.updates.message import bytes_up
 
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"

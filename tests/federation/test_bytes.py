@@ -6,26 +6,22 @@ from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import FedDyn, Federation, FedProx, Scaffold, UniformCohort
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.updates.message import Message, encode
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.quantisers import Cast
-from fl_lightning.updates.wire.message import Message, encode
 
 
-def encoded_bytes(module, record, dtype, vectors_up=0, vectors_down=0):
-    """Encode a client's update and the model, both with that module's sizes and metrics.
-
-    So many more vectors as long as the update ride beside the buffers.
-    """
+def encoded_bytes(module, record, dtype):
+    """Encode a client's update and the model, both with that module's sizes and metrics."""
     sizes = (
         sum(p.numel() for p in module.parameters()),
         sum(b.numel() for b in module.buffers() if b.is_floating_point()),
     )
     params, buffers = (torch.randn(size).to(dtype) for size in sizes)
-    up, down = (torch.cat([buffers, *[params] * n]) for n in (vectors_up, vectors_down))
     metrics = {name: torch.randn(()) for name in record.means.names}
-    update = ClientUpdate(5, params, up, num_examples=3, num_steps=2, metrics=metrics)
+    update = ClientUpdate(5, params, buffers, num_examples=3, num_steps=2, metrics=metrics)
     up = Message.of_update(update, space="0" * 32, round_index=1)
-    down = Message("model", "0" * 32, 1, 5, Dense(params), Dense(down))
+    down = Message("model", "0" * 32, 1, 5, Dense(params), Dense(buffers))
     return len(encode(up)), len(encode(down))
 
 
@@ -59,12 +55,13 @@ def test_what_a_correction_needs_travels_as_well(engine, correction, vectors_up,
         return federation.rounds.record
 
     record = told()
-    up, down = encoded_bytes(ToyModule(), record, torch.float32, vectors_up, vectors_down)
+    k = sum(p.numel() for p in ToyModule().parameters())
+    up, down = encoded_bytes(ToyModule(), record, torch.float32)
+    up, down = up + 4 * k * vectors_up, down + 4 * k * vectors_down
     assert (record.total_bytes_up, record.total_bytes_down) == (6 * up, 6 * down)
     # the server cannot work out from a rounded update what the client has learnt of its own
     rounded = told(updates=[Cast("float16")])
     saved = record.total_bytes_up - rounded.total_bytes_up
     grown = 4 if correction.needs_mean and not vectors_up else 0
-    k = sum(p.numel() for p in ToyModule().parameters())
     assert saved == pytest.approx(6 * (2 - grown) * k, abs=6 * 40)  # but for the header
     assert rounded.total_bytes_down == record.total_bytes_down

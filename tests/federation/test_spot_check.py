@@ -50,7 +50,7 @@ from fl_lightning.server import FedBuff
 from fl_lightning.updates import QSGD, TopK
 
 
-def run(module, *callbacks, data=None, ckpt=None, max_epochs=5, trainer=None, **block):
+def run(module, *callbacks, data=None, ckpt=None, max_epochs=3, trainer=None, **block):
     options = {"local_epochs": 2, "slots": 3, "seed": 0, "engine": "slots", "spot_check": 1.0}
     federation = Federation(**options | block)
     fit = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
@@ -91,7 +91,7 @@ def checked(monkeypatch):
     return looked
 
 
-def spoil(monkeypatch, change, since=3):
+def spoil(monkeypatch, change, since=1):
     """From a round on, have slots give something else: their groups as ``change`` makes them."""
     right = SlotEngine.train
 
@@ -125,11 +125,11 @@ class TestWhatDiffersStopsTheRun:
         with pytest.raises(EnginesDiffer) as caught:
             run(module, rounds)
         said = str(caught.value)
-        assert f"round 3, client {caught.value.client_id}: " in said
+        assert f"round 1, client {caught.value.client_id}: " in said
         assert "its update differs by 1.0e-02 of itself" in said
         assert "Set federation.engine: sequential" in said
         # the round does not count: the model is that of the one before
-        assert len(rounds.ends) == 3
+        assert len(rounds.ends) == 1
         assert torch.equal(weights(module), rounds.ends[-1])
 
     @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ class TestWhatDiffersStopsTheRun:
             (value["train/loss"] if field == "metrics" else value).mul_(0.99)
             return group
 
-        spoil(monkeypatch, change, since=1)
+        spoil(monkeypatch, change)
         data = toy_data(batch_size=4, drop_last=True)
         with pytest.raises(EnginesDiffer, match=rf"round 1, client \d: .* its {name} differs"):
             run(toy(batch_norm=True), data=data)
@@ -153,7 +153,7 @@ class TestWhatDiffersStopsTheRun:
             return group
 
         spoil(monkeypatch, change)
-        with pytest.raises(EnginesDiffer, match="round 3"):
+        with pytest.raises(EnginesDiffer, match="round 1"):
             run(toy())
 
     def test_a_part_that_clients_keep(self, monkeypatch):
@@ -174,15 +174,15 @@ class TestWhatDiffersStopsTheRun:
         run(expected)
         spoil(monkeypatch, change)  # trains one after the other: its failure may be the slots' own
         trainer = run(module)
-        assert trainer.current_epoch == 5
+        assert trainer.current_epoch == 3
         torch.testing.assert_close(weights(module), weights(expected))
 
     def test_not_if_nobody_is_checked(self, monkeypatch):
         spoil(monkeypatch, longer)
-        assert run(toy(), spot_check=0).current_epoch == 5
+        assert run(toy(), spot_check=0).current_epoch == 3
 
     def test_none_of_its_group_counts(self, monkeypatch):
-        spoil(monkeypatch, longer, since=1)
+        spoil(monkeypatch, longer)
         federation = Federation(
             engine="slots", slots=3, correction=Scaffold(), spot_check=1.0, seed=0
         )
@@ -198,7 +198,7 @@ class TestWhatDiffersStopsTheRun:
     def test_one_process_stops_all(self, monkeypatch):
         spoil(monkeypatch, longer)
         module = toy()
-        with pytest.raises(EnginesDiffer, match=r"round 3, client \d: .*engine:\ssequential"):
+        with pytest.raises(EnginesDiffer, match=r"round 1, client \d: .*engine:\ssequential"):
             run(module, trainer={"devices": 2, "strategy": "federated"})
 
     def test_the_error_travels_between_processes(self):
@@ -309,7 +309,7 @@ def test_a_run_has_the_same_bits_with_checks(case, checked):
             expected = checked.copy()
             assert len(checked.again) == len(checked)  # nobody needed a closer look
     # all clients, or those whose batches are full
-    assert len(expected) == 5 * 4 if options.get("data") is not full_batches else len(expected) > 10
+    assert len(expected) == 3 * 4 if options.get("data") is not full_batches else len(expected) > 6
     assert checked == expected
     assert torch.equal(ends[0][0], ends[1][0])
     for one, other in zip(ends[0][1], ends[1][1], strict=True):
@@ -326,9 +326,9 @@ def test_stale_starts_are_the_clients_own(checked):
         module = toy()
         rule = FedBuff(concurrency=4, buffer_size=2)
         devices = {"devices": Devices(speeds=LogNormalSpeeds(sigma=1.0)), "asynchronous": rule}
-        run(module, max_epochs=8, spot_check=fraction, pad_batches=True, **devices)
+        run(module, max_epochs=5, spot_check=fraction, pad_batches=True, **devices)
         ends.append(weights(module))
-    assert len(checked) == 8 * 2
+    assert len(checked) == 5 * 2
     assert torch.equal(*ends)
 
 
@@ -350,7 +350,7 @@ def test_updates_that_nobody_multiplies_out(monkeypatch, checked):
     module, same = toy(Wide), toy(Wide)
     run(module, **one_step)
     run(same, **one_step | {"spot_check": 0.0})
-    assert len(checked) == 5 * 6
+    assert len(checked) == 3 * 6
     assert torch.equal(weights(module), weights(same))
     assert sizes == []
 
@@ -372,8 +372,8 @@ class Unstable(ToyModule):
 
 def test_rounding_alone_is_no_reason_to_stop(checked):
     data = FederatedDataModule(Digits(seed=0), num_clients=4, seed=0)
-    run(toy(Unstable), data=data, local_epochs=None, local_steps=60, max_epochs=2)
-    assert len(checked) == 2 * 4
+    run(toy(Unstable), data=data, local_epochs=None, local_steps=60, max_epochs=1)
+    assert len(checked) == 4
     assert len(checked.again) > len(checked)  # some were looked at more closely
 
 
@@ -439,7 +439,7 @@ def test_clients_that_fail_both_ways_are_skipped(checked):
     data = toy_data(num_clients=3, partition=ByClass())
     trainer = run(toy(Fails), data=data, on_client_failure="skip")
     assert trainer.callback_metrics["round/skipped"] == 1
-    assert len(checked) == 5 * 2
+    assert len(checked) == 3 * 2
 
 
 class Centred(ToyModule):
@@ -471,7 +471,7 @@ class TestWhoIsChecked:
             runs.append(checked.copy())
             checked.clear()
         assert runs[0] == runs[1]
-        assert 5 <= len(runs[0]) <= 25
+        assert 3 <= len(runs[0]) <= 15
         run(toy(), spot_check=0.5, seed=1)
         assert checked != runs[0]
 

@@ -13,10 +13,10 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.server import Server
 from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from fl_lightning.updates.message import Message, encode
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.transform import Chain
-from fl_lightning.updates.wire.message import Message, encode
 
 COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 

@@ -3,9 +3,9 @@
 import torch
 from hypothesis import strategies as st
 
+from fl_lightning.core.container import DTYPES
+from fl_lightning.flower.failures import CATEGORIES, Failure
 from fl_lightning.flower.messages import KINDS, Answer, ClientAnswer, Order
-from fl_lightning.flower.wire.container import DTYPES
-from fl_lightning.flower.wire.failures import CATEGORIES, Failure
 
 RUN, CONFIGURATION = "0123456789abcdef" * 2, "fedcba9876543210" * 4
 LIMIT = 100_000

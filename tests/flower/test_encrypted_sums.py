@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fl_lightning import ConfigurationError, RoundFailure
+from fl_lightning.core.container import as_tensor
+from fl_lightning.flower.failures import OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -28,8 +30,6 @@ from fl_lightning.flower.sums.encrypted_agreed import (
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
-from fl_lightning.flower.wire.failures import OrderRefused, category_of
-from fl_lightning.flower.wire.opaque import as_tensor
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout

@@ -15,12 +15,12 @@ from flower.test_same_bits import FAST, SLOW
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from readme import ROOT
 
-from fl_lightning.cli.command import parser_of
+from fl_lightning.cli.commands import parser_of
 from fl_lightning.flower.channel import CATEGORIES as LOST
+from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.flower.rules.layers import SHARED, SHARED_TRAINER
-from fl_lightning.flower.wire.failures import CATEGORIES
 
 PAGE = (ROOT / "docs" / "network.md").read_text()
 SECURE = (ROOT / "docs" / "secure.md").read_text()  # which has commands of a network, too

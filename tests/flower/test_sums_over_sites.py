@@ -9,6 +9,7 @@ from flower.made_up_messages import NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_lightning.flower.failures import OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -16,7 +17,6 @@ from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.sums.agreed import Agreed, rules_of, trained_on
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.sums.at_site import SiteSums
-from fl_lightning.flower.wire.failures import OrderRefused, category_of
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum

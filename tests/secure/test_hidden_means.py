@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError, Mean, RoundFailure
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure import EncryptedMean, Paillier, SecureMean
@@ -17,7 +18,6 @@ from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.server.protected import Terms
 from fl_lightning.updates import RandomK
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.wire.coding import DecodeError
 
 SEED, ROUND, SIZE = 5, 3, 50
 
@@ -313,11 +313,11 @@ class TestPaillier:
             (replace(sent, sender=2), "client 2 is not authentic"),
             (replace(sent, ciphertexts=total.ciphertexts[:0]), "not authentic"),
         ):
-            with pytest.raises(DecodeError, match=message):
+            with pytest.raises(MessageError, match=message):
                 one.plus(total, other, 5)
-        with pytest.raises(DecodeError, match="counts 5 examples instead of 6"):
+        with pytest.raises(MessageError, match="counts 5 examples instead of 6"):
             one.mean(total, 6)
-        with pytest.raises(DecodeError, match="not authentic"):
+        with pytest.raises(MessageError, match="not authentic"):
             one.mean(sent, 5)
         assert one.mean(total, 5).abs().max() < 1e-6
 

@@ -7,14 +7,14 @@ import copy
 import itertools
 import pickle
 import random
-import struct
-import zlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from forged import parts, with_header
 from test_secure_protocol import DIRECTORY, SIGNING, parties, plain_sum, session, vectors_of
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import seeded_entropy
 from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
 from fl_lightning.secure.protocol.keys import AgreementKey, seal
@@ -38,7 +38,6 @@ from fl_lightning.secure.protocol.shamir import (
     seed_commitment,
     share_hashes,
 )
-from fl_lightning.updates.wire.coding import DecodeError
 
 UP = {
     ProtocolStage.ADVERTISE: Advertisement,
@@ -323,10 +322,6 @@ def test_the_liar_is_named():
         assert any(words in reason for reason in play.reasons), (name, play.reasons)
 
 
-def with_checksum(data):
-    return data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))
-
-
 DOWN = {
     ProtocolStage.SHARE: (Roster, ("participants", "keys")),
     ProtocolStage.MASK: (Mailbox, ("sharers", "boxes", "hashes")),
@@ -382,9 +377,10 @@ def played_with_damage(count, active):
     made = session(active=active, threshold=5 if active else 4, bits=20)
 
     def change(data):
-        at = chance.randrange(len(data) - 4)
-        changed = data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) + data[at + 1 :]
-        return with_checksum(changed)
+        header, body = parts(data)
+        at = chance.randrange(len(body))
+        changed = body[:at] + bytes([body[at] ^ chance.randrange(1, 256)]) + body[at + 1 :]
+        return with_header(header, changed)
 
     for _ in range(count):
         down = chance.random() < 0.6
@@ -413,7 +409,7 @@ def test_what_was_recorded_in_another_run_is_not_accepted():
     now = session(run=new_run_id(), active=True, threshold=5)
     advertisement = parties(recorded, vectors_of(recorded))[0][0].advertise()
     server = SecureServer(now, DIRECTORY)
-    with pytest.raises(DecodeError, match="another run"):
+    with pytest.raises(MessageError, match="another run"):
         server.receive(advertisement)
     # and with the new run's identity written over the old one's its signature is wrong
     _, message = decode(recorded, advertisement, Advertisement)

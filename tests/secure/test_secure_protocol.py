@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import seeded_entropy
 from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
 from fl_lightning.secure.protocol.keys import Directory, ForgedError, SigningKey
@@ -34,7 +35,6 @@ from fl_lightning.secure.protocol.session import (
 )
 from fl_lightning.secure.shortcut import UnitSeconds, shortcut
 from fl_lightning.secure.simulation import simulate
-from fl_lightning.updates.wire.coding import DecodeError
 
 SIGNING = {place: SigningKey(bytes([place]) * 32) for place in range(6)}
 DIRECTORY = Directory({place: key.public for place, key in SIGNING.items()})
@@ -440,12 +440,12 @@ def test_the_server_refuses_what_others_would_stumble_over():
     clients, server, incoming = conversation(made, ProtocolStage.SHARE)
     answer = clients[0].receive(incoming[0])
     missing = lie(made, answer, SealedShares, lambda m: replace(m, boxes=without(m.boxes, 3)))
-    with pytest.raises(DecodeError, match="exactly its neighbours"):
+    with pytest.raises(MessageError, match="exactly its neighbours"):
         server.receive(missing)
     assert server.receive(answer) == 0
-    with pytest.raises(DecodeError, match="not waited for"):
+    with pytest.raises(MessageError, match="not waited for"):
         server.receive(answer)
-    with pytest.raises(DecodeError, match="Advertisement instead of SealedShares"):
+    with pytest.raises(MessageError, match="kind 'Advertisement' instead of 'SealedShares'"):
         server.receive(encode(made, 1, Advertisement(bytes(64), bytes(64))))
 
 
@@ -489,7 +489,7 @@ def test_messages_of_another_session_are_refused():
     for changed in ({"round_index": 1}, {"bits": 31}, {"threshold": 5}, {"size": 4}):
         other = session(**changed)
         data = parties(other, vectors_of(other))[0][0].advertise()
-        with pytest.raises(DecodeError, match="another run, another round or other settings"):
+        with pytest.raises(MessageError, match="another run, another round or other settings"):
             SecureServer(session()).receive(data)
 
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import seeded_entropy, uniform_draws
 from fl_lightning.secure.ring import Ring
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.wire.coding import DecodeError
 
 
 def draws(seed=0):
@@ -120,9 +120,9 @@ def test_packed_integers_come_back(bits, numbers):
 
 
 def test_integers_have_one_packed_form():
-    with pytest.raises(DecodeError, match="zero"):
+    with pytest.raises(MessageError, match="zero"):
         Ring(3).unpack(b"\xff", 2)
-    with pytest.raises(DecodeError, match="fill 2 bytes, not 1"):
+    with pytest.raises(MessageError, match="fill 2 bytes, not 1"):
         Ring(9).unpack(b"\xff", 1)
     for wrong in (np.zeros((2, 2), np.uint8), np.zeros(2), np.array([-1]), np.array([8])):
         with pytest.raises(ValueError, match="values must be"):

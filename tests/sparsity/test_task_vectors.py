@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from networks import two_layers
-from safetensors.torch import save_file
 from torch import nn
 
+from fl_lightning.core.container import write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.sparsity import (
@@ -84,19 +84,22 @@ def test_a_file_gives_the_task_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "message"),
+    ("fields", "message"),
     [
-        ({"format": "pt"}, "format and version"),
-        ({"version": "2"}, "format and version"),
-        ({"names": '["b"]'}, "not those that it names"),
+        ({"names": ["b"]}, "not those that it names"),
+        ({"names": 3}, "not those that it names"),
         ({"fingerprint": "0"}, "shapes do not belong"),
+        ({"code": 0}, "'code', which is not known"),
     ],
 )
-def test_damaged_files_are_refused(metadata, message, tmp_path):
+def test_damaged_files_are_refused(fields, message, tmp_path):
     path = tmp_path / "task"
-    good = {"format": "fl_lightning task vector", "version": "1", "names": '["a"]'}
-    save_file({"a": torch.ones(2)}, str(path), {**good, "fingerprint": "", **metadata})
+    good = {"names": ["a"], "fingerprint": ""}
+    path.write_bytes(write("task vector", {**good, **fields}, {"a": torch.ones(2)}))
     with pytest.raises(ConfigurationError, match=message):
+        load_task_vector(path)
+    path.write_bytes(write("mask", good, {"a": torch.ones(2)}))
+    with pytest.raises(ConfigurationError, match="kind 'mask' instead of 'task vector'"):
         load_task_vector(path)
 
 
@@ -119,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="does not exist"):
         load_task_vector(tmp_path / "nothing")
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(ConfigurationError, match="no safetensors file"):
+    with pytest.raises(ConfigurationError, match="no file of a task vector"):
         load_task_vector(tmp_path / "text")
 
 

@@ -1,14 +1,14 @@
 """The codec: what is sent arrives bit for bit, its size is known before, all else is refused."""
 
-import struct
+import re
 import time
 import tracemalloc
-import zlib
 from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from forged import DIGEST, changed, parts, with_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from updates.payloads import (
@@ -22,19 +22,17 @@ from updates.payloads import (
     quantised,
 )
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse
-from fl_lightning.updates.wire.coding import DecodeError
-from fl_lightning.updates.wire.message import (
-    VERSION,
+from fl_lightning.updates.message import (
     Agreement,
     Message,
     decode,
     encode,
     encoded_size,
 )
+from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, layout_of
 
-HEADER = 65  # bytes before the transforms; the kind of params then follows the names
 FLOAT32 = torch.float32
 
 
@@ -43,16 +41,13 @@ def rng(seed=0):
 
 
 def plain(params, buffers=None):
-    """A message without names: the params' payload stands right behind the header."""
+    """A message without names."""
     empty = Dense(torch.empty(0)) if buffers is None else buffers
     return message(params, empty, metrics={}, transforms=())
 
 
-def repaired(data):
-    """The same bytes with their length and checksum put right."""
-    body = bytearray(data[:-4])
-    body[9:17] = struct.pack("<Q", len(data))
-    return bytes(body) + struct.pack("<I", zlib.crc32(body))
+def gap_bytes(sparse):
+    return layout_of("x", sparse)[1]["x.gaps"][1][0]
 
 
 class TestRoundTrip:
@@ -89,7 +84,7 @@ class TestRoundTrip:
             Dense(torch.tensor(numbers)),
             client_id=largest,
             num_examples=largest,
-            metrics={"": float("inf"), "x" * 65535: -float("inf")},
+            metrics={"": float("inf"), "x" * 65536: -float("inf")},
         )
         received = decode(encode(sent), agreement(sent, 3))
         assert received.params.values.view(torch.int32).tolist() == (
@@ -105,7 +100,7 @@ class TestRoundTrip:
         assert decode(data, agreement(sent, 3)).params.values.tolist() == [1.0] * 3
 
     def test_bytes_are_those_of_version_1(self):
-        """Kept from one release to the next: other bytes need another version."""
+        """Kept from one release to the next: other bytes need another version in the container."""
         values = Quantised(torch.tensor([-2, 1, 3], dtype=torch.int8), 3, torch.tensor([0.5]))
         sent = message(
             Sparse(torch.tensor([1, 2, 40]), values, 50),
@@ -113,44 +108,51 @@ class TestRoundTrip:
             metrics={"a": 2.0},
             transforms=("t",),
         )
-        header = (
-            "464c4c55"
-            "01"
-            "00"
-            "01"
-            "0100"
-            "9400000000000000"
-            + SPACE
-            + ("04000000000000004d000000000000000c000000000000000300000000000000")
+        header, data = parts(encode(sent))
+        fields = (
+            r"{\"metrics\":[\"a\"],\"params\":{\"bits\":3,\"count\":3,\"low_bits\":3,\"size\":50},"
+            rf"\"space\":\"{SPACE}\",\"transforms\":[\"t\"]}}"
         )
-        names = "0100740100610000000000000040"
-        # by hand: gaps 1, 0, 37; r = 3; quotients 1 1 00001, remainders 1 | 0 << 3 | 5 << 6
-        indices = "0303030000000000000032000000000000000100000000000000434101"
-        # codes are sent as 2 | 5 << 3 | 7 << 6
-        values = "0203030000000000000000000000000000000000003fea01"
-        buffers = "01030100000000000000803f"
-        body = header + names + indices + values + buffers
-        assert encode(sent).hex() == body + "cc958e1b"
+        assert header[DIGEST.stop - 8 :].decode().rstrip() == (
+            f'","update":"{fields}"}},'
+            '"metrics":{"dtype":"F64","shape":[1],"data_offsets":[0,8]},'
+            '"numbers":{"dtype":"I64","shape":[4],"data_offsets":[8,40]},'
+            '"params.scales":{"dtype":"F32","shape":[1],"data_offsets":[40,44]},'
+            '"buffers":{"dtype":"BF16","shape":[1],"data_offsets":[44,46]},'
+            '"params.codes":{"dtype":"U8","shape":[2],"data_offsets":[46,48]},'
+            '"params.gaps":{"dtype":"U8","shape":[3],"data_offsets":[48,51]}}'
+        )
+        numbers = "04000000000000004d000000000000000c000000000000000300000000000000"
+        # by hand: codes are sent as 2 | 5 << 3 | 7 << 6; gaps 1, 0, 37; r = 3; quotients
+        # 1 1 00001, remainders 1 | 0 << 3 | 5 << 6
+        rest = "0000003f" + "803f" + "ea01" + "434101"
+        assert data.hex() == "0000000000000040" + numbers + rest
 
 
 class TestSizes:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_dense(self, dtype):
-        params = dense(rng(), 1000, dtype)
-        assert encoded_size(plain(params)) == 89 + 1000 * params.values.element_size()
+        sizes = [encoded_size(plain(dense(rng(), n, dtype))) for n in (1000, 9000)]
+        assert 0 <= sizes[1] - sizes[0] - 8000 * dtype.itemsize <= 8  # digits of lengths
+        assert 320 <= sizes[0] - 1000 * dtype.itemsize <= 336
 
     @pytest.mark.parametrize("bits", range(1, 9))
     def test_codes_of_b_bits_take_b_bits(self, bits):
         one = quantised(rng(), 8000, bits, has_offsets=True)
         blocks = quantised(rng(), 8000, bits, block=100, has_offsets=True)
-        assert encoded_size(plain(one)) == 89 + 16 + 1000 * bits
-        assert encoded_size(plain(blocks)) == encoded_size(plain(one)) + 79 * 8
+        forms = layout_of("x", blocks)[1]
+        assert forms == {
+            "x.codes": ("U8", (1000 * bits,)),
+            "x.scales": ("F32", (80,)),
+            "x.offsets": ("F32", (80,)),
+        }
+        grown = encoded_size(plain(blocks)) - encoded_size(plain(one))
+        assert 79 * 8 <= grown <= 79 * 8 + 40  # and the block, in the header
 
     @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.3, 0.5])
     def test_indices_are_within_a_few_percent_of_their_entropy(self, density):
         size, kept = 100_000, int(100_000 * density)
-        sparse = payload(rng(), size, FLOAT32, kept)
-        taken = encoded_size(plain(sparse)) - encoded_size(plain(sparse.values)) - 26
+        taken = gap_bytes(payload(rng(), size, FLOAT32, kept))
         share = np.array([density, 1 - density])
         entropy = -size * (share * np.log2(share)).sum() / 8
         assert taken <= 1.04 * entropy + 1
@@ -159,8 +161,17 @@ class TestSizes:
     @given(indices=st.sets(st.integers(0, 9999), min_size=1))
     def test_any_indices_are_within_their_bound(self, indices):
         sparse = Sparse(torch.tensor(sorted(indices)), Dense(torch.ones(len(indices))), 10_000)
-        taken = encoded_size(plain(sparse)) - encoded_size(plain(sparse.values)) - 26
+        taken = gap_bytes(sparse)
         assert taken <= len(indices) * (np.log2(10_000 / len(indices)) + 3) / 8 + 2
+
+
+def octets(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+A_DENSE, SPARSE = dense(rng(), 4, FLOAT32), payload(rng(), 40, FLOAT32, 5)
+THREE_BITS, WITH_OFFSETS = quantised(rng(), 5, 3), quantised(rng(), 5, 8, None, True)
+NO_INDEX = payload(rng(), 40, FLOAT32, 0)
 
 
 class TestRefusals:
@@ -177,80 +188,87 @@ class TestRefusals:
     )
     def test_what_was_not_agreed_on(self, differs, says):
         sent = message(dense(rng(), 10, FLOAT32))
-        with pytest.raises(DecodeError, match=says):
+        with pytest.raises(MessageError, match=says):
             decode(encode(sent), Agreement(**{**vars(agreement(sent, 10)), **differs}))
 
     @pytest.mark.parametrize(
-        ("data", "says"),
+        ("params", "fields", "tensors", "says"),
         [
-            (b"", "header: 65 bytes expected, 0 left"),
-            (b"PK\x03\x04" + bytes(80), "not a message"),
-            (b"FLLU" + bytes([VERSION + 1]) + bytes(80), "version 2, this program reads version 1"),
-            (b"FLLU" + bytes([VERSION]) + bytes(80), "85 bytes and says it has 0"),
-            (repaired(b"FLLU" + bytes([VERSION]) + bytes(60)), "checksum"),
+            (A_DENSE, {}, {"params": torch.zeros(4, dtype=torch.int32)}, "vector of torch.float64"),
+            (A_DENSE, {}, {"params": torch.zeros(2, 2)}, "vector of torch.float64"),
+            (A_DENSE, {}, {"params": None}, "payload of 0 numbers, 4 expected"),
+            (A_DENSE, {}, {"buffers": torch.empty(0)}, "buffers is empty"),
+            (A_DENSE, {}, {"code": torch.zeros(2)}, r"not known: \['code'\]"),
+            (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be 4 of int64"),
+            (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
+            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "a value each"),
+            (
+                A_DENSE,
+                {"metrics": ["a", "a"]},
+                {"metrics": torch.ones(2).double()},
+                "different names",
+            ),
+            (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "only form"),
+            (A_DENSE, {"metrics": []}, {}, "only form"),
+            (A_DENSE, {"params": 5}, {}, "must be a mapping"),
+            (A_DENSE, {"code": 1}, {}, "has 'code', which is not known"),
+            (A_DENSE, {"space": None}, {}, "has no space"),
+            *(
+                (
+                    dense(rng(), 4, dtype),
+                    {},
+                    {"params": torch.tensor([0, 0, bad, 0], dtype=dtype)},
+                    "not finite",
+                )
+                for dtype in FLOATS
+                for bad in (float("inf"), float("nan"))
+            ),
+            (THREE_BITS, {"params": {"bits": 1, "count": 5}}, {}, "bits must be .* at least 2"),
+            (THREE_BITS, {"params": {"bits": 9, "count": 5}}, {}, "bits must be .* at most 8"),
+            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 0}}, {}, "block must be"),
+            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": [4]}}, {}, "do not make 5"),
+            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 2}}, {}, "must be 3, one a"),
+            (
+                THREE_BITS,
+                {"params": {"bits": 3, "count": 5, "x": 2}},
+                {},
+                "'x', which is not known",
+            ),
+            (THREE_BITS, {}, {"params.scales": torch.tensor([-1.0])}, "numbers of at least 0"),
+            (THREE_BITS, {}, {"params.scales": torch.tensor([torch.nan])}, "numbers of at least 0"),
+            (THREE_BITS, {}, {"params.scales": torch.tensor([3.4e38])}, "numbers beyond"),
+            (THREE_BITS, {}, {"params.codes": octets(0, 255)}, "bits are set behind the last code"),
+            (THREE_BITS, {}, {"params.codes": octets(0, 0, 0)}, "do not fill 3 bytes"),
+            (WITH_OFFSETS, {}, {"params.offsets": torch.tensor([torch.nan])}, "numbers beyond"),
+            (WITH_OFFSETS, {}, {"params.offsets": torch.ones(2)}, "must be 1, one a block"),
+            (SPARSE, {"params": {"low_bits": 63, "size": 40}}, {}, "not the shortest"),
+            (SPARSE, {"params": {"low_bits": 64, "size": 40}}, {}, "low_bits must be"),
+            (SPARSE, {"params": {"low_bits": 2, "size": 41}}, {}, "41 numbers, 40 expected"),
+            (SPARSE, {}, {"params": torch.ones(41)}, "41 indices into 40"),
+            (SPARSE, {}, {"params.gaps": torch.zeros(99, dtype=torch.uint8)}, "too many for 5"),
+            (SPARSE, {}, {"params.gaps": octets(0, 0, 0, 0)}, "the quotients are not those of 5"),
+            (NO_INDEX, {"params": {"low_bits": 2, "size": 40}}, {}, "not in their shortest form"),
         ],
     )
-    def test_what_is_no_message(self, data, says):
-        anything = Agreement(kind="update", space=SPACE, round_index=0, num_params=1)
-        with pytest.raises(DecodeError, match=says):
-            decode(data, anything)
-
-    @pytest.mark.parametrize(
-        ("params", "at", "put", "says"),
-        [
-            (dense(rng(), 4, FLOAT32), 0, b"\x09", "unknown kind of payload: 9"),
-            (dense(rng(), 4, FLOAT32), 1, b"\x04", "unknown dtype"),
-            (dense(rng(), 4, FLOAT32), 10, b"\x00\x00\x80\x7f", "not finite"),
-            (dense(rng(), 4, torch.float64), 16, b"\xf8\x7f", "not finite"),
-            (dense(rng(), 4, torch.float16), 10, b"\x00\xfc", "not finite"),
-            (dense(rng(), 4, torch.bfloat16), 10, b"\xc0\x7f", "not finite"),
-            (quantised(rng(), 5, 3), 1, b"\x01", "codes of 1 bits without offsets"),
-            (quantised(rng(), 5, 3), 1, b"\x09", "codes of 9 bits"),
-            (quantised(rng(), 5, 3), 18, b"\x00\x00\x80\xbf", "numbers of at least 0"),
-            (quantised(rng(), 5, 3), 18, b"\x00\x00\xc0\x7f", "numbers of at least 0"),
-            (quantised(rng(), 5, 3), 18, b"\xff\xff\x7f\x7f", "numbers beyond"),
-            (quantised(rng(), 5, 8, None, True), 22, b"\x00\x00\xc0\xff", "numbers beyond"),
-            (quantised(rng(), 5, 3), 23, b"\xff", "bits are set behind the last code"),
-            (payload(rng(), 40, FLOAT32, 5), 1, b"\x3f", "not the shortest"),
-            (payload(rng(), 40, FLOAT32, 0), 1, b"\xff", "not the shortest"),
-            (payload(rng(), 40, FLOAT32, 0), 1, b"\x02", "not in their shortest form"),
-            (payload(rng(), 40, FLOAT32, 5), 10, b"\x29", "41 numbers, 40 expected"),
-            (payload(rng(), 40, FLOAT32, 5), 2, b"\x29", "41 indices into 40"),
-            (payload(rng(), 40, FLOAT32, 5), 18, b"\x29", "too many for 5 indices"),
-            (payload(rng(), 40, FLOAT32, 5), 26, b"\x00", "the quotients are not those of 5"),
-        ],
-    )
-    def test_payloads_that_nobody_writes(self, params, at, put, says):
+    def test_payloads_that_nobody_writes(self, params, fields, tensors, says):
         sent = plain(params)
-        data = bytearray(encode(sent))
-        data[HEADER + at : HEADER + at + len(put)] = put
-        with pytest.raises(DecodeError, match=says):
-            decode(repaired(data), agreement(sent, params.size))
+        data = changed(encode(sent), fields, **tensors)
+        with pytest.raises(MessageError, match=says):
+            decode(data, agreement(sent, params.size))
 
     def test_a_payload_inside_a_payload_inside_a_payload(self):
-        inner = payload(rng(), 3, FLOAT32, 3)
+        """There is no place for one: fields of a sparse payload's values are those of codes."""
         sent = plain(payload(rng(), 40, FLOAT32, 3))
-        data, nested = encode(sent), encode(plain(inner))
-        head = len(data) - 4 - 10 - 10 - 12  # up to the values: before checksum and no buffers
-        mixed = data[:head] + nested[HEADER:]
-        with pytest.raises(DecodeError, match="sparse again"):
-            decode(repaired(mixed), agreement(sent, 40))
-
-    def test_bytes_behind_the_end(self):
-        sent = plain(dense(rng(), 4, FLOAT32))
-        data = encode(sent)
-        with pytest.raises(DecodeError, match="1 bytes follow"):
-            decode(repaired(data[:-4] + b"\0" + data[-4:]), agreement(sent, 4))
+        nested = {"low_bits": 3, "size": 40, "values": {"low_bits": 0, "size": 3}}
+        with pytest.raises(MessageError, match="'values', which is not known"):
+            decode(changed(encode(sent), {"params": nested}), agreement(sent, 40))
 
     def test_every_shorter_message(self):
         sent = message(payload(rng(), 40, (3, 7, True), 9))
-        data = encode(sent)
+        header, data = parts(encode(sent))
         for end in range(len(data)):
-            with pytest.raises(DecodeError):
-                decode(data[:end], agreement(sent, 40))
-            if end >= HEADER + 4:
-                with pytest.raises(DecodeError):
-                    decode(repaired(data[:end]), agreement(sent, 40))
+            with pytest.raises(MessageError):
+                decode(with_header(header, data[:end]), agreement(sent, 40))
 
     @pytest.mark.parametrize("hostile", [2**20, 2**40, 2**63, 2**64 - 1])
     @pytest.mark.parametrize(
@@ -261,15 +279,23 @@ class TestRefusals:
     def test_a_hostile_length_takes_neither_memory_nor_time(self, params, hostile):
         """Even where the receiver itself agreed on so many numbers."""
         sent = plain(params)
-        data = encode(sent)
+        header, data = parts(encode(sent))
+        numbers = list(re.finditer(rb"(?<=[:\[,])\d+", header[DIGEST.stop :]))
+        assert len(numbers) > 5
+
+        def lie():
+            for number in numbers:
+                at, end = (DIGEST.stop + place for place in number.span())
+                lied = (header[:at] + b"%d" % hostile + header[end:]).rstrip()
+                for num_params in (9, hostile):
+                    with suppress(MessageError):
+                        forged = with_header(lied + b" " * (-len(lied) % 8), data)
+                        decode(forged, agreement(sent, num_params))
+
+        lie()  # what is imported or kept at first use is there
         tracemalloc.start()
         began = time.process_time()
-        for at in range(HEADER, len(data) - 12):
-            lie = bytearray(data)
-            lie[at : at + 8] = struct.pack("<Q", hostile)
-            for num_params in (9, hostile):
-                with suppress(DecodeError):  # where they are values, they are other values
-                    decode(repaired(lie), agreement(sent, num_params))
+        lie()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 2**20
@@ -297,11 +323,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "says"),
         [
-            ({"round_index": -1}, "round_index must be from 0"),
+            ({"round_index": -1}, "round_index must be a whole number, at least 0"),
             ({"client_id": 2**63}, "client_id must be"),
             ({"num_examples": 0}, "at least 1"),
-            ({"metrics": {"x" * 65536: 1.0}}, "names of metrics"),
-            ({"transforms": ("x",) * 256}, "at most 255 transforms"),
         ],
     )
     def test_fields_out_of_range(self, fields, says):

@@ -29,6 +29,7 @@ from fl_lightning.federation.clients.in_slots import (
 )
 from fl_lightning.federation.clients.spot_check import SpotRate
 from fl_lightning.federation.clients.trial import SlotTrial, SpeedupTrial
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
 
@@ -38,6 +39,7 @@ class EngineChooser:
 
     Args:
         run: whose clients train.
+        asked: what was asked for.
         stages: some of which may need one client at a time.
 
     Raises:
@@ -49,10 +51,10 @@ class EngineChooser:
         spot_rate: how many clients of slots are trained both ways.
     """
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        correction, personal = run.options.correction, run.options.personal
-        trainer, local, step, options = run.trainer, run.local, run.step, run.options.execution
-        self._stages, self._own_stages = stages, run.options.stages
+    def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
+        correction, personal = asked.correction, asked.personal
+        trainer, local, step, options = run.trainer, run.local, run.step, asked.execution
+        self._stages, self._own_stages = stages, asked.stages
         stacking = Stacking(
             num_slots=1,
             padded=options.pads(run.module),
@@ -158,7 +160,7 @@ class EngineChooser:
         return self._speedups.choose(work, train_one, self._trial.num_steps(work))
 
     def fall_back(self, reason: CannotStack) -> None:
-        """Go on in another way, after slots have met what they cannot do; say so.
+        """Choose another engine after slots have met what they cannot do, and say so.
 
         Args:
             reason: what it was.

@@ -37,7 +37,7 @@ FULL_PRECISIONS = ("32-true", "64-true")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the user asked for.
+    """The user's choice.
 
     Attributes:
         engine: how clients train.
@@ -56,7 +56,7 @@ class EngineOptions:
     pad_batches: bool | None = None
 
     def pads(self, module: nn.Module) -> bool:
-        """Whether smaller batches may be padded: the option, else the module's ``loss_is_mean``.
+        """True if smaller batches may be padded: the option, else the module's ``loss_is_mean``.
 
         What a class says does not hold for a subclass with a ``training_step`` of its own.
         """

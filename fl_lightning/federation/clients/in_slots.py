@@ -211,16 +211,16 @@ class SlotEngine:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the stacked step is, as far as clients have trained."""
+        """True if the stacked step is compiled, as far as clients have trained."""
         return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
-        """Have no example of a client count that trains now and whose update cannot be used."""
+        """Leave out all examples of a client whose update cannot be used."""
         self._slots.leave_out(client)
 
     @property
     def kept(self) -> dict[int, Tensor]:
-        """What clients that are done are to keep for themselves, if anything, by client."""
+        """Personal parameters of clients that are done, if they keep any, by client."""
         return {} if self._own is None else self._own.kept
 
     def train(
@@ -249,7 +249,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
-        """Have whatever stops slots be a reason for doing without them.
+        """Turns whatever stops slots into a reason for doing without them.
 
         What is the user's own mistake will be met again, one client after the other, and told there.
         """

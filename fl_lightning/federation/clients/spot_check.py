@@ -60,7 +60,7 @@ _LEAST_CHANGE = 0.01
 
 @dataclass(frozen=True)
 class Trained:
-    """What training a client has come to.
+    """The outcome of training a client.
 
     Attributes:
         update: its.
@@ -286,7 +286,7 @@ class SpotCheck:
 
     @contextmanager
     def without_trace(self, present: GlobalModel) -> Iterator[None]:
-        """Have module, logs and random streams be what they were when the block ends."""
+        """Restores module, logs and random streams when the block ends."""
         metrics = self.metrics
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         values = [p.detach().clone() for p in frozen]

@@ -1,4 +1,4 @@
-"""Whether many clients at once are faster, found on some clients' work before a run.
+"""The trial before a run: are many clients at once faster on some clients' work?
 
 First slots whose step is not compiled, which cost a few steps: for small models they are 2 to 5 times as
 fast as one client after the other. Then compiled ones, if what is left to train would take longer than

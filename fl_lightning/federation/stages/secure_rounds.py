@@ -19,11 +19,11 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Processes, Stage, Upload
 from fl_lightning.server.protected import Protected
-from fl_lightning.updates.wire.message import bytes_up
+from fl_lightning.updates.message import bytes_up
 
 
 class SecureRounds(Stage):
-    """What one fit's rounds need around an aggregator that hides updates.
+    """The part of a round around an aggregator that hides updates.
 
     Args:
         aggregator: which has begun.

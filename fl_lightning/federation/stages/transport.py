@@ -1,4 +1,4 @@
-"""What happens to models on their way down and to updates on their way up, and the bytes of both.
+"""Transforms of models on their way down and of updates on their way up, and the bytes of both.
 
 x → download → x'        Δ → updates, with what a client kept from its last round → Δ'
 """
@@ -18,9 +18,9 @@ from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
+from fl_lightning.updates.message import bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform, as_step
-from fl_lightning.updates.wire.message import bytes_up
 
 _FEEDBACK = "error feedback"
 
@@ -54,7 +54,7 @@ class Transport(Stage):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what arrives of an update is not what was sent."""
+        """True if updates arrive changed."""
         return not self.path.is_empty
 
     def place(self, space: Space, positions: Tensor | None) -> None:

@@ -33,10 +33,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import shown
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.wire.plain_json import shown
 
 MOST_FILE_BYTES = 1_000_000
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage
+from fl_lightning.federation import RoundRecord, Stage
 
 
 class Counted(Stage):

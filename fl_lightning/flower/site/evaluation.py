@@ -9,9 +9,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.federation.visits.client_visits import evaluated_clients
-from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.visiting import StepOf
+from fl_lightning.federation import PersonalModels, StepOf, evaluated_clients
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.site.desk import Done
 

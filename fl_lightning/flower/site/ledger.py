@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import shown
 from fl_lightning.flower.rules.class_paths import Refused
 from fl_lightning.flower.sums.site_vectors import write_whole
-from fl_lightning.flower.wire.plain_json import shown
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 
 # days that count, today's among them; None for all

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_memory import RunMemory
+from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.whole_model import RunMask
 from fl_lightning.sparsity.masks.mask import Mask

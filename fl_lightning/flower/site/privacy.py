@@ -15,12 +15,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import ClientIds
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.run import Run
+from fl_lightning.federation import Options, Run
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source

@@ -17,21 +17,28 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.groups import ClientGroup
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
+from fl_lightning.federation import (
+    ClientGroup,
+    FitClients,
+    Missing,
+    Options,
+    RoundRecord,
+    Run,
+    SpansNetwork,
+    Stages,
+    Start,
+    Transaction,
+    Transport,
+    Upload,
+)
 from fl_lightning.flower.constants import constants_digest
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums.agreed import rules_of
 from fl_lightning.flower.whole_model import of_stage
-from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.protected import SumsOverSites, Terms
 
 # facts of an update that travel beside it, under the names by which the server logs them
@@ -43,6 +50,7 @@ class SiteRounds:
 
     Args:
         run: in whose module they train.
+        options: what was asked for.
         stages: of the run.
         allows: whether a metric of a name may leave.
         sums: makes of updates what only sums are shown of; None where they are shown.
@@ -60,14 +68,16 @@ class SiteRounds:
     def __init__(
         self,
         run: Run,
+        options: Options,
         stages: Stages,
         allows: Callable[[str], bool],
         sums: SumsOverSites | None = None,
         privacy: SitePrivacy | None = None,
     ) -> None:
         self.run, self._stages, self._allows = run, stages, allows
+        self._seed = options.seed
         self._sums, self._privacy = sums, privacy
-        self._clients = FitClients(run, stages)
+        self._clients = FitClients(run, options, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
         for stage in stages:
@@ -156,7 +166,7 @@ class SiteRounds:
             self._privacy.check_order(order)
         options = order.options
         if self._sums is not None:
-            terms = Terms(most_clients=options["most_clients"], seed=self.run.options.seed)
+            terms = Terms(most_clients=options["most_clients"], seed=self._seed)
             self._sums.begin(terms)
             self._sums.start_round(order.round)
         model = self._packing.opened_model(order.tensors["model"], order.round)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from fl_lightning.flower.failures import Failure, OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy, Refused
@@ -34,7 +35,6 @@ from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
 from fl_lightning.flower.whole_model import told_mask
-from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from typing import Any
 
+from fl_lightning.core.container import write
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.wire.container import pack
 from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.session import ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
@@ -97,7 +97,9 @@ def trained_on(order: Order) -> str:
     sum together: a server could have all clients but one train nothing.
     """
     about = {"run": order.run, "round": order.round, "configuration": order.configuration}
-    return sha256(pack({**about, "options": dict(order.options)}, order.tensors)).hexdigest()
+    return sha256(
+        write("order", {**about, "options": dict(order.options)}, order.tensors)
+    ).hexdigest()
 
 
 def session_by(rules: Mapping[str, Any], given: Session) -> Session:

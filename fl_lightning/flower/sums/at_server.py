@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.flower.messages import CATEGORIES, Order
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed
-from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.simulation import Costs, SumOutcome

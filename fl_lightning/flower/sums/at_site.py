@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.core.container import as_tensor, bytes_of
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Done
@@ -28,8 +30,6 @@ from fl_lightning.flower.sums.agreed import (
 from fl_lightning.flower.sums.encrypted_agreed import is_encrypted
 from fl_lightning.flower.sums.encrypted_at_site import EncryptedSiteSums
 from fl_lightning.flower.sums.site_vectors import SiteVectors
-from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.messages import RevealRequest, decode

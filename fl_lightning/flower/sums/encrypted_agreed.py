@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-from fl_lightning.flower.wire.fields import check_clients, check_site, check_whole
-from fl_lightning.flower.wire.plain_json import MessageError
+from fl_lightning.core.plain_json import MessageError, check_whole
+from fl_lightning.flower.messages import check_clients, check_site
 from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, CKKSParameters, Sender
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 

@@ -10,7 +10,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.errors import RoundFailure
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.messages import CATEGORIES, Order
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.sums.at_server import WritesOrders
@@ -23,13 +25,11 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     TOTAL,
     EncryptedAgreed,
 )
-from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, Sender
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.scheme import OpenedSum
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
-from fl_lightning.updates.wire.coding import DecodeError
 
 # a site is asked for as many clients at once as fit into an answer of this size, and for one at least
 MOST_BYTES = 32 * 2**20
@@ -112,7 +112,7 @@ class EncryptedOverSites:
                     try:
                         message, sender = _said(reply, client, layout)
                         total = server.plus(total, message)
-                    except (ValueError, DecodeError) as error:
+                    except (ValueError, MessageError) as error:
                         self._lost(
                             client, f"at site {reply.site}: it left the encrypted sum: {error}"
                         )
@@ -190,7 +190,7 @@ def _said(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdat
 
     Raises:
         ValueError: if it has sent none.
-        DecodeError: if it is none.
+        MessageError: if it is none.
     """
     if reply.answer is None:
         raise ValueError(reply.reason)
@@ -203,7 +203,7 @@ def _said(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdat
         raise ValueError("its site's answer does not say who it is of")
     sent = layout.decoded(message)
     if sent.sender != client:
-        raise DecodeError(f"the message is of client {sent.sender}")
+        raise MessageError(f"the message is of client {sent.sender}")
     return sent, Sender(client, nonce, fewest)
 
 

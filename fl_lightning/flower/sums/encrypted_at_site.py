@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.core.container import as_tensor, bytes_of
+from fl_lightning.core.plain_json import MessageError
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Done
@@ -33,12 +36,9 @@ from fl_lightning.flower.sums.encrypted_agreed import (
 )
 from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole
 from fl_lightning.flower.sums.sum_key import SumKey
-from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encryption.ciphertext_numbers import Sender
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
-from fl_lightning.updates.wire.coding import DecodeError
 
 log = logging.getLogger(__name__)
 _NOTHING_TOLD = {"round": -1, "opener": "", "opened_round": -1, "opened": []}
@@ -88,7 +88,7 @@ class EncryptedSiteSums:
             return self._opened(client, agreed, senders, total)
         except Refused:
             raise
-        except (ValueError, KeyError, DecodeError) as error:
+        except (ValueError, KeyError, MessageError) as error:
             raise OrderRefused("sum", f"the sum: {error!r}") from None
 
     def _trained_on(self, agreed: EncryptedAgreed) -> str:

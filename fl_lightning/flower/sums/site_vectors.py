@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.secure.protocol.client import UsedRounds
 from fl_lightning.secure.ring import RingIntegers
 

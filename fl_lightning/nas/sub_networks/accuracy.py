@@ -33,9 +33,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
-from fl_lightning.federation.processes.cores import shares
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.visiting import visiting
+from fl_lightning.federation import Ranks, shares, visiting
 from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture

@@ -31,10 +31,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.processes.cores import shares
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.visiting import visiting
+from fl_lightning.federation import Federation, Ranks, shares, visiting
 
 # of each batch norm by name: n, Σx, Σx², float64 of shape (3, channels)
 Sums = dict[str, Tensor]

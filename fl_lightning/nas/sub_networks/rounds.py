@@ -24,9 +24,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.federation.stages.client_masks import MaskOfClient
+from fl_lightning.federation import Federation, MaskOfClient, Stage, Turn
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels

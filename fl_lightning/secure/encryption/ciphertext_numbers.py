@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import keystream
-from fl_lightning.updates.wire.coding import DecodeError
 
 Numbers = npt.NDArray[np.uint64]  # shape (P, 2 N)
 _HEADER = struct.Struct("<HBBBBHQ")  # magic, its size, version (2), compression, reserved, length
@@ -170,10 +170,10 @@ class Packed:
         """Return a ciphertext's numbers.
 
         Raises:
-            DecodeError: if it has another length, or a number that is not below its prime.
+            MessageError: if it has another length, or a number that is not below its prime.
         """
         if len(data) != self.num_bytes:
-            raise DecodeError(f"no ciphertext of {self.num_bytes} bytes: it has {len(data)}")
+            raise MessageError(f"no ciphertext of {self.num_bytes} bytes: it has {len(data)}")
         numbers, at = np.zeros((len(self._widths), self._length), np.uint64), 0
         for row, width in zip(numbers, self._widths, strict=True):
             end = at + self._length * width
@@ -181,7 +181,7 @@ class Packed:
             row.view(np.uint8).reshape(-1, 8)[:, :width] = part
             at = end
         if not (numbers < self.primes).all():
-            raise DecodeError("no ciphertext: a number is not below its prime")
+            raise MessageError("no ciphertext: a number is not below its prime")
         return numbers
 
     def sum(self, one: Numbers, other: Numbers) -> Numbers:

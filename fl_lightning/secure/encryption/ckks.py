@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.encryption.ciphertext_numbers import (
     NONCE_SIZE,
     NUM_TAGS,
@@ -39,7 +40,6 @@ from fl_lightning.secure.encryption.ciphertext_numbers import (
 )
 from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.entropy import Draws, uniform_draws
-from fl_lightning.updates.wire.coding import DecodeError
 
 # of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
 # 2 log2(noise / error) - log2(12 numbers) = 46 bits of security are left after 2^30 numbers were opened with a
@@ -99,7 +99,7 @@ class CKKSClient:
         >>> client.open(one, [from_one, from_two])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fl_lightning.updates.wire.coding.DecodeError: this is not the sum of what clients 1, 2 have sent ...
+        fl_lightning.core.plain_json.MessageError: this is not the sum of what clients 1, 2 have sent ...
     """
 
     def __init__(self, layout: CKKSLayout, keys: CKKSKeys) -> None:
@@ -150,13 +150,13 @@ class CKKSClient:
             senders: whose updates are in it.
 
         Raises:
-            DecodeError: if it is not the sum of their updates of this round.
+            MessageError: if it is not the sum of their updates of this round.
         """
         clients = [sender.client for sender in senders]
         parts, tags = _parts(self._packed, self._layout, total)
         is_sum = self._tags.are_of_sum(parts, tags, senders)
         if not is_sum or len(set(clients)) < len(clients):
-            raise DecodeError(
+            raise MessageError(
                 f"this is not the sum of what clients {', '.join(map(str, clients))} have sent in this "
                 "round, or it changed on its way: it was not opened"
             )
@@ -195,7 +195,7 @@ class CKKSServer:
         """Return the sum of updates.
 
         Raises:
-            DecodeError: as `plus` does.
+            MessageError: as `plus` does.
         """
         total = None
         for update in updates:
@@ -211,7 +211,7 @@ class CKKSServer:
             update: one more.
 
         Raises:
-            DecodeError: if it is no message of this layout.
+            MessageError: if it is no message of this layout.
         """
         parts, tags = _parts(self._packed, self._layout, update)
         clear = update.clear.double()
@@ -254,18 +254,18 @@ def _parts(
     """Return ciphertexts and tags of a message.
 
     Raises:
-        DecodeError: if it is not laid out like this.
+        MessageError: if it is not laid out like this.
     """
     if len(update.ciphertexts) != layout.num_ciphertexts:
-        raise DecodeError(
+        raise MessageError(
             f"{len(update.ciphertexts)} ciphertexts instead of {layout.num_ciphertexts}"
         )
     if update.clear.numel() != layout.size - layout.num_encrypted:
-        raise DecodeError(f"{update.clear.numel()} numbers in clear are not those of the round")
+        raise MessageError(f"{update.clear.numel()} numbers in clear are not those of the round")
     shape = (NUM_TAGS, len(layout.parameters.coefficient_bits) - 1)
     size = packed.num_bytes
     if any(len(each) != size + 8 * math.prod(shape) for each in update.ciphertexts):
-        raise DecodeError("a ciphertext is of another length")
+        raise MessageError("a ciphertext is of another length")
     parts = [packed.read(each[:size]) for each in update.ciphertexts]
     tags = [
         np.frombuffer(each[size:], "<u8").astype(np.uint64).reshape(shape)

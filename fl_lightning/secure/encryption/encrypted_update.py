@@ -1,10 +1,9 @@
 """An update that is encrypted, all of it or its selected coordinates, as one binary message.
 
-"FLHE", u8 version, u64 length of the whole message, u32 ciphertexts, u64 numbers in clear,
-u64 sender, u32 length of each ciphertext, ciphertexts, float32 numbers in clear,
-tag of 32 bytes, u32 CRC-32
+A container (`fl_lightning.core.container`) of the kind ``encrypted`` with the tensors sender, ciphertexts (one
+a row), clear (float32) and tag.
 
-    tag = HMAC-SHA256(key, context, the message up to the tag)        context: kind, round, layout
+    tag = HMAC-SHA256(key, context, the container without it)        context: kind, round, layout
 
 Clients and server of a run have the key; nobody else makes a message that they look into. The messages
 of CKKS have none: their ciphertexts have tags that only clients can check, see `linear_tags`.
@@ -19,8 +18,6 @@ from __future__ import annotations
 
 import hmac
 import math
-import struct
-import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -28,13 +25,12 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from fl_lightning.core.container import Form, as_tensor, bytes_of, form_of, read, size_of, write
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
-from fl_lightning.updates.wire.coding import DecodeError, Reader
 
-MAGIC, VERSION = b"FLHE", 2
 TAG_SIZE = 32
-_HEADER = struct.Struct("<4sBQIQQ")
-_LENGTH = struct.Struct("<I")
+_KIND = "encrypted"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +38,20 @@ class EncryptedUpdate:
     """Ciphertexts, and what is not encrypted.
 
     Args:
-        ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds.
+        ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds;
+            all of one length.
         clear: the other coordinates in order, float32.
         sender: client that sent it; of a sum 0.
         tag: see `signed`; zeros without one.
 
     Example:
-        >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]))
+        >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]), sender=7)
         >>> data = update.encode()
         >>> len(data) == update.num_bytes
         True
-        >>> EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=1).ciphertexts
-        (b'one', b'two')
+        >>> arrived = EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=1)
+        >>> arrived.ciphertexts, arrived.sender
+        ((b'one', b'two'), 7)
     """
 
     ciphertexts: tuple[bytes, ...]
@@ -71,39 +69,38 @@ class EncryptedUpdate:
         return replace(self, tag=self._tag(key, context))
 
     def check(self, key: bytes, context: bytes) -> None:
-        """Raise DecodeError if no party of the run made this for this context."""
+        """Raise MessageError if no party of the run made this for this context."""
         if not hmac.compare_digest(self.tag, self._tag(key, context)):
-            raise DecodeError(
+            raise MessageError(
                 f"a message of client {self.sender} is not authentic: nobody with the run's key made "
                 "it for this round, or it changed on its way; it was not looked into"
             )
 
     def _tag(self, key: bytes, context: bytes) -> bytes:
         # the context's length first, so that no part of it can be taken for the message's
-        mac = hmac.new(key, _LENGTH.pack(len(context)) + context, "sha256")
-        for part in self._parts():
-            mac.update(part)
-        return mac.digest()
+        length = len(context).to_bytes(8, "little")
+        return hmac.digest(key, length + context + write(_KIND, {}, self._tensors()), "sha256")
 
     @property
     def num_bytes(self) -> int:
         """The length of the message."""
-        inside = sum(_LENGTH.size + len(each) for each in self.ciphertexts)
-        return _HEADER.size + inside + 4 * self.clear.numel() + TAG_SIZE + 4
+        return encrypted_size(len(self.ciphertexts), self._width, self.clear.numel())
 
     def encode(self) -> bytes:
         """Return the message."""
-        body = b"".join([*self._parts(), self.tag])
-        return body + _LENGTH.pack(zlib.crc32(body))
+        return write(_KIND, {}, {**self._tensors(), "tag": as_tensor(self.tag)})
 
-    def _parts(self) -> list[bytes]:
-        counts = (len(self.ciphertexts), self.clear.numel(), self.sender)
-        return [
-            _HEADER.pack(MAGIC, VERSION, self.num_bytes, *counts),
-            *(_LENGTH.pack(len(each)) for each in self.ciphertexts),
-            *self.ciphertexts,
-            self.clear.float().cpu().numpy().astype("<f4").tobytes(),
-        ]
+    def _tensors(self) -> dict[str, Tensor]:
+        ciphertexts = as_tensor(b"".join(self.ciphertexts))
+        return {
+            "sender": torch.tensor(self.sender),
+            "ciphertexts": ciphertexts.reshape(len(self.ciphertexts), self._width),
+            "clear": self.clear.float(),
+        }
+
+    @property
+    def _width(self) -> int:
+        return len(self.ciphertexts[0]) if self.ciphertexts else 0
 
     @classmethod
     def decode(cls, data: bytes, *, num_ciphertexts: int, num_clear: int) -> EncryptedUpdate:
@@ -115,32 +112,35 @@ class EncryptedUpdate:
             num_clear: numbers in clear that it must have.
 
         Raises:
-            DecodeError: if these bytes are no such message. Ciphertexts are not looked into.
+            MessageError: if these bytes are no such message. Ciphertexts are not looked into.
         """
-        reader = Reader(data)
-        size = reader.left
-        magic, version, length, count, clear, sender = reader.fields(_HEADER, "header")
-        if magic != MAGIC or version != VERSION or length != size:
-            raise DecodeError(f"no encrypted update of version {VERSION} of {size} bytes")
-        if (count, clear) != (num_ciphertexts, num_clear):
-            raise DecodeError(
-                f"{count} ciphertexts and {clear} numbers in clear instead of {num_ciphertexts} "
-                f"and {num_clear}"
+        fields, tensors = read(data, _KIND)
+        forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
+        width = forms.get("ciphertexts", ("", (0,)))[1][-1:]
+        if fields or forms != _forms(num_ciphertexts, sum(width), num_clear):
+            raise MessageError(
+                f"no encrypted update of {num_ciphertexts} ciphertexts and {num_clear} numbers in clear"
             )
-        lengths = [reader.fields(_LENGTH, "lengths")[0] for _ in range(count)]
-        found = tuple(reader.take(each, "ciphertexts").tobytes() for each in lengths)
-        numbers = (
-            torch.frombuffer(bytearray(reader.take(4 * clear, "numbers")), dtype=torch.float32)
-            if clear
-            else torch.empty(0)
-        )
-        tag = reader.take(TAG_SIZE, "tag").tobytes()
-        (checksum,) = reader.fields(_LENGTH, "checksum")
-        if reader.left or checksum != zlib.crc32(memoryview(data)[:-4]):
-            raise DecodeError("the checksum is wrong or bytes follow the message")
-        if not torch.isfinite(numbers).all():
-            raise DecodeError("a number in clear is not finite")
-        return cls(found, numbers, sender, tag)
+        if not torch.isfinite(tensors["clear"]).all():
+            raise MessageError("a number in clear is not finite")
+        if tensors["sender"] < 0:
+            raise MessageError("the sender's id is negative")
+        found = tuple(map(bytes_of, tensors["ciphertexts"]))
+        return cls(found, tensors["clear"], int(tensors["sender"]), bytes_of(tensors["tag"]))
+
+
+def encrypted_size(num_ciphertexts: int, width: int, num_clear: int) -> int:
+    """Return the length of a message with ciphertexts of ``width`` bytes each."""
+    return size_of(_KIND, {}, _forms(num_ciphertexts, width, num_clear))
+
+
+def _forms(num_ciphertexts: int, width: int, num_clear: int) -> dict[str, Form]:
+    return {
+        "sender": ("I64", ()),
+        "ciphertexts": ("U8", (num_ciphertexts, width)),
+        "clear": ("F32", (num_clear,)),
+        "tag": ("U8", (TAG_SIZE,)),
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +217,7 @@ class CKKSLayout:
         """Return an update that has arrived.
 
         Raises:
-            DecodeError: if it is not laid out like this.
+            MessageError: if it is not laid out like this.
         """
         return EncryptedUpdate.decode(
             data,

@@ -29,12 +29,12 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
-from fl_lightning.updates.wire.coding import DecodeError
 
 LEAST_BITS = 2048  # 112 bits of security; 3072 have 128 (NIST SP 800-57, part 1, table 2)
 
@@ -160,7 +160,7 @@ class PaillierSum:
 
         Raises:
             ValueError: if there are none, or more than the quantiser is made for.
-            DecodeError: if one is no encrypted vector.
+            MessageError: if one is no encrypted vector.
         """
         total, count = [1] * self.num_ciphertexts, 0
         for data in vectors:
@@ -177,7 +177,7 @@ class PaillierSum:
 
         Raises:
             ValueError: if there is no secret key.
-            DecodeError: if this is no encrypted vector.
+            MessageError: if this is no encrypted vector.
         """
         if self._private is None:
             raise ValueError("the server's key cannot decrypt")
@@ -199,13 +199,13 @@ class PaillierSum:
 
     def _ciphertexts(self, data: bytes) -> list[int]:
         if len(data) != self.num_bytes:
-            raise DecodeError(f"{self.num_bytes} bytes expected, got {len(data)}")
+            raise MessageError(f"{self.num_bytes} bytes expected, got {len(data)}")
         numbers = [
             int.from_bytes(data[at : at + self._width], "little")
             for at in range(0, len(data), self._width)
         ]
         if not all(0 < number < self._public.nsquare for number in numbers):
-            raise DecodeError("a ciphertext is outside its range")
+            raise MessageError("a ciphertext is outside its range")
         return numbers
 
 
@@ -341,7 +341,7 @@ class PaillierRound:
         key, identity = self._run.tag_key, self._layout.identity
         sent.check(key, _UPDATE + identity)
         if sent.sender in self._added:
-            raise DecodeError(f"client {sent.sender}'s update is in the sum already")
+            raise MessageError(f"client {sent.sender}'s update is in the sum already")
         self._added.add(sent.sender)
         vectors, clear = list(sent.ciphertexts), sent.clear.double() * (num_examples / self._most)
         if total is not None:
@@ -354,11 +354,11 @@ class PaillierRound:
         """See `EncryptedRound`.
 
         Raises:
-            DecodeError: if the sum counts other examples than the server has added.
+            MessageError: if the sum counts other examples than the server has added.
         """
         total.check(self._run.tag_key, _SUM + self._layout.identity)
         integers = self._clients.decrypt(total.ciphertexts[0])
         if (counted := int(integers[-1])) != num_examples:
-            raise DecodeError(f"the sum counts {counted} examples instead of {num_examples}")
+            raise MessageError(f"the sum counts {counted} examples instead of {num_examples}")
         values = self._run.quantiser.mean(np.asarray(integers))
         return self._layout.joined(values, total.clear.double() * (self._most / num_examples))

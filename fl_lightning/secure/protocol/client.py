@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import Entropy, system_entropy
 from fl_lightning.secure.protocol.keys import (
     KEY_SIZE,
@@ -60,7 +61,6 @@ from fl_lightning.secure.protocol.shamir import (
     split,
 )
 from fl_lightning.secure.ring import RingIntegers, with_checksum
-from fl_lightning.updates.wire.coding import DecodeError
 
 
 class SecureClient:
@@ -129,7 +129,7 @@ class SecureClient:
         """Return the answer to a message of the server.
 
         Raises:
-            DecodeError: if these bytes are not the message that comes next.
+            MessageError: if these bytes are not the message that comes next.
             RefusedError: if an answer could give a secret away.
             ForgedError: if somebody's signature or box is not theirs.
         """
@@ -139,7 +139,7 @@ class SecureClient:
             raise RefusedError("this client answers no message now: it has answered all of them")
         place, message = decode(self._session, data, self._expects)
         if place != self._place:
-            raise DecodeError(f"a message to client {place} came to client {self._place}")
+            raise MessageError(f"a message to client {place} came to client {self._place}")
         answers: dict[type[Any], Callable[[Any], Upward]] = {
             Roster: self._share,
             Mailbox: self._mask,

@@ -9,31 +9,30 @@
 
 Sets are of places, tables go from a place to bytes of a fixed length.
 
-The one binary format of a secure sum's messages, version 2, little-endian.
-
-    "FLSS", u8 version, u8 kind, u32 client (from or to whom), u64 length of the whole message,
-    32 bytes identity of the session, fields, u32 CRC-32
-
-A set of places is a map of n bits; a table such a map and the entries in order, each as long as the
-session says; a vector is packed. So a message has one encoding only, and its length follows from
-how many entries its tables have. Decoding trusts nothing; the checksum is for accidents.
+A message is a container (`fl_lightning.core.container`) whose kind is the class below and whose only field
+is the identity of the session. The tensor ``client`` says from or to whom. A set of places is a map of n
+bits; a table such a map, ``<name>.places``, and the entries in order, each as long as the session says; a
+vector is packed. So a message's length follows from how many entries its tables have.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from fl_lightning.core.container import Form, as_tensor, bytes_of, form_of, read, size_of, write
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.protocol.keys import KEY_SIZE, SIGNATURE_SIZE, TAG_SIZE
 from fl_lightning.secure.protocol.session import Session
 from fl_lightning.secure.protocol.shamir import COMMITMENT_SIZE, HASHES_SIZE, SHARE_SIZE
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.updates.wire.coding import DecodeError, Reader, packed_size
+from fl_lightning.updates.coding import packed_size
 
 Places = frozenset[int]
 Table = Mapping[int, bytes]
@@ -149,10 +148,6 @@ Downward = Roster | Mailbox | Survivors | RevealRequest
 AnyMessage = Upward | Downward
 
 
-MAGIC = b"FLSS"
-VERSION = 2
-_HEADER = struct.Struct("<4sBBIQ32s")
-_CHECKSUM = struct.Struct("<I")
 # fields in order: a set, a vector, or bytes and tables of entries of so many bytes
 _SET, _VECTOR, _BYTES, _TABLE = range(4)
 _KEYS, _SIGNATURE, _BOX, _SHARE = "keys", "signature", "box", "share"
@@ -176,7 +171,6 @@ _FORMS: dict[type[Any], tuple[tuple[str, int, str], ...]] = {
     ),
     RevealedShares: (("seeds", _TABLE, _SHARE), ("keys", _TABLE, _SHARE)),
 }
-_KINDS = list(_FORMS)
 OneMessage = TypeVar("OneMessage", bound=AnyMessage)
 
 
@@ -199,14 +193,10 @@ def encode(session: Session, place: int, message: AnyMessage) -> bytes:
         >>> place, sorted(message.boxes)
         (1, [0, 3])
     """
-    kind = type(message)
-    body = b"".join(
-        _field_bytes(session, getattr(message, name), form, entry)
-        for name, form, entry in _FORMS[kind]
-    )
-    length = _HEADER.size + len(body) + _CHECKSUM.size
-    header = _HEADER.pack(MAGIC, VERSION, _KINDS.index(kind), place, length, session.identity)
-    return b"".join((header, body, _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(header)))))
+    tensors = {"client": torch.tensor(place)}
+    for name, form, entry in _FORMS[type(message)]:
+        tensors |= _tensors_of(session, name, getattr(message, name), form, entry)
+    return write(type(message).__name__, _fields(session), tensors)
 
 
 def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int:
@@ -217,20 +207,11 @@ def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int
         kind: of the message.
         entries: how many each of its tables has, in order.
     """
-    counts = iter(entries)
-    size = _HEADER.size + _CHECKSUM.size
-    for _, form, entry in _FORMS[kind]:
-        if form in (_SET, _TABLE):
-            size += packed_size(session.num_clients, 1)
-        if form == _VECTOR:
-            size += session.ring.packed_size(session.length)
-        if form in (_BYTES, _TABLE):
-            size += _entry_size(session, entry) * (next(counts) if form == _TABLE else 1)
-    return size
+    return _size(kind.__name__, tuple(_forms(session, kind, entries).items()))
 
 
 def decode(session: Session, data: bytes, kind: type[OneMessage]) -> tuple[int, OneMessage]:
-    """Return the place of the client that sent or receives it, and the message.
+    """Return the place of the client that sends or receives it, and the message.
 
     Args:
         session: to which it must belong.
@@ -238,29 +219,48 @@ def decode(session: Session, data: bytes, kind: type[OneMessage]) -> tuple[int, 
         kind: what it must be.
 
     Raises:
-        DecodeError: if the bytes are not exactly what `encode` returns for such a message.
+        MessageError: if the bytes are not exactly what `encode` returns for such a message.
     """
-    reader = Reader(data)
-    size = reader.left
-    magic, version, found, place, length, identity = reader.fields(_HEADER, "header")
-    if magic != MAGIC or version != VERSION:
-        raise DecodeError(f"no message of version {VERSION} of a secure sum")
-    if length != size:
-        raise DecodeError(f"the message has {size} bytes and says it has {length}")
-    (checksum,) = _CHECKSUM.unpack_from(data, size - _CHECKSUM.size) if size > 4 else (None,)
-    if zlib.crc32(memoryview(data)[: -_CHECKSUM.size]) != checksum:
-        raise DecodeError("the checksum is wrong: the message was damaged on its way")
-    if identity != session.identity:
-        raise DecodeError("the message is of another run, another round or other settings")
-    if found >= len(_KINDS) or _KINDS[found] is not kind:
-        told = _KINDS[found].__name__ if found < len(_KINDS) else f"an unknown kind, {found},"
-        raise DecodeError(f"{told} instead of {kind.__name__}")
-    if place >= session.num_clients:
-        raise DecodeError(f"place {place} of {session.num_clients} clients")
-    fields = [_read_field(session, reader, name, form, e) for name, form, e in _FORMS[kind]]
-    if reader.left != _CHECKSUM.size:
-        raise DecodeError(f"{reader.left - _CHECKSUM.size} bytes follow the message")
-    return place, kind(*fields)
+    fields, tensors = read(data, kind.__name__)
+    if fields != _fields(session):
+        raise MessageError("the message is of another run, another round or other settings")
+    found = {name: form_of(name, tensor) for name, tensor in tensors.items()}
+    tables = [name for name, form, _ in _FORMS[kind] if form == _TABLE]
+    counts = tuple(found.get(name, ("", (0,)))[1][:1] for name in tables)
+    if found != _forms(session, kind, tuple(sum(each) for each in counts)):
+        raise MessageError(f"the fields of a {kind.__name__} are not those of this session")
+    place = int(tensors["client"])
+    if not 0 <= place < session.num_clients:
+        raise MessageError(f"place {place} of {session.num_clients} clients")
+    return place, kind(*(_read_field(session, tensors, n, form) for n, form, _ in _FORMS[kind]))
+
+
+def _fields(session: Session) -> dict[str, str]:
+    return {"session": session.identity.hex()}
+
+
+def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[str, Form]:
+    """Return the forms of a message's tensors, whose tables have so many entries."""
+    counts = iter(entries)
+    places: Form = ("U8", (packed_size(session.num_clients, 1),))
+    forms: dict[str, Form] = {"client": ("I64", ())}
+    for name, form, entry in _FORMS[kind]:
+        if form == _SET:
+            forms[name] = places
+        elif form == _VECTOR:
+            forms[name] = ("U8", (session.ring.packed_size(session.length),))
+        elif form == _BYTES:
+            forms[name] = ("U8", (_entry_size(session, entry),))
+        else:
+            forms[f"{name}.places"] = places
+            forms[name] = ("U8", (next(counts), _entry_size(session, entry)))
+    return forms
+
+
+@lru_cache(maxsize=1024)
+def _size(kind: str, forms: tuple[tuple[str, Form], ...]) -> int:
+    """Return the length of a message, which is the same in every session."""
+    return size_of(kind, {"session": "0" * 64}, dict(forms))
 
 
 def places_as_bits(session: Session, places: Places) -> bytes:
@@ -270,40 +270,45 @@ def places_as_bits(session: Session, places: Places) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _field_bytes(session: Session, value: Any, form: int, entry: str) -> bytes:
+def _tensors_of(
+    session: Session, name: str, value: Any, form: int, entry: str
+) -> dict[str, Tensor]:
     if form == _SET:
-        return places_as_bits(session, value)
+        return {name: as_tensor(places_as_bits(session, value))}
     if form == _VECTOR:
-        return session.ring.pack(value)
+        return {name: as_tensor(session.ring.pack(value))}
     wanted = _entry_size(session, entry)
     entries = [value] if form == _BYTES else [value[place] for place in sorted(value)]
     if any(len(each) != wanted for each in entries):
         raise ValueError(f"an entry for {entry} must have {wanted} bytes")
-    table: Mapping[int, bytes] = {} if form == _BYTES else value
-    front = b"" if form == _BYTES else places_as_bits(session, frozenset(table))
-    return front + b"".join(entries)
-
-
-def _read_field(session: Session, reader: Reader, name: str, form: int, entry: str) -> Any:
-    if form == _SET:
-        return _read_places(session, reader, name)
-    if form == _VECTOR:
-        packed = reader.take(session.ring.packed_size(session.length), name)
-        return session.ring.unpack(packed, session.length)
-    size = _entry_size(session, entry)
+    content = as_tensor(b"".join(entries))
     if form == _BYTES:
-        return reader.take(size, name).tobytes()
-    places = sorted(_read_places(session, reader, name))
-    entries = reader.take(size * len(places), name).tobytes()
-    table: Table = {place: entries[at * size :][:size] for at, place in enumerate(places)}
+        return {name: content}
+    places = as_tensor(places_as_bits(session, frozenset(value)))
+    return {f"{name}.places": places, name: content.reshape(len(entries), wanted)}
+
+
+def _read_field(session: Session, tensors: Mapping[str, Tensor], name: str, form: int) -> Any:
+    """Return a field, of whose form its tensors are."""
+    if form == _SET:
+        return _read_places(session, tensors[name], name)
+    if form == _VECTOR:
+        return session.ring.unpack(bytes_of(tensors[name]), session.length)
+    if form == _BYTES:
+        return bytes_of(tensors[name])
+    places = sorted(_read_places(session, tensors[f"{name}.places"], name))
+    if len(places) != len(tensors[name]):
+        raise MessageError(f"{name}: {len(tensors[name])} entries of {len(places)} places")
+    table: Table = {
+        place: bytes_of(each) for place, each in zip(places, tensors[name], strict=True)
+    }
     return table
 
 
-def _read_places(session: Session, reader: Reader, name: str) -> Places:
-    raw = reader.array(packed_size(session.num_clients, 1), name)
-    bits = np.unpackbits(raw, bitorder="little")
+def _read_places(session: Session, raw: Tensor, name: str) -> Places:
+    bits = np.unpackbits(raw.numpy(), bitorder="little")
     if bits[session.num_clients :].any():
-        raise DecodeError(f"{name}: places beyond the last client")
+        raise MessageError(f"{name}: places beyond the last client")
     return frozenset(np.flatnonzero(bits).tolist())
 
 

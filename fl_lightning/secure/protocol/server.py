@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
@@ -40,7 +41,6 @@ from fl_lightning.secure.protocol.session import (
 )
 from fl_lightning.secure.protocol.unmasking import Unmasking
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.updates.wire.coding import DecodeError
 
 _KINDS: dict[ProtocolStage, type[Any]] = {
     ProtocolStage.ADVERTISE: Advertisement,
@@ -100,17 +100,17 @@ class SecureServer:
             sender: the place of whom it came from, where that is known.
 
         Raises:
-            DecodeError: if these bytes are no message of the sender's that is waited for; they change
+            MessageError: if these bytes are no message of the sender's that is waited for; they change
                 nothing.
             ForgedError: if a signature is not the client's; that changes nothing either.
         """
         if self.stage is None:
-            raise DecodeError("no message is waited for: the session is over")
+            raise MessageError("no message is waited for: the session is over")
         place, message = decode(self._session, data, _KINDS[self.stage])
         if sender is not None and place != sender:
-            raise DecodeError(f"client {sender} sent a message of client {place}")
+            raise MessageError(f"client {sender} sent a message of client {place}")
         if place not in self.awaited:
-            raise DecodeError(f"client {place} sent a message that is not waited for")
+            raise MessageError(f"client {place} sent a message that is not waited for")
         self._check(place, message)
         if isinstance(message, MaskedVector):
             self._total += message.values
@@ -209,12 +209,12 @@ class SecureServer:
         if isinstance(message, SealedShares) and (
             message.boxes.keys() != near or message.hashes.keys() != near | {place}
         ):
-            raise DecodeError(f"client {place} has not sealed shares for exactly its neighbours")
+            raise MessageError(f"client {place} has not sealed shares for exactly its neighbours")
         if isinstance(message, RevealedShares):
             near = near & self._sharers | {place}
             seeds, keys = near & self.survivors, near - self.survivors
             if message.seeds.keys() != seeds or message.keys.keys() != keys:
-                raise DecodeError(f"client {place} tells other shares than those asked for")
+                raise MessageError(f"client {place} tells other shares than those asked for")
         if self._directory is None or not self._session.active:
             return
         if isinstance(message, Advertisement):

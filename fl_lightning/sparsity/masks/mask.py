@@ -3,9 +3,9 @@
 A mask covers only the tensors that it names. Whether other parameters train or stay frozen is decided
 by the user of the mask.
 
-A file of a mask is in safetensors, with eight entries per byte: packed bits under the parameters'
-names (little endian: the first entry is the lowest bit of the first byte), and format, version, hash
-and shapes in the metadata.
+A file of a mask is a container (`fl_lightning.core.container`, a safetensors file) with eight entries per
+byte: packed bits under the parameters' names (little endian: the first entry is the lowest bit of the
+first byte); its fields are version, hash, and names with shapes in order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fl_lightning.core.container import read, write
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError, check_string, check_whole, fields_of
 
 VERSION = 1  # of the layout of packed bits, in checkpoints, files and the hash
 
@@ -198,11 +198,11 @@ def _unpack(name: str, bits: Tensor, shape: list[int]) -> Tensor:
             f"a damaged mask: {name} of shape {tuple(shape)} needs {-(-size // 8)} bytes of bits, "
             f"it has {tuple(bits.shape)} of {bits.dtype}"
         )
-    flat = np.unpackbits(bits.cpu().numpy(), count=size, bitorder="little")
+    packed = bits.cpu().numpy()
+    if size % 8 and packed[-1] >> size % 8:
+        raise ConfigurationError(f"a damaged mask: {name} has bits behind its last entry")
+    flat = np.unpackbits(packed, count=size, bitorder="little")
     return torch.from_numpy(flat.view(np.bool_)).view(shape)
-
-
-_FORMAT = "fl_lightning mask"
 
 
 def save_mask(mask: Mask, path: str | Path) -> None:
@@ -217,14 +217,13 @@ def save_mask(mask: Mask, path: str | Path) -> None:
         True
     """
     state = mask.state_dict()
-    metadata = {
-        "format": _FORMAT,
-        "version": str(state["version"]),
+    about = {
+        "version": state["version"],
         "hash": state["hash"],
-        "shapes": json.dumps(state["shapes"]),
+        "shapes": [[name, shape] for name, shape in state["shapes"].items()],
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(state["bits"], str(path), metadata)
+    Path(path).write_bytes(write("mask", about, state["bits"]))
 
 
 def load_mask(path: str | Path) -> Mask:
@@ -243,18 +242,18 @@ def load_mask(path: str | Path) -> Mask:
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            bits = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # a damaged file can fail with any exception
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigurationError(f"no safetensors file ({reason})") from error
-    if metadata.get("format") != _FORMAT:
-        raise ConfigurationError(
-            f"no mask: its metadata has the format {metadata.get('format')!r}, not {_FORMAT!r}"
-        )
-    try:
-        version, shapes = int(metadata["version"]), json.loads(metadata["shapes"])
-        return {"version": version, "hash": metadata["hash"], "shapes": shapes, "bits": bits}
-    except (KeyError, ValueError) as error:
-        raise ConfigurationError(f"a damaged mask: metadata without {error}") from error
+        fields, bits = read(Path(path).read_bytes(), "mask")
+        state = dict(fields_of(fields, ("version", "hash", "shapes"), "a mask"))
+        state["shapes"] = dict(_name_and_shape(each) for each in state["shapes"] or ())
+    except (MessageError, TypeError) as error:
+        raise ConfigurationError(f"no file of a mask ({error})") from error
+    return {**state, "bits": bits}
+
+
+def _name_and_shape(entry: Any) -> tuple[str, list[int]]:
+    name: Any
+    name, shape = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+    check_string(name, "a mask: a name")
+    for size in shape if isinstance(shape, list) else (None,):
+        check_whole(f"a mask: shape of {name}", size)
+    return name, list(shape or ())

@@ -4,22 +4,21 @@
     addition:  θ = θ_pretrained + Σ_t λ_t τ_t         several tasks in one model
     negation:  θ = θ_pretrained - λ τ                 a task forgotten
 
-Source: Ilharco et al. 2023, ICLR, sections 2 to 4. A file of a task vector is in safetensors and has
-the parameters' differences under their names.
+Source: Ilharco et al. 2023, ICLR, sections 2 to 4. A file of a task vector is a container
+(`fl_lightning.core.container`, a safetensors file) with the parameters' differences under their names.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fl_lightning.core.container import read, write
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError, fields_of
 from fl_lightning.core.space import Space
 from fl_lightning.sparsity.masks.mask import Mask, some
 
@@ -183,9 +182,6 @@ def _space(module: nn.Module, names: Sequence[str]) -> Space:
     return Space({name: own[name] for name in names})
 
 
-_FORMAT, _VERSION = "fl_lightning task vector", "1"
-
-
 def save_task_vector(task: TaskVector, path: str | Path) -> None:
     """Write a task vector to a file; missing folders are created.
 
@@ -197,44 +193,30 @@ def save_task_vector(task: TaskVector, path: str | Path) -> None:
         ...     load_task_vector(f"{folder}/task.safetensors").vector
         tensor([1., 2.])
     """
-    metadata = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "fingerprint": task.fingerprint(),
-        "names": json.dumps(list(task.shapes)),
-    }
-    tensors = {name: tensor.clone() for name, tensor in task.tensors.items()}
+    about = {"fingerprint": task.fingerprint(), "names": list(task.shapes)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(path), metadata)
+    Path(path).write_bytes(write("task vector", about, task.tensors))
 
 
 def load_task_vector(path: str | Path) -> TaskVector:
     """Read a task vector from a file, on the CPU.
 
     Raises:
-        ConfigurationError: if the file does not exist, is no task vector of this version, or is
-            damaged.
+        ConfigurationError: if the file does not exist, is no task vector, or is damaged.
     """
     where = f"task vector: the file {str(path)!r}"
     if not Path(path).is_file():
         raise ConfigurationError(f"{where} does not exist on this machine")
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # a damaged file can fail with any exception
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigurationError(f"{where} is no safetensors file ({reason})") from error
-    found = metadata.get("format"), metadata.get("version")
-    if found != (_FORMAT, _VERSION):
-        raise ConfigurationError(
-            f"{where} has format and version {found}, expected {(_FORMAT, _VERSION)}"
-        )
-    names = json.loads(metadata.get("names", "[]"))
-    if sorted(names) != sorted(tensors) or not names:
+        fields, tensors = read(Path(path).read_bytes(), "task vector")
+        about = fields_of(fields, ("fingerprint", "names"), "a task vector")
+    except MessageError as error:
+        raise ConfigurationError(f"{where} is no file of a task vector ({error})") from error
+    names = about["names"]
+    if not isinstance(names, list) or sorted(map(str, names)) != sorted(tensors) or not names:
         raise ConfigurationError(f"{where} is damaged: its tensors are not those that it names")
     shapes = {name: tensors[name].shape for name in names}
     task = TaskVector(shapes, torch.cat([tensors[name].flatten() for name in names]))
-    if task.fingerprint() != metadata.get("fingerprint"):
+    if task.fingerprint() != about["fingerprint"]:
         raise ConfigurationError(f"{where} is damaged: shapes do not belong to its fingerprint")
     return task

@@ -1,0 +1,320 @@
+"""Messages: a payload, its header, its bytes.
+
+Up goes a client's update, down the global model. Both say of which space (and mask) and of which
+round they are; the receiver knows what it waits for and refuses everything else.
+
+As a container (`fl_lightning.core.container`) of the kind ``update`` or ``model``:
+
+    fields     space (fingerprint of space and mask), transforms and metrics (names), and what
+               the payloads params and buffers say; those that say nothing are left out
+    tensors    numbers (int64: round, client, examples, local steps), metrics (float64), payloads
+
+Every number of a payload must be finite; a metric may be NaN, it is only shown.
+
+Bytes up and down of one client, counted without encoding: those of the real encoding.
+
+A dense message's length depends on sizes, dtypes and metrics' names alone, which clients share, so
+that a run computes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.container import Form, read, size_of, write
+from fl_lightning.core.plain_json import (
+    MessageError,
+    check_form,
+    check_hex,
+    check_whole,
+    fields_of,
+    shown,
+)
+from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
+from fl_lightning.updates.payload import Dense, Payload, layout_of, read_payload, tensors_of
+
+MessageKind = Literal["update", "model"]
+_NUMBERS = ("round_index", "client_id", "num_examples", "num_steps")
+_PAYLOADS = ("params", "buffers")
+_FIELDS = ("space", "transforms", "metrics", *_PAYLOADS)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """An update on its way up, or a model on its way down.
+
+    Args:
+        kind: which of the two.
+        space: fingerprint of the space and its mask, 32 hexadecimal digits.
+        round_index: the round, ≥ 0.
+        client_id: from whom, or to whom, ≥ 0.
+        params: the delta, or the model's parameters.
+        buffers: floating-point buffers.
+        num_examples: the aggregation weight; ≥ 1 of an update, 0 of a model.
+        num_steps: local steps taken; 0 of a model.
+        metrics: by name. A metric may be NaN or infinite, unlike everything else: it is only shown.
+        transforms: what has been done to the delta, in order.
+
+    Raises:
+        MessageError: if a field is outside its range.
+    """
+
+    kind: MessageKind
+    space: str
+    round_index: int
+    client_id: int
+    params: Payload
+    buffers: Payload
+    num_examples: int = 0
+    num_steps: int = 0
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    transforms: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_hex("space", self.space, 32)
+        for name in _NUMBERS:
+            check_whole(name, getattr(self, name))
+        if self.kind == "update" and not self.num_examples:
+            raise MessageError("num_examples of an update must be at least 1, got 0")
+        if self.kind == "model" and (self.num_examples or self.num_steps):
+            raise MessageError("num_examples and num_steps of a model must be 0")
+
+    @classmethod
+    def of_update(
+        cls,
+        update: ClientUpdate,
+        *,
+        space: str,
+        round_index: int,
+        params: Payload | None = None,
+        transforms: tuple[str, ...] = (),
+    ) -> Message:
+        """Return the message that carries a client's update.
+
+        Args:
+            update: what the client has.
+            space: fingerprint of the space and its mask.
+            round_index: the round.
+            params: what ``transforms`` made of the delta; the delta as it is if None.
+            transforms: their names, in order.
+        """
+        return cls(
+            kind="update",
+            space=space,
+            round_index=round_index,
+            client_id=update.client_id,
+            params=Dense(update.delta) if params is None else params,
+            buffers=Dense(update.buffers),
+            num_examples=update.num_examples,
+            num_steps=update.num_steps,
+            metrics=update.metrics,
+            transforms=transforms,
+        )
+
+    def to_update(self) -> ClientUpdate:
+        """Return the update, its delta dense.
+
+        Raises:
+            ValueError: if this is a model.
+        """
+        if self.kind != "update":
+            raise ValueError("the message holds a model, not an update")
+        return ClientUpdate(
+            self.client_id,
+            self.params.to_dense(),
+            self.buffers.to_dense(),
+            self.num_examples,
+            self.num_steps,
+            {n: torch.as_tensor(v, dtype=torch.float64) for n, v in self.metrics.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the receiver of a message knows beforehand; a message that differs is refused.
+
+    Attributes:
+        kind: whether an update or a model is waited for.
+        space: fingerprint of the space and its mask.
+        round_index: the round.
+        num_params: numbers that the params' payload stands for: `Chain.sent_size` of k, which is k
+            itself for all transforms but `RandomK`.
+        num_buffers: of the floating-point buffers.
+        transforms: what is done to a delta, in order.
+    """
+
+    kind: MessageKind
+    space: str
+    round_index: int
+    num_params: int
+    num_buffers: int = 0
+    transforms: tuple[str, ...] = ()
+
+
+def encoded_size(message: Message) -> int:
+    """Return the length of `encode`'s result in bytes, without encoding.
+
+    It does not look at values, only at shapes, dtypes, names and the indices of sparse payloads.
+    """
+    fields, forms = _layout(message)
+    return size_of(message.kind, fields, forms)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as bytes.
+
+    Raises:
+        MessageError: if a payload cannot be sent, e.g. because a number is not finite.
+
+    Example:
+        >>> import torch
+        >>> from fl_lightning.updates.payload import Dense
+        >>> params, buffers = Dense(torch.tensor([0.5, -1.0])), Dense(torch.empty(0))
+        >>> message = Message("model", "0" * 32, 3, 7, params, buffers)
+        >>> data = encode(message)
+        >>> len(data) == encoded_size(message)
+        True
+        >>> agreement = Agreement(kind="model", space="0" * 32, round_index=3, num_params=2)
+        >>> decode(data, agreement).params.to_dense()
+        tensor([ 0.5000, -1.0000])
+        >>> decode(data[:-1], agreement)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.plain_json.MessageError: the checksum differs: bytes changed on the way
+    """
+    numbers = [getattr(message, name) for name in _NUMBERS]
+    tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
+    if message.metrics:
+        metrics = [float(value) for value in message.metrics.values()]
+        tensors["metrics"] = torch.tensor(metrics, dtype=torch.float64)
+    for name in _PAYLOADS:
+        tensors |= tensors_of(name, getattr(message, name))
+    return write(message.kind, _layout(message)[0], tensors)
+
+
+def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Message:
+    """Return the message that was encoded.
+
+    Args:
+        data: from a stranger.
+        agreement: what the message must be.
+
+    Raises:
+        MessageError: if the bytes are not exactly what `encode` returns for some message, or if
+            that message is not of the kind, space, round, sizes and transforms agreed on.
+    """
+    fields, tensors = read(data, agreement.kind)
+    given = fields_of(fields, tuple(n for n in _FIELDS if n == "space" or n in fields), "a message")
+    _check("space", given["space"], agreement.space)
+    _check("transforms", given.get("transforms", []), list(agreement.transforms))
+    numbers = tensors.pop("numbers", torch.empty(0))
+    if numbers.dtype != torch.int64 or numbers.shape != (len(_NUMBERS),):
+        raise MessageError(f"numbers must be {len(_NUMBERS)} of int64")
+    about = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+    _check("round", about["round_index"], agreement.round_index)
+    message = Message(
+        kind=agreement.kind,
+        space=agreement.space,
+        params=read_payload("params", given.get("params"), tensors, agreement.num_params),
+        buffers=read_payload("buffers", given.get("buffers"), tensors, agreement.num_buffers),
+        metrics=_read_metrics(given.get("metrics", []), tensors),
+        transforms=agreement.transforms,
+        **about,
+    )
+    if tensors:
+        raise MessageError(f"tensors of a message that are not known: {shown(sorted(tensors))}")
+    check_form(_layout(message)[0], fields)
+    return message
+
+
+def _layout(message: Message) -> tuple[dict[str, Any], dict[str, Form]]:
+    """Return the fields of a message, those that say nothing left out, and its tensors' forms."""
+    forms: dict[str, Form] = {"numbers": ("I64", (len(_NUMBERS),))}
+    if message.metrics:
+        forms["metrics"] = ("F64", (len(message.metrics),))
+    fields: dict[str, Any] = {
+        "space": message.space,
+        "transforms": list(message.transforms),
+        "metrics": list(message.metrics),
+    }
+    for name in _PAYLOADS:
+        fields[name], own = layout_of(name, getattr(message, name))
+        forms |= own
+    return {name: value for name, value in fields.items() if value}, forms
+
+
+def _check(what: str, found: object, agreed: object) -> None:
+    if found != agreed:
+        raise MessageError(f"{what} {found!r} instead of {agreed!r}")
+
+
+def _read_metrics(names: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    values = tensors.pop("metrics", torch.empty(0, dtype=torch.float64))
+    if values.dtype != torch.float64 or values.ndim != 1 or type(names) is not list:
+        raise MessageError("metrics must be a list of names and a vector of float64")
+    metrics = dict(zip(map(str, names), values.tolist(), strict=False))
+    if len(metrics) != len(names) or len(metrics) != len(values):
+        raise MessageError("metrics must have different names, and a value each")
+    return metrics
+
+
+Shape = tuple[int, torch.dtype]
+
+
+def bytes_up(updates: ClientUpdate | Updates) -> int:
+    """Return the length of a client's update as a message; of several, which are alike, of each.
+
+    Of an update with coordinates that its client may not move, the others travel.
+
+    Example:
+        >>> update = ClientUpdate(0, torch.zeros(100), torch.zeros(0), 5, 1, {"train/loss": 0.5})
+        >>> bytes_up(update)  # 4 bytes a number and 424 for everything else
+        824
+    """
+    updates = Updates.of(updates)
+    active = None if updates.active is None else updates.active[0]
+    delta = _shape(updates.deltas, active)
+    return _dense_size("update", delta, _shape(updates.buffers), tuple(updates.metrics))
+
+
+def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) -> int:
+    """Return the length of the global model as a message to one client.
+
+    Args:
+        params: shape (k,).
+        buffers: shape (b,).
+        active: which coordinates the client needs, bool, shape (k,); None for all.
+    """
+    return _dense_size("model", _shape(params, active), _shape(buffers), ())
+
+
+def _shape(vector: Tensor | LazyDeltas, active: Tensor | None = None) -> Shape:
+    size = vector.shape[-1] if active is None else int(active.count_nonzero())
+    return size, vector.dtype
+
+
+@lru_cache(maxsize=256)
+def _dense_size(kind: MessageKind, params: Shape, buffers: Shape, metrics: tuple[str, ...]) -> int:
+    """Return the size of a message whose vectors have no storage, because none is looked at."""
+
+    def payload(shape: Shape) -> Dense:
+        return Dense(torch.empty(shape[0], dtype=shape[1], device="meta"))
+
+    return encoded_size(
+        Message(
+            kind,
+            space="0" * 32,
+            round_index=0,
+            client_id=0,
+            params=payload(params),
+            buffers=payload(buffers),
+            num_examples=1 if kind == "update" else 0,
+            metrics=dict.fromkeys(metrics, 0.0),
+        )
+    )
