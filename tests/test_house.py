@@ -252,6 +252,12 @@ def test_the_map_in_the_manual_is_the_disk():
     assert names == disk
 
 
+def test_every_file_in_the_table_of_questions_exists():
+    named = re.findall(r"`(\w+/[\w/]+(?:\.py|/))`", (ROOT / "docs/development.md").read_text())
+    assert len(named) > 25
+    assert not [name for name in named if not (PACKAGE / name).exists()]
+
+
 def test_every_file_that_a_command_names_exists():
     assert len(commands()) > 5
     for command in commands():
