@@ -13,13 +13,13 @@ from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, conflicts
 from fl_lightning.data import LabelFlip
-from fl_lightning.federation.checks.together import (
+from fl_lightning.federation.checks.fit import (
     BY_HAND,
     NETWORK,
     RATES_BY_STEP,
     SEVERAL,
-    traits_of,
 )
+from fl_lightning.federation.options import traits_of
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet

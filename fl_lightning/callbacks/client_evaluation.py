@@ -27,20 +27,21 @@ from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.local_models import LocalModels
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import log_numbers
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers import log_histogram, log_once
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.client_visits import (
+from fl_lightning.federation import (
     PERSONAL,
     ClientExamples,
+    Ranks,
+    StepOf,
     chosen_clients,
     common_test_examples,
     evaluated_clients,
     held_out_examples,
+    log_histogram,
+    log_numbers,
+    log_once,
+    personal_models,
+    run_folder,
 )
-from fl_lightning.federation.visits.personal_models import personal_models
-from fl_lightning.federation.visits.visiting import StepOf
 
 # Parts of the names of metrics of which less is better.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
@@ -98,7 +99,7 @@ class ClientEvaluation(Callback):
 
     @property
     def has_curves(self) -> bool:
-        """Whether it evaluates during rounds, not at the end alone."""
+        """True if it evaluates during rounds, not only at the end."""
         return self.every_n_rounds > 0 or self._local is not None
 
     def on_load_checkpoint(
@@ -108,7 +109,7 @@ class ClientEvaluation(Callback):
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take part in the rounds of a fit, if clients' local models are asked for."""
+        """Join the rounds of a fit, if clients' local models are evaluated."""
         if stage == "fit":
             self._check_monitors(trainer)
             if self._local is not None:
@@ -126,7 +127,7 @@ class ClientEvaluation(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the table of local models."""
+        """Continue the table of local models."""
         if self._local is not None:
             self._local.begin(trainer)
 

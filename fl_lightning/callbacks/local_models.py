@@ -19,17 +19,18 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Upload
-from fl_lightning.federation.visits.client_visits import (
+from fl_lightning.federation import (
     ClientExamples,
+    Federation,
+    Ranks,
+    Run,
+    Stage,
+    Upload,
     common_test_examples,
     evaluate_clients,
+    personal_models,
+    run_folder,
 )
-from fl_lightning.federation.visits.personal_models import personal_models
 
 TABLE = "local_models.csv"
 GLOBAL = "global"  # in the column of clients
@@ -66,7 +67,7 @@ class KeptLocalModels(Stage):
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:
-        """Have a client's local model in the module inside this block."""
+        """Loads a client's local model into the module inside this block."""
         assert self._run is not None
         local, personal = self._run.local, personal_models(self._run.trainer)
         before = local.read()
@@ -93,7 +94,7 @@ class LocalModels:
         self._kept = KeptLocalModels()
 
     def take_part(self, trainer: Trainer) -> None:
-        """Have a fit's federation hand local models over.
+        """Ask a fit's federation for local models.
 
         Raises:
             ConfigurationError: if there is no federation, or no data with clients.

@@ -9,8 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers import log_figure
+from fl_lightning.federation import log_figure, run_folder
 
 
 class PartitionReport(Callback):

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.federation.checkpoints.run_folder import own_run_folder
+from fl_lightning.federation import own_run_folder
 
 
 class Predictions(Callback):

@@ -1,31 +1,38 @@
-"""Who trains in which round of a fit, and how Lightning counts it.
+"""Who trains in which round of a fit, how Lightning counts it, and which rounds move nothing.
 
-a round is an epoch, a group of clients a batch; an optimizer step of Lightning's is a server's
+A round is an epoch, a group of clients a batch, the server's step an optimizer step of Lightning's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
 
 from fl_lightning.core.errors import raise_together
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
-from fl_lightning.federation.checks.compatibility import check_validation_interval
-from fl_lightning.federation.checks.options import check_cohort_size, check_trusted
+from fl_lightning.federation.checks.fit import (
+    check_cohort_size,
+    check_trusted,
+    check_validation_interval,
+)
 from fl_lightning.federation.clients.engine_options import (
     num_short_clients,
     trains_in_large_groups,
 )
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.options import Options
+from fl_lightning.federation.plan import DrawsBatches, LocalWork
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
@@ -111,6 +118,21 @@ class Calendar:
             aggregator.protection.begin(terms)
         return cls(groups, num_steps, batches, accumulate, time, fewest)
 
+    def run_of(
+        self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
+    ) -> Run:
+        """Return the run of a Trainer that is about to fit.
+
+        Args:
+            trainer: set up.
+            options: what was asked for.
+            examples: draws clients' batches by coins, for privacy; None for passes over their shards.
+        """
+        work = LocalWork(
+            options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
+        )
+        return Run.of(trainer, self.groups, work, options.client_memory_gb * 1e9)
+
     def settings_of(self, trainer: Trainer) -> dict[str, Any]:
         """Return settings of the Trainer under which Lightning counts rounds."""
         settings: dict[str, Any] = {"log_every_n_steps": 1}
@@ -163,4 +185,67 @@ def _clients_per_group(
         return 1
     return num_short_clients(
         module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
+    )
+
+
+_NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as well as at 0
+
+
+def idle_lines(
+    number: int, options: Options, calendar: Calendar, clients: Optimizer | None, server: Optimizer
+) -> Iterator[str]:
+    """Give what to tell before a round in which nobody trains or nothing moves.
+
+    Args:
+        number: of the round that begins.
+        options: what was asked for.
+        calendar: who trains when.
+        clients: their optimizer, as its schedule left it; None if its rate moves from step to step.
+        server: its optimizer, likewise.
+    """
+    if num_left_out := calendar.groups.num_left_out(number):
+        yield (
+            f"round {number}: a cohort of {num_left_out} is too small for "
+            f"{type(options.aggregator).__name__}, which hides updates among those of "
+            f"{calendar.fewest_clients} clients or more: nobody trains, the model stays as it is"
+        )
+    line = zero_rate_line(number, clients, server, is_private=options.privacy is not None)
+    if line is not None:
+        yield line
+
+
+def zero_rate_line(
+    round_index: int, clients: Optimizer | None, server: Optimizer, *, is_private: bool
+) -> str | None:
+    """Return what to tell of a round in which the clients' or the server's rate is 0; else None.
+
+    Args:
+        round_index: of the round that begins.
+        clients: their optimizer, as its schedule left it; None if its rate moves from step to step.
+        server: its optimizer, likewise.
+        is_private: whether noise is added to the round's aggregate or to the steps.
+
+    Example:
+        >>> import torch
+        >>> moving, idle = (torch.optim.SGD([torch.zeros(1)], lr=rate) for rate in (1.0, 0.0))
+        >>> zero_rate_line(3, moving, moving, is_private=False) is None
+        True
+        >>> zero_rate_line(3, moving, idle, is_private=False)[:60]
+        "round 3: a learning rate is 0, so nothing moves (the server'"
+    """
+    pairs = (("the clients' one", clients), ("the server's", server))
+    idle = [whose for whose, made in pairs if made is not None and _is_zero(made)]
+    if not idle:
+        return None
+    noise = "; the noise of privacy is all that is left" if is_private else ""
+    return (
+        f"round {round_index}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
+        "Have the schedule reach 0 after the last round"
+    )
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    return all(
+        float(group["lr"]) <= _NOTHING * float(group.get("initial_lr", 1.0))
+        for group in optimizer.param_groups
     )

@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
-from fl_lightning.federation.checks.idle_rounds import idle_lines
+from fl_lightning.federation.calendar import Calendar, idle_lines
+from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
@@ -79,11 +78,11 @@ class Federation(Options, Callback):
     _personal_state: dict[str, Any] | None = None
 
     def add(self, stage: Stage) -> None:
-        """Have a stage take part in the rounds of this fit: for the `setup` of other callbacks."""
+        """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
         self.handed.append(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the fit loop ask for groups of clients instead of batches."""
+        """Replace batches by groups of clients in the fit loop."""
         if stage == "fit":
             self._cleanup = ExitStack()
             self._cleanup.callback(self.handed.clear)
@@ -107,7 +106,7 @@ class Federation(Options, Callback):
         take_over(trainer, self.rounds, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on from a checkpoint, also of a run whose rounds had another number of groups."""
+        """Resume from a checkpoint, also of a run whose rounds had another number of groups."""
         begin_next_round(trainer)
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
@@ -170,5 +169,5 @@ class Federation(Options, Callback):
         return state_to_bring_home(self.rounds)
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Know personal models after a fit in other processes."""
+        """Receive personal models after a fit in other processes."""
         self._personal_state = state

@@ -18,6 +18,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.exchange import Meeting
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
@@ -87,10 +88,10 @@ class FitRounds:
     """Runs the rounds of one fit, one group of clients after the other.
 
     Args:
-        run: what is asked for, who takes part, and what trains.
+        run: who takes part, and what trains.
+        options: what was asked for.
         stages: what else happens, in order.
         make_server: of the first global model.
-        clients_side: makes the clients' side; None for clients that train here.
 
     Attributes:
         clients: the clients' side.
@@ -102,12 +103,12 @@ class FitRounds:
     def __init__(
         self,
         run: Run,
+        options: Options,
         stages: Stages,
         make_server: Callable[[GlobalModel], Server],
-        clients_side: Callable[[Run, Stages], FitClients] | None = None,
     ) -> None:
-        self.run, self.stages, self.memory = run, stages, run.memory
-        self.clients = (clients_side or FitClients)(run, stages)
+        self.run, self.options, self.stages, self.memory = run, options, stages, run.memory
+        self.clients: FitClients = (options.clients_side or FitClients)(run, options, stages)
         self.server = make_server(run.local.read())
         self.travelling = TravellingNumbers(run, self.clients, self.server, stages)
         self._round = Round(
@@ -115,8 +116,8 @@ class FitRounds:
             self.server,
             stages,
             run.memory.clients,
-            skips_failures=run.options.on_client_failure == "skip",
-            min_replies=run.options.min_replies,
+            skips_failures=options.on_client_failure == "skip",
+            min_replies=options.min_replies,
             processes=run.ranks,
         )
         self.clients.lose = self._round.skip
@@ -125,7 +126,7 @@ class FitRounds:
 
     @property
     def record(self) -> RoundRecord:
-        """What is known of the present round, or of the last one until the next begins."""
+        """Record of the present round; between rounds, of the last one."""
         return self._round.record
 
     def train_group(self, group: ClientGroup) -> None:
@@ -189,8 +190,8 @@ class FitRounds:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the present round has; the open one of a checkpoint may have been broken off."""
-        return self.server.is_open and self.server.round_index == self.run.round_index
+        """True if the present round has begun; a checkpoint may hold an earlier one that was cut short."""
+        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def _open(self) -> None:
         self.follow_masks()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.federation.processes.cores import shares
+from fl_lightning.federation.processes.ranks import shares
 
 # Lightning lets the processes wait for each other at every batch: few groups, few waits.
 MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
@@ -199,7 +199,7 @@ class RoundGroups:
         return {"round": self._round, "position": self._position, "groups": self._num_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore round and position."""
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]

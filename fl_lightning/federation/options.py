@@ -1,4 +1,4 @@
-"""What a federation is asked for: every option, with its meaning, in one place.
+"""The options of a federation, each with its meaning.
 
 What an option may be is checked here, when it is given; what it does not go together with in a
 Trainer, a module or data is checked where these are known, see `fl_lightning.federation.checks`.
@@ -14,29 +14,42 @@ from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.recorded import RecordedArrivals
-from fl_lightning.core.errors import raise_together
+from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed
-from fl_lightning.core.traits import check_together
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort, as_cohort
 from fl_lightning.engines import Speedup
-from fl_lightning.federation.checks.options import check_privacy, check_recorded, check_values
-from fl_lightning.federation.checks.together import parts_of
-from fl_lightning.federation.clients.engine_options import EngineName, EngineOptions
+from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import ServerOptimizer, ServerSchedule, fedavg_optimizer
-from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.server.server import (
+    ServerOptimizer,
+    ServerSchedule,
+    as_aggregator,
+    fedavg_optimizer,
+)
+from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.error_feedback import ErrorFeedback
-from fl_lightning.updates.path import Broadcast, UpdatePath
-from fl_lightning.updates.transform import UpdateTransform
+from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
+from fl_lightning.updates.transform import UpdateTransform, as_step
+
+_SPEEDUPS = Traits(
+    breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
+    instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},
+)
+_SLOTS = _SPEEDUPS | Traits(
+    needs={Trait.SIMULATION: "trains many clients at once in one process"},
+    instead={Trait.SIMULATION: "set engine to auto or sequential"},
+)
 
 
 class Options:
-    """What a federation is asked for; attributes are what was given, or what stands for None.
+    """The options of a federation; attributes hold what was given, or what None stands for.
 
     Attributes:
         execution: how clients are to be trained.
@@ -68,7 +81,7 @@ class Options:
         engine: EngineName = "auto",
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
-        spot_check: float | None = None,
+        spot_check: float = SPOT_CHECK,
         pad_batches: bool | None = None,
         clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
@@ -121,9 +134,8 @@ class Options:
                 are worth it where the run is long; other engines use none.
             spot_check: fraction of the clients in slots that are also trained one after the other,
                 to check that both ways give the same update. A difference beyond rounding stops the
-                run before the server steps. The check does not change the result. If None, so
-                many that it takes about 1 % of the time, one client in 200 at most; 0 checks none,
-                1 all.
+                run before the server steps. The check does not change the result. 0 checks none, 1
+                all; one client in 500 takes 1 to 2 % of the time.
             pad_batches: ``true`` says that the loss, and all that is logged, is a mean over the
                 examples of a batch, so that slots may pad smaller batches. A trial client and the
                 spot check hold it to that. Batches train whole if ``false``: a client's last,
@@ -149,6 +161,7 @@ class Options:
             ConfigurationError: for values out of range, and for what does not go together; all of
                 them at once.
         """
+        check_kinds(Options.__init__, locals())
         super().__init__()
         self.cohort = AllClients() if cohort is None else cohort
         self.local_steps, self.local_epochs = local_steps, local_epochs
@@ -160,7 +173,7 @@ class Options:
         self.devices, self.asynchronous = devices, asynchronous
         self.attackers, self.stages = attackers, list(stages or [])
         self.handed: list[Stage] = []  # by other callbacks, for one fit
-        self.clients_side: Callable[[Any, Any], Any] | None = None  # where clients are elsewhere
+        self.clients_side: Callable[..., Any] | None = None  # where clients are elsewhere
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine, self.slots, self.spot_check = engine, slots, spot_check
         self.pad_batches = pad_batches
@@ -178,28 +191,58 @@ class Options:
     def _check(self, seed: int | None) -> None:
         """Refuse what cannot be, all at once; see `Options`."""
         raise_together(
-            partial(
-                check_values,
-                local_steps=self.local_steps,
-                local_epochs=self.local_epochs,
-                on_client_failure=self.on_client_failure,
-                min_replies=self.min_replies,
-                clients_per_group=self.clients_per_group,
-                client_memory_gb=self.client_memory_gb,
-            ),
-            partial(check_recorded, self.devices, self.asynchronous),
+            self._check_values,
             partial(check_seed, "federation", seed),
             self._asked_for,
-            partial(
-                check_privacy,
-                self.privacy,
-                cohort=self.cohort,
-                asynchronous=self.asynchronous,
-            ),
+            self._check_privacy,
             partial(check_together, self.parts),
             partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
             partial(Broadcast, self.download, 0),
         )
+
+    def _check_values(self) -> None:
+        counts = {
+            name: value
+            for name in ("local_steps", "local_epochs", "clients_per_group")
+            if (value := getattr(self, name)) is not None
+        }
+        recorded = isinstance(self.devices, RecordedArrivals)
+        wrong = [
+            (
+                {"local_steps", "local_epochs"} <= counts.keys(),
+                "give either local_steps or local_epochs, not both: set the other to null",
+            ),
+            *((n < 1, f"{name} must be at least 1, got {n}") for name, n in counts.items()),
+            (
+                self.on_client_failure not in ("raise", "skip"),
+                f"on_client_failure must be raise or skip, got {self.on_client_failure!r}",
+            ),
+            (
+                self.min_replies < 1,
+                f"min_replies must be at least 1 client, got {self.min_replies}",
+            ),
+            (
+                not 0 <= self.client_memory_gb < float("inf"),
+                f"client_memory_gb must be at least 0 and finite, got {self.client_memory_gb}",
+            ),
+            (
+                recorded and self.asynchronous is None,
+                "devices RecordedArrivals is of an asynchronous run: set asynchronous as well",
+            ),
+        ]
+        if problems := [text for is_wrong, text in wrong if is_wrong]:
+            raise ConfigurationError("federation: " + "; ".join(problems))
+
+    def _check_privacy(self) -> None:
+        if self.privacy is None:
+            return
+        if not isinstance(self.privacy, ExampleDP | Privacy):
+            raise ConfigurationError(
+                f"federation.privacy {type(self.privacy).__name__} lacks what a kind of privacy says of "
+                "itself: derive it from fl_lightning.privacy.mechanism.ClientPrivacy and give it a mechanism"
+            )
+        if self.asynchronous is None:  # which is refused, and has no cohorts
+            self.privacy.check_cohort(self.cohort)
 
     def _asked_for(self) -> EngineOptions:
         return EngineOptions(
@@ -215,7 +258,7 @@ class Options:
 
     @property
     def clients_remember(self) -> bool:
-        """Whether clients remember something of their own from round to round."""
+        """True if clients remember something of their own from round to round."""
         correction = self.correction
         return (
             self.personal is not None
@@ -232,3 +275,51 @@ class Options:
     def client_privacy(self) -> Privacy | None:
         """Privacy of clients, if that was asked for."""
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
+
+
+def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits]:
+    """Return the traits of all options that were given, by option and class.
+
+    Args:
+        options: of a federation.
+        cohort: as it was given; None for the default, which every server can do without.
+    """
+    given: list[tuple[str, object, Traits]] = [
+        *(("updates", step, as_step(step).traits) for step in options.updates),
+        *(("download", step, OF_DOWNLOAD) for step in options.download),
+        *(("stages", stage, stage.traits) for stage in options.stages),
+    ]
+    if cohort is not None:
+        given.append(("cohort", cohort, as_cohort(cohort).traits))
+    if options.aggregator is not None:
+        given.append(("aggregator", options.aggregator, as_aggregator(options.aggregator).traits))
+    if options.asynchronous is not None:
+        given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
+    if options.devices is not None:
+        traits = (
+            options.devices.traits
+        )  # over a network an asynchronous run needs no simulated ones
+        is_idle = options.asynchronous is not None and not options.devices.is_recorded
+        given.append(
+            ("devices", options.devices, traits.without(Trait.SIMULATION) if is_idle else traits)
+        )
+    parts = (options.correction, options.personal, options.privacy, options.attackers)
+    names = ("correction", "personal", "privacy", "attackers")
+    given += [
+        (name, part, traits_of(part)) for name, part in zip(names, parts, strict=True) if part
+    ]
+    named: dict[str, Traits] = {}
+    for name, part, traits in given:  # of one class there may be several
+        key = f"federation.{name} {type(part).__name__}"
+        named[key] = named.get(key, NO_TRAITS) | traits
+    if options.engine == "slots":
+        named["federation.engine slots"] = _SLOTS
+    if options.speedups:
+        named["federation.speedups"] = _SPEEDUPS
+    return named
+
+
+def traits_of(part: object) -> Traits:
+    """Return the traits that a part says it has; none for one that says nothing."""
+    traits = getattr(part, "traits", NO_TRAITS)
+    return traits if isinstance(traits, Traits) else NO_TRAITS

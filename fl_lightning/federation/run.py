@@ -1,37 +1,81 @@
-"""What the parts of a run have in common, made once when a fit starts."""
+"""The objects that the parts of a run share, made once when a fit starts."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.round_start import LocalSchedules
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.run_memory import RunMemory
+from fl_lightning.federation.checkpoints.memory import RunMemory
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.plan import DrawsBatches, LocalWork, WorkPlan
+from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import local_schedules
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
 
 
+class GradientScale:
+    """The scale of fp16 gradients, wound back to that of the round's start; nothing where there is none.
+
+    Args:
+        scaler: the precision plugin's, or None.
+    """
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+        self._start: dict[str, Any] = self.present()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there is a scaler."""
+        return self._scaler is not None
+
+    def start_round(self) -> None:
+        """Begin the round with the present scale."""
+        self._start = self.present()
+
+    def wind_back(self) -> None:
+        """Return to the round's first scale."""
+        self.go_on_from(self._start)
+
+    def present(self) -> dict[str, Any]:
+        """Return the present scale, for `go_on_from`."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Have the next round begin with a scale."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Return to a scale after a client."""
+        if self._scaler is None:
+            return
+        self.load(state)
+        # A step that raised left gradients marked as unscaled; before the first step there
+        # is nothing to forget, which `update` takes for misuse
+        with suppress(AssertionError):
+            self._scaler.update(state["scale"])
+            self.load(state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One fit: what is asked for, who takes part, and what trains.
+    """One fit: who takes part, and what trains.
 
     Attributes:
         trainer: set up, with its optimizer built and its module on its device.
-        options: what was asked for.
         groups: who takes part in a round.
         accumulate: batches per local step.
         ranks: the processes.
@@ -40,12 +84,11 @@ class Run:
         collector: what clients log.
         step: one local step.
         local: the sequential engine.
-        scaler: the fp16 scale.
+        scale: of fp16 gradients.
         by_step: learning-rate schedules that count local steps; None if none does.
     """
 
     trainer: Trainer
-    options: Options
     groups: RoundGroups
     accumulate: int
     ranks: Ranks
@@ -54,31 +97,21 @@ class Run:
     collector: LogCollector
     step: LightningStep
     local: LocalTrainer
-    scaler: ClientScaler
+    scale: GradientScale
     by_step: LocalSchedules | None
 
     @classmethod
-    def of(
-        cls,
-        trainer: Trainer,
-        options: Options,
-        calendar: Calendar,
-        examples: DrawsBatches | None = None,
-    ) -> Run:
+    def of(cls, trainer: Trainer, groups: RoundGroups, work: LocalWork, memory_bytes: float) -> Run:
         """Return the run of a Trainer that is about to fit.
 
         Args:
             trainer: set up.
-            options: what was asked for.
-            calendar: who trains when.
-            examples: draws clients' batches by coins, for privacy; None for passes over their shards.
+            groups: who takes part in a round.
+            work: how much a client trains in one.
+            memory_bytes: of what clients remember that may stay in RAM.
         """
         module, collector, ranks = trainer.lightning_module, LogCollector(), Ranks(trainer)
-        accumulate = calendar.accumulate
-        work = LocalWork(
-            options.local_steps, options.local_epochs, accumulate, options.seed, examples
-        )
-        step, by_step = LightningStep(trainer, collector, accumulate), local_schedules(trainer)
+        step, by_step = LightningStep(trainer, collector, work.accumulate), local_schedules(trainer)
         local = LocalTrainer(
             module,
             trainer.optimizers,
@@ -92,22 +125,21 @@ class Run:
         step.on_new_layout = local.note_homes
         return cls(
             trainer=trainer,
-            options=options,
-            groups=calendar.groups,
-            accumulate=accumulate,
+            groups=groups,
+            accumulate=work.accumulate,
             ranks=ranks,
-            memory=RunMemory(trainer, ranks, options.client_memory_gb * 1e9),
+            memory=RunMemory(trainer, ranks, memory_bytes),
             plan=WorkPlan(trainer.datamodule, work),  # type: ignore[attr-defined]
             collector=collector,
             step=step,
             local=local,
-            scaler=ClientScaler(getattr(trainer.precision_plugin, "scaler", None)),
+            scale=GradientScale(getattr(trainer.precision_plugin, "scaler", None)),
             by_step=by_step,
         )
 
     @property
     def module(self) -> LightningModule:
-        """What trains."""
+        """The module that trains."""
         return self.trainer.lightning_module
 
     @property

@@ -13,16 +13,22 @@ from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checks.compatibility import check_compatible, check_set_up
-from fl_lightning.federation.checks.options import check_data_fits, check_shards
+from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
+from fl_lightning.federation.checks.fit import (
+    check_compatible,
+    check_data_fits,
+    check_module_together,
+    check_set_up,
+    check_shards,
+    check_trainer_together,
+)
 from fl_lightning.federation.checks.privacy import check_trainer_private
-from fl_lightning.federation.checks.together import check_module_together, check_trainer_together
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
@@ -33,7 +39,7 @@ from fl_lightning.server.server import Server
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Have Lightning ask for groups of clients instead of batches, until the fit is over.
+    """Replace batches by groups of clients in Lightning's loop, until the fit is over.
 
     Args:
         trainer: whose loop is about to be set up.
@@ -86,21 +92,17 @@ def begin(
     Raises:
         ConfigurationError: for what does not go together, all at once.
     """
-    raise_together(
-        lambda: check_set_up(trainer),
-        lambda: check_trainer_together(trainer, options),
-        lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
-    )
+    check_begun(trainer, options)
     private = privacy_at_work(trainer, options, calendar)
     aggregator: Aggregator | None = None if private is None else private.aggregator
     if aggregator is None:
         aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
-    run = Run.of(trainer, options, calendar, None if private is None else private.draws)
+    run = calendar.run_of(trainer, options, None if private is None else private.draws)
     rounds = FitRounds(
         run,
-        stages_of(run, aggregator, calendar.time, private),
+        options,
+        stages_of(run, options, aggregator, calendar.time, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
-        options.clients_side,
     )
     if options.correction is not None:
         options.correction.check_server(rounds.server.optimizer)
@@ -109,8 +111,24 @@ def begin(
     return rounds, private
 
 
+def check_begun(trainer: Trainer, options: Options) -> None:
+    """Refuse what is known once Lightning has set up module, optimizers and data, all at once."""
+    raise_together(
+        lambda: check_set_up(trainer),
+        lambda: check_trainer_together(trainer, options),
+        lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
+    )
+
+
+def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tuple[Run, Stages]:
+    """Return what trains at a site and what happens in its rounds; who adds up is the server."""
+    run = calendar.run_of(trainer, options)
+    aggregator = run_aggregator(trainer, options.aggregator, None)
+    return run, stages_of(run, options, aggregator, calendar.time, None)
+
+
 class DrivenRounds(Rounds, Protocol):
-    """What the loop drives, with its run."""
+    """The rounds that the loop drives, with their run."""
 
     run: Run
 

@@ -310,7 +310,10 @@ def test_an_order_on_record_is_replayed_to_the_same_bits(recorded, tmp_path):
     [
         ({"max_epochs": 9}, "the recorded run had no more rounds"),
         ({"asynchronous": FedBuff(concurrency=3, buffer_size=2)}, "is not at work from version"),
-        ({"asynchronous": None}, "RecordedArrivals is who arrived when in an asynchronous run"),
+        (
+            {"asynchronous": None},
+            "RecordedArrivals is of an asynchronous run: set asynchronous as well",
+        ),
     ],
 )
 def test_a_record_of_another_run_is_refused(recorded, other, message):

@@ -12,8 +12,7 @@ from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
 from fl_lightning.client.vector_file import VectorFile
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.memory_files import FOLDER, WorkingFolder
+from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
 
 
 def test_files_stay_as_long_as_a_checkpoint_needs_them(tmp_path):
@@ -66,7 +65,7 @@ import os, signal, sys
 from lightning.pytorch import Callback
 from toys import ToyModule, toy_data, toy_trainer
 from fl_lightning import Federation
-from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
 
 class Killed:
     def __reduce__(self):

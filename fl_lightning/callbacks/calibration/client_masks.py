@@ -8,9 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import log_numbers
-from fl_lightning.federation.loggers import log_once
-from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation import Ranks, log_numbers, log_once
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.report import MaskCounts
 
@@ -47,7 +45,7 @@ class ClientMasks:
         return mask
 
     def exchange(self, ranks: Ranks) -> int:
-        """Let all processes know the masks that one has found; to be called by all of them.
+        """Share the masks found by one process with all; called by all of them.
 
         Returns:
             the bytes of these masks, eight entries to one; 0 if nobody has found any.
@@ -72,7 +70,7 @@ class ClientMasks:
         return dict(self._packed)
 
     def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Know these masks."""
+        """Restore these masks."""
         self._packed, self.counts = dict(state), MaskCounts()
         for mask in self.found().values():
             self.counts.add(mask)

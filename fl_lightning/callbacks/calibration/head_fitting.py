@@ -23,8 +23,7 @@ from fl_lightning.callbacks.calibration.owners import (
     visit_together,
 )
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.visiting import Visit, visiting
+from fl_lightning.federation import Ranks, Visit, visiting
 from fl_lightning.sparsity.heads import (
     Features,
     FittedHead,

@@ -19,9 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.calibration.owners import federation_of
-from fl_lightning.federation import log_numbers
-from fl_lightning.federation.checkpoints.run_folder import run_folder
-from fl_lightning.federation.loggers import log_figure, log_once
+from fl_lightning.federation import log_figure, log_numbers, log_once, run_folder
 from fl_lightning.sparsity.heads import FittedHead
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
 from fl_lightning.sparsity.masks.report import density_figure
@@ -29,7 +27,7 @@ from fl_lightning.sparsity.masks.report import density_figure
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What there is to tell.
+    """Summary of a mask.
 
     Attributes:
         mask: the mask.

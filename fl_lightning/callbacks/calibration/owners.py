@@ -27,10 +27,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.loop import training_loader
-from fl_lightning.federation.processes.cores import shares
-from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation import Federation, Ranks, shares, training_loader
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from fl_lightning.core.seeds import (
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.visiting import Visit, visiting
+from fl_lightning.federation import Ranks, Visit, visiting
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import apportion
@@ -218,7 +217,7 @@ def _told(
 
 @contextmanager
 def scoring(trainer: Trainer) -> Iterator[Visit]:
-    """Have a Trainer's module scored inside this block, in the Trainer's precision."""
+    """Scores a Trainer's module inside this block, in the Trainer's precision."""
     with visiting(trainer) as visit, scoring_context(trainer):
         yield visit
 

@@ -1,4 +1,4 @@
-"""What is about to be trained, in a few lines before the first round."""
+"""Overview of a run: a few lines before the first round."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from fl_lightning.callbacks.console.round_line import federation_of
 from fl_lightning.callbacks.console.run_log import folder_of
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.hooks import overrides
+from fl_lightning.federation import Federation, overrides
 
 # Schedules are worked out so many steps ahead, to tell the rate of the last round.
 _MOST_STEPS_AHEAD = 20_000

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from fl_lightning.federation import logged_in_round
-from fl_lightning.federation.federation import Federation
+from fl_lightning.federation import Federation, logged_in_round
 
 
 def federation_of(trainer: Trainer) -> Federation | None:

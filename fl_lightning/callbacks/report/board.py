@@ -1,4 +1,4 @@
-"""What TensorBoard shows besides charts by name: the important ones first, a table, the hparams tab.
+"""TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
 
 TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
 has the order given here. At the end of a run the tab Text has its last round as a table, beside that of
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.report.history import History
-from fl_lightning.federation.loggers import boards, is_of_test, logged_once, table
+from fl_lightning.federation import boards, is_of_test, logged_once, table
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60

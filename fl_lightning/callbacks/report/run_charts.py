@@ -15,7 +15,7 @@ from fl_lightning.callbacks.report.history import IDS, Curve, History
 from fl_lightning.core.report.charts import Chart, Panel
 from fl_lightning.core.report.colours import series
 from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
-from fl_lightning.federation.loggers import logged_once
+from fl_lightning.federation import logged_once
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two

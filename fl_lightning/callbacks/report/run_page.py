@@ -12,7 +12,7 @@ from fl_lightning.callbacks.report.run_charts import byte_unit, evaluated_client
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.report.charts import write_chart
 from fl_lightning.core.report.page import Page
-from fl_lightning.federation.loggers import is_of_test, logged_once
+from fl_lightning.federation import is_of_test, logged_once
 
 REPORT, FIGURES = "report.html", "figures"
 _CONFIG = "config.yaml"

@@ -15,9 +15,7 @@ from fl_lightning.callbacks.report.board import lay_out, show_results
 from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_folder import own_run_folder, run_folder
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.loggers import SingleDots, keep_once
+from fl_lightning.federation import Federation, SingleDots, keep_once, own_run_folder, run_folder
 
 REPORT = "report.html"
 
@@ -99,7 +97,7 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have TensorBoard make no charts of what is logged once."""
+        """Keep TensorBoard from making charts of what is logged once."""
         self._single_dots = SingleDots(trainer).start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

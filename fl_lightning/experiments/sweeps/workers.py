@@ -67,7 +67,7 @@ class Running:
 
     @property
     def is_first_run(self) -> bool:
-        """Whether it is the run by which trials are stopped; the others decide on the mean alone."""
+        """True for the run by which trials are stopped; the others only count in the mean."""
         return not self.values
 
 
@@ -82,7 +82,8 @@ def prepare_processes(fit: Fit) -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([fit.__module__, *_IMPORTED])
+    tied = "fl_lightning.experiments.sweeps.ends_with_sweep"
+    context.set_forkserver_preload([tied, fit.__module__, *_IMPORTED])
     forkserver.ensure_running()
     return context
 

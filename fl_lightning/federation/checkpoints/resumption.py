@@ -1,11 +1,7 @@
-"""How a command line takes up an earlier run: its checkpoint, its configuration, its folder.
+"""How a command line takes up an earlier run: its checkpoint, its configuration, its folder, its tables.
 
 ``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; the path of a
 checkpoint names its run. A fit goes on in the folder of its run, whatever the logger.
-
-A table of metrics that a resumed run goes on with.
-
-`lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
 """
 
 from __future__ import annotations
@@ -17,14 +13,17 @@ import warnings
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.atomic_checkpoint import remove_unfinished
+from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS, remove_unfinished
 from fl_lightning.federation.checkpoints.run_folder import (
     EarlierRun,
     choose,
@@ -33,8 +32,9 @@ from fl_lightning.federation.checkpoints.run_folder import (
     remove_empty,
     run_of,
 )
-from fl_lightning.federation.checks.checkpoint_file import best_of, check_checkpoint
 
+# A table of metrics that is about to be gone on with.
+_KEPT = ".metrics.csv.kept"
 # Where Lightning puts a run whose logger is left to it.
 _DEFAULT_NAME = "lightning_logs"
 _EVALUATED = ("seed_everything", "model", "data", "federation")
@@ -186,12 +186,10 @@ def _kind(logger: Any) -> str:
     return str(logger.class_path).rpartition(".")[2]
 
 
-_KEPT = ".metrics.csv.kept"
-
-
 def keep_rows(trainer: Trainer, step: int) -> None:
     """Have CSV files go on after the rows of steps before one, those of the run that is taken up.
 
+    `lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
     To be called by the first process alone.
     """
     for logger in trainer.loggers:
@@ -221,3 +219,61 @@ def _keep(logger: CSVLogger, step: int) -> None:
         table.writerows(rows)
     os.replace(unfinished, path)
     kept.unlink()
+
+
+def check_checkpoint(path: Path) -> int:
+    """Return after how many global steps a checkpoint was saved.
+
+    Raises:
+        ConfigurationError: if the file cannot be one; with the round before it if that is whole.
+    """
+    problem, checkpoint = _read(path)
+    if problem is None:
+        return int(checkpoint.get("global_step", 0))
+    previous = path.with_name(PREVIOUS)
+    if path.name == LAST and previous.exists():
+        reason, checkpoint = _read(previous)
+        if reason is None:
+            rounds = checkpoint["global_step"]
+            raise ConfigurationError(
+                f"ckpt_path: {path} {problem}. The one before it is whole, global step {rounds}: go "
+                f"on with --ckpt_path {previous}"
+            )
+    raise ConfigurationError(f"ckpt_path: {path} {problem}. Give the path of a .ckpt file, or last")
+
+
+def best_of(last: Path) -> Path | None:
+    """Return the best checkpoint of the run that wrote a last one, None if it kept none."""
+    callbacks = _read(last)[1].get("callbacks", {})
+    for state in callbacks.values():
+        if isinstance(state, dict) and state.get("monitor") and state.get("best_model_path"):
+            best = Path(state["best_model_path"])
+            beside = last.with_name(best.name)  # where the run's folder has been moved since
+            return next((path for path in (beside, best) if path.exists()), None)
+    return None
+
+
+def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return why a file is no checkpoint, None if it is one, and what can be read of it."""
+    if path.is_dir():
+        return "is a folder and no checkpoint", {}
+    if not path.exists():
+        return "does not exist", {}
+    if path.stat().st_size == 0:
+        return "is empty", {}
+    try:
+        # mapped, not read: of a large model only what is looked at
+        checkpoint = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+    except Exception as error:  # noqa: BLE001 - pickle raises whatever the bytes lead to
+        return _in_words(error, path), {}
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        return "is no checkpoint of Lightning: it has no state_dict", {}
+    return None, checkpoint
+
+
+def _in_words(error: Exception, path: Path) -> str | None:
+    if isinstance(error, PermissionError):
+        return "may not be read by you"
+    if isinstance(error, UnpicklingError) and is_zipfile(path):
+        return None  # classes of the user's own: Lightning says what to do
+    return "is no checkpoint of Lightning, or a damaged one"

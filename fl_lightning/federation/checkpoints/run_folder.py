@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, PREVIOUS
+from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS
 
 CHECKPOINTS = "checkpoints"
 

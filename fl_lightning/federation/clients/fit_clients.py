@@ -20,6 +20,7 @@ from fl_lightning.federation.clients.in_slots import InSlots
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -32,6 +33,7 @@ class FitClients:
 
     Args:
         run: in whose module.
+        options: what was asked for.
         stages: what else happens while they do.
 
     Attributes:
@@ -45,19 +47,19 @@ class FitClients:
 
     lose: Callable[[ClientFailure], None]
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        self._run, self._stages = run, stages
+    def __init__(self, run: Run, options: Options, stages: Stages) -> None:
+        self._run, self._options, self._stages = run, options, stages
         self.stages_ahead = stages
-        self._module, self._plan, self._scaler = run.module, run.plan, run.scaler
+        self._module, self._plan, self._scale = run.module, run.plan, run.scale
         self.local, self.collector, self.step = run.local, run.collector, run.step
         self._metrics = metrics_of(run.module)
-        self._rehearsal = StateRehearsal(run)
-        self.engine = EngineChooser(run, stages)
+        self._rehearsal = StateRehearsal(run, options.client_state)
+        self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
             run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
         )
         spot_check = SpotCheck(
-            self.engine.spot_rate,
+            options.execution.spot_check,
             run.module,
             run.collector,
             self._train_again,
@@ -67,14 +69,14 @@ class FitClients:
         self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
-        """Have vectors hold what may move now."""
+        """Rebuild the space of the vectors: what may move now."""
         self.local.renew_space()
         self.engine.renew()
 
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
         self.local.start_round(self._run.round_index)
-        self._scaler.start_round()
+        self._scale.start_round()
 
     def add_named_state(self, *, inside: bool) -> bool:
         """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
@@ -145,7 +147,7 @@ class FitClients:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
         self.local.show_growth()
-        self._scaler.wind_back()
+        self._scale.wind_back()
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction

@@ -30,6 +30,7 @@ class StateRehearsal:
 
     Args:
         run: whose clients take them.
+        patterns: of names of what clients change later than in their first steps.
 
     Raises:
         ConfigurationError: if a pattern finds nothing.
@@ -38,12 +39,11 @@ class StateRehearsal:
         failures: of clients whose steps raised.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, patterns: Sequence[str]) -> None:
         self.failures: dict[int, Exception] = {}
         self._trainer, self._module = run.trainer, run.module
         self._local, self._step = run.local, run.step
-        self._plan, self._scaler = run.plan, run.scaler
-        patterns = run.options.client_state
+        self._plan, self._scale = run.plan, run.scale
         told = getattr(run.module, "changes_at_clients", ())  # names, by the module itself
         self._patterns = [*matching(run.module, patterns), *told, *known_state(run.module)]
 
@@ -54,7 +54,7 @@ class StateRehearsal:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything of which that is not known."""
+        """True if some tensor may or may not be state."""
         return set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:
@@ -121,10 +121,10 @@ class StateRehearsal:
         """Put everything back after the block, the optimizers and the fp16 scale as well."""
         local = self._local
         local.start_round()
-        model, scale = local.read(), self._scaler.present()
+        model, scale = local.read(), self._scale.present()
         with visiting(self._trainer, logs=local.collector) as visit:
             try:
                 yield visit
             finally:
-                self._scaler.go_on_from(scale)
+                self._scale.go_on_from(scale)
                 local.restore(model)

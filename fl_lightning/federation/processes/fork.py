@@ -2,8 +2,16 @@
 
 Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all are done
 the first one's results are brought into this process, so that what follows a fit (a test, a message
-about checkpoints) goes on as if it had happened here. When one fails, its error is raised here and
-the others are ended: they may be waiting for it. Only the first may still save what it has.
+about checkpoints) goes on as if it had happened here.
+
+When one fails, its error is raised here and the others are ended: they may be waiting for it. Lightning
+calls the callbacks' ``on_exception`` in this process, where nothing has been trained. So the first
+process calls them itself: a callback may save a checkpoint, e.g.
+`lightning.pytorch.callbacks.OnExceptionCheckpoint`. It then speaks for itself alone, because the others
+may have ended and would never answer.
+
+PyTorch starts the processes and ends them with this one. What it would tell of an error is its text; here
+the error itself comes home.
 """
 
 from __future__ import annotations
@@ -12,39 +20,40 @@ import contextlib
 import gc
 import multiprocessing.connection
 import os
+import pickle
+import secrets
 import signal
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, distributed
 from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
-from fl_lightning.federation.checkpoints.memory_files import WorkingFolder
+from fl_lightning.federation.checkpoints.files import WorkingFolder
+from fl_lightning.federation.logs import bring_metrics, logged_in_round
+from fl_lightning.federation.loop import load_progress, progress
 from fl_lightning.federation.processes.interruption import interruption_of
-from fl_lightning.federation.processes.last_words import (
-    call_on_exception,
-    end_runs,
-    forget_checkpoints,
-    name_runs,
-    read_error,
-    wait_for_first,
-    write_error,
-)
-from fl_lightning.federation.processes.results import TrainerOutcome
-from fl_lightning.federation.processes.shared_memory import Neighbours
+from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
+from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
+# What stops all processes at once reaches each of them within this time.
+_SECONDS_TO_FAIL = 1.0
+_SECONDS_TO_SAVE = 120.0
 
 
 class ForkLauncher:
@@ -54,7 +63,7 @@ class ForkLauncher:
         strategy: whose processes they are.
 
     Attributes:
-        neighbours: what the processes of a launch are to each other, in each of them.
+        is_within: whether this is one of the processes of a launch, and not the one that forked them.
         ends_all: that one which is asked to end by SIGTERM ends all, without a word to the others.
     """
 
@@ -62,7 +71,7 @@ class ForkLauncher:
     ends_all = True
 
     def __init__(self, strategy: DDPStrategy) -> None:
-        self.neighbours: Neighbours | None = None
+        self.is_within = False
         self._strategy = strategy
         self._processes: list[Any] = []
         self._has_fitted = False
@@ -84,9 +93,7 @@ class ForkLauncher:
         self._has_fitted |= fits
         _check_can_fork()
         self._processes = []  # the new ones have nothing to do with those of another run
-        _settle_folders(trainer)
-        name_runs(trainer)
-        self.neighbours = neighbours = Neighbours(self._strategy.num_processes)
+        _name_runs(trainer)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
         interruption = interruption_of(trainer) if fits else None
@@ -100,16 +107,8 @@ class ForkLauncher:
             _hold_signals()  # one that comes now waits in every process until it can be told of
             try:
                 context = start_processes(
-                    _run,
-                    args=(
-                        self._strategy,
-                        trainer,
-                        neighbours,
-                        folder,
-                        function,
-                        args,
-                        kwargs,
-                    ),
+                    self._run,
+                    args=(trainer, folder, function, args, kwargs),
                     nprocs=self._strategy.num_processes,
                     start_method="fork",
                     join=False,
@@ -117,13 +116,13 @@ class ForkLauncher:
             finally:
                 _let_signals_in()
             self._processes = context.processes
-            neighbours.leave()  # this one is none of them
-            self.neighbours = None
             try:
                 _wait(self._processes, folder)
             except BaseException:
-                wait_for_first(self._processes[0], folder / "error_0")
-                forget_checkpoints(trainer)
+                _wait_for_first(self._processes[0], folder / "error_0")
+                # callbacks here would save the state of a process in which nothing was trained
+                kept = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)]  # type: ignore[attr-defined]
+                trainer.callbacks = kept  # type: ignore[attr-defined]
                 raise
             finally:
                 self.kill(signal.SIGKILL)
@@ -137,7 +136,7 @@ class ForkLauncher:
             SIGTERMException: in one of them, where Lightning's handler of SIGTERM hands it on by this
                 and then waits for the others to hear of it; but they may be waiting for this one.
         """
-        if self.neighbours is not None and signum == signal.SIGTERM:
+        if self.is_within and signum == signal.SIGTERM:
             raise SIGTERMException
         for process in self._processes:
             if process.is_alive():
@@ -147,12 +146,69 @@ class ForkLauncher:
             for process in self._processes:
                 process.join()
 
+    def _run(
+        self,
+        local_rank: int,
+        trainer: Trainer,
+        folder: Path,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """What a process does; begins with signals held back."""
+        gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
+        torch.set_num_threads(1)
+        self.is_within = True
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        self._strategy.set_world_ranks()
+        note = folder / f"error_{local_rank}"
+        try:
+            try:
+                _let_signals_in()
+                result = function(*args, **kwargs)
+                if local_rank == 0:
+                    torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
+                    _end_runs(trainer)
+            except BaseException as error:
+                _write_error(error, note)
+                if local_rank == 0:
+                    self._call_on_exception(trainer, error)
+                    _end_runs(trainer)
+                raise
+        except Interrupted as stop:  # also one that comes while another error is being noted
+            _hold_signals()
+            _write_error(stop, note)  # has nothing to tell that the note does not
+            sys.exit(stop.exit_code)
+        finally:
+            _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
+
+    def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Let the callbacks of the first process save what is to be saved after an error."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
+            signal.signal(number, signal.SIG_IGN)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()  # the others need not wait, nor this one for them
+        self._strategy.barrier = lambda *_, **__: None  # type: ignore[method-assign]
+        self._strategy.broadcast = lambda value, *_, **__: value  # type: ignore[method-assign]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_exception(trainer, trainer.lightning_module, error)
+
 
 def can_fork() -> bool:
     """Return whether this process can be divided: not on every system, nor once it has threads."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     has_threads = any(name.startswith("pt_autograd") for name in names)
     return "fork" in multiprocessing.get_all_start_methods() and not has_threads
+
+
+def num_usable_cores() -> int:
+    """Return how many processes can compute at once without being in each other's way.
+
+    Physical cores, and no more than this process may use: two threads of one core share its arithmetic units.
+    """
+    from joblib import cpu_count  # slow to import
+
+    return int(cpu_count(only_physical_cores=True))
 
 
 def _check_can_fork() -> None:
@@ -162,53 +218,6 @@ def _check_can_fork() -> None:
             "it, for a GPU or because something was compiled before the first backward pass. "
             "Restart it (the notebook's kernel) and start with this fit, or use devices: 1"
         )
-
-
-def _settle_folders(trainer: Trainer) -> None:
-    """Have loggers choose their version_N here, not one each as soon as the first one exists."""
-    for logger in trainer.loggers:
-        if isinstance(logger, (TensorBoardLogger, CSVLogger)):
-            _ = logger.version
-
-
-def _run(
-    local_rank: int,
-    strategy: DDPStrategy,
-    trainer: Trainer,
-    neighbours: Neighbours,
-    folder: Path,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> None:
-    """What a process does; begins with signals held back."""
-    gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(local_rank)
-    strategy.set_world_ranks()
-    neighbours.join(local_rank)
-    note = folder / f"error_{local_rank}"
-    try:
-        try:
-            _let_signals_in()
-            result = function(*args, **kwargs)
-            if local_rank == 0:
-                torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
-                end_runs(trainer)
-        except BaseException as error:
-            write_error(error, note)
-            neighbours.leave()  # and need not wait
-            if local_rank == 0:
-                call_on_exception(trainer, strategy, error)
-                end_runs(trainer)
-            raise
-    except Interrupted as stop:  # also one that comes while another error is being noted
-        _hold_signals()
-        write_error(stop, note)  # has nothing to tell that the note does not
-        neighbours.leave()
-        sys.exit(stop.exit_code)
-    finally:
-        _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
 
 
 def _hold_signals() -> None:
@@ -227,21 +236,17 @@ def _asking() -> tuple[signal.Signals, ...]:
 
 def _wait(processes: list[Any], folder: Path) -> None:
     """Return when all are done; raise what the first one that failed raised."""
+    notes = [folder / f"error_{rank}" for rank in range(len(processes))]
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             running.pop(sentinel).join()
-        notes = [folder / f"error_{rank}" for rank in range(len(processes))]
         for rank, process in enumerate(processes):
             if process.exitcode and not notes[rank].exists():
                 raise ProcessFailure(_ended_silently(rank, processes))
-        written = [note for note in notes if note.exists()]
-        written.sort(key=lambda note: note.stat().st_mtime_ns)
-        errors = [read_error(note) for note in written]
-        # those that waited for another one in vain may have been faster to end
-        causes = [error for error in errors if not isinstance(error, ProcessFailure)]
-        if causes or (errors and not running):
-            raise (causes or errors)[0]
+        if written := [note for note in notes if note.exists()]:
+            # others may have failed since then, because they waited for this one in vain
+            raise _read_error(min(written, key=lambda note: note.stat().st_mtime_ns))
 
 
 def _ended_silently(rank: int, processes: list[Any]) -> str:
@@ -251,3 +256,139 @@ def _ended_silently(rank: int, processes: list[Any]) -> str:
         f"process {rank} of {len(processes)} was ended {how}, without an error of its own: free "
         "memory if there was too little, and go on from the last round with ckpt_path: last"
     )
+
+
+def _wait_for_first(process: Any, note: Path) -> None:
+    """Let the first process end by itself if it has failed as well, and so has written its note."""
+    process.join(_SECONDS_TO_FAIL)
+    if note.exists():
+        process.join(_SECONDS_TO_SAVE)
+
+
+class ProcessTraceback(Exception):  # noqa: N818 - it is the cause of an error, not one itself
+    """Where in its process an error was raised, as text; then the same of its cause, None without one."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def traceback_behind(error: BaseException) -> str | None:
+    """Return the traceback of an error's cause as text; None without a cause."""
+    cause = error.__cause__
+    if isinstance(cause, ProcessTraceback):
+        return cause.args[1]  # type: ignore[no-any-return]
+    return None if cause is None else "".join(traceback.format_exception(cause))
+
+
+def _write_error(error: BaseException, path: Path) -> None:
+    """Write an error and its traceback to a file, which then is whole or not there."""
+    where, behind = "".join(traceback.format_exception(error)), traceback_behind(error)
+    try:
+        content = pickle.dumps((error, where, behind))
+        pickle.loads(content)  # some errors can be written but not read
+    except Exception:  # noqa: BLE001 - whatever a user's error does when it is pickled
+        content = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), where, None))
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_bytes(content)
+    unfinished.rename(path)
+
+
+def _read_error(path: Path) -> BaseException:
+    """Return the error, whose cause tells where it was raised."""
+    error, *traces = pickle.loads(path.read_bytes())
+    assert isinstance(error, BaseException)
+    error.__cause__ = ProcessTraceback(*traces)
+    return error
+
+
+def _name_runs(trainer: Trainer) -> None:
+    """Have loggers choose their version_N here, not one each as soon as the first one exists.
+
+    W&B writes what it holds back when Python exits. A forked process ends without that, so it ends its
+    run itself. The process that goes on afterwards, with a test, opens the same run again by its name.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, (TensorBoardLogger, CSVLogger)):
+            _ = logger.version
+        elif isinstance(logger, WandbLogger) and logger._experiment is None and not logger._id:
+            logger._id = logger._wandb_init["id"] = f"w{secrets.token_hex(4)}"
+
+
+def _end_runs(trainer: Trainer) -> None:
+    """Have every run of W&B that is open in this process write all that it has."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger) and logger._experiment is not None:
+            logger._experiment.finish()
+
+
+# What a ModelCheckpoint knows of the files it wrote.
+_PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
+
+
+@dataclass(frozen=True)
+class TrainerOutcome:
+    """The result of a Trainer's function, and the state it left the Trainer in.
+
+    Attributes:
+        result: what the function returned; None for predictions, of which a process has a part.
+        state: the Trainer's own word for where it is.
+        weights: the module's, after a fit.
+        metrics: the Trainer's ``callback_metrics``.
+        new: names of those that the last round measured.
+        progress: rounds done.
+        checkpoints: per checkpoint callback what it wrote where.
+        personal: per callback with personal models what they are.
+        spent: what private fits of the module have cost.
+    """
+
+    result: Any
+    state: TrainerState
+    weights: dict[str, Tensor] | None
+    metrics: dict[str, Tensor]
+    new: set[str]
+    progress: dict[str, Any]
+    checkpoints: list[dict[str, Any]]
+    personal: list[dict[str, Any]]
+    spent: Spent
+
+    @classmethod
+    def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
+        """Return what there is to bring home."""
+        fitted = trainer.state.fn == TrainerFn.FITTING
+        return cls(
+            result=None if trainer.state.fn == TrainerFn.PREDICTING else result,
+            state=trainer.state,
+            weights=trainer.lightning_module.state_dict() if fitted else None,
+            metrics=dict(trainer.callback_metrics),
+            new=set(logged_in_round(trainer)),
+            progress=progress(trainer),
+            checkpoints=[
+                {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
+            ],
+            personal=[callback.personal_state() for callback in _knowing(trainer)],
+            spent=spent_on(trainer.lightning_module),
+        )
+
+    def bring_into(self, trainer: Trainer) -> Any:
+        """Put everything into this process's Trainer and return the result."""
+        if self.weights is not None:
+            trainer.lightning_module.load_state_dict(self.weights, strict=False)
+            load_progress(trainer, self.progress)
+        trainer.state = self.state
+        bring_metrics(trainer, self.metrics, self.new)
+        for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
+            for name, value in paths.items():
+                setattr(callback, name, value)
+        for knowing, state in zip(_knowing(trainer), self.personal, strict=True):
+            knowing.take_personal_state(state)
+        if self.spent.state is not None:
+            note_spent(trainer.lightning_module, lambda: self.spent)
+        return self.result
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def _knowing(trainer: Trainer) -> list[HasPersonalModels]:
+    return [c for c in trainer.callbacks if isinstance(c, HasPersonalModels)]  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import Interrupted
-from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST, AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.files import LAST, AtomicCheckpointIO
 from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
 
 # How long a round may take to end after Ctrl-C; all is over within 5 s.

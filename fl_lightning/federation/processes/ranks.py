@@ -1,30 +1,21 @@
-"""The processes of a run, and how they tell each other what they know.
+"""The processes of a run: who trains which clients, and how they tell each other what they know.
 
 Between two meetings, one per round, every process trains its clients without a word. Whatever goes
 wrong with a client is kept until then: a process that ended early would leave the others waiting.
-Processes forked on one machine speak as `Neighbours`, others through PyTorch's collectives.
+They speak through the process group that Lightning has opened: gloo on CPUs, NCCL on GPUs.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import time
+import heapq
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, distributed
 
-from fl_lightning.federation.processes.fork import ForkLauncher
-from fl_lightning.federation.processes.shared_memory import (
-    AWAKE_SECONDS,
-    Neighbours,
-    let_others_run,
-)
-
-# What most processes have to say in a round is shorter, and is said at once.
-_SHORT = 2**16
+from fl_lightning.core.whole_numbers import Integers
 
 
 class Ranks:
@@ -40,78 +31,47 @@ class Ranks:
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.size = trainer.global_rank, trainer.world_size
-        self._neighbours = _neighbours(trainer)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's value, in order of rank; to be called by all of them."""
-        if self.size == 1:
-            return [value]
-        if self._neighbours is not None:
-            return [pickle.loads(told) for told in self._neighbours.gather(_pickled(value))]
-        if distributed.get_backend() != "gloo":
-            values: list[Any] = [None] * self.size
+        values = [value] * self.size
+        if self.size > 1:
             distributed.all_gather_object(values, value)
-            return values
-        own = _pickled(value)
-        parts = self._gather_bytes(own, _SHORT)
-        longest = max(size for size, _ in parts)
-        if longest > _SHORT:
-            parts = self._gather_bytes(own, longest)
-        return [pickle.loads(content[:size]) for size, content in parts]
-
-    def _gather_bytes(self, content: bytes, room: int) -> list[tuple[int, memoryview]]:
-        """Return of every process how many bytes it has, and as many of them as there is room for."""
-        message = len(content).to_bytes(8, "little") + content[:room].ljust(room, b"\0")
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        messages = [torch.empty_like(own) for _ in range(self.size)]
-        _finish(distributed.all_gather(messages, own, async_op=True))
-        found = [memoryview(message.numpy().data) for message in messages]
-        return [(int.from_bytes(message[:8], "little"), message[8:]) for message in found]
+        return values
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor by that of one process; to be called by all of them."""
-        if self._neighbours is not None:
-            self._neighbours.broadcast(tensor, source)
-        elif self.size > 1:
-            _finish(distributed.broadcast(tensor, src=source, async_op=True))
+        """Replace a contiguous tensor by that of one process; to be called by all of them."""
+        if self.size > 1:  # as bytes: gloo does not know all types of numbers
+            distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all processes; to be called by all of them."""
-        if self._neighbours is not None:
-            self._neighbours.all_reduce(tensor)
-        elif self.size > 1:
-            _finish(distributed.all_reduce(tensor, async_op=True))
+        """Replace a contiguous tensor by its sum over all processes; to be called by all of them."""
+        if self.size > 1:
+            distributed.all_reduce(tensor.detach())
 
 
-def _neighbours(trainer: Trainer) -> Neighbours | None:
-    """Return what the processes are to each other if all were forked on this machine."""
-    launcher = trainer.strategy.launcher
-    found = launcher.neighbours if isinstance(launcher, ForkLauncher) else None
-    is_all = found is not None and 1 < found.size == trainer.world_size
-    return found if is_all else None
+def shares(work: Integers, num_shares: int) -> list[Integers]:
+    """Divide clients among processes, as evenly as their work allows.
 
+    Longest processing time first: clients in decreasing order of their work, each to the process with
+    the least so far. The busiest process then has at most 4/3 of the best possible share (Graham 1969,
+    Bounds on multiprocessing timing anomalies, Theorem 2). Every process works out all shares for itself.
 
-class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays: PyTorch's own way takes half a millisecond for each."""
+    Args:
+        work: of each client, e.g. local batches, shape (number of clients,).
+        num_shares: number of processes; some get nothing if there are fewer clients.
 
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to make a value again."""
-        is_plain = type(value) is Tensor and value.layout == torch.strided
-        if not is_plain or value.device.type != "cpu" or value.dtype == torch.bfloat16:
-            return NotImplemented
-        return torch.from_numpy, (value.numpy(force=True),)
+    Returns:
+        For every process the positions in ``work``, increasing.
 
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-def _finish(work: Any) -> None:
-    """Wait for the other processes, at first without going to sleep."""
-    if distributed.get_backend() == "gloo":
-        until = time.perf_counter() + AWAKE_SECONDS
-        while not work.is_completed() and time.perf_counter() < until:
-            let_others_run()
-    work.wait()
+    Example:
+        >>> [share.tolist() for share in shares(np.array([5, 1, 4, 1, 3]), 2)]
+        [[0, 1, 3], [2, 4]]
+    """
+    loads = [(0, share) for share in range(num_shares)]
+    parts: list[list[int]] = [[] for _ in range(num_shares)]
+    for client in np.argsort(-work, kind="stable").tolist():
+        load, share = heapq.heappop(loads)
+        parts[share].append(client)
+        heapq.heappush(loads, (load + int(work[client]), share))
+    return [np.sort(np.array(part, np.int64)) for part in parts]

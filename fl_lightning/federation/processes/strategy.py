@@ -29,10 +29,9 @@ from fl_lightning.federation.processes.fork import ForkLauncher
 class FederatedStrategy(DDPStrategy):
     """Several processes without gradient exchange.
 
-    On CPUs the processes are forked and take one thread each. Clients' updates go through memory that
-    they share (see `fl_lightning.federation.processes.shared_memory`), Lightning's own collectives through gloo. On
-    GPUs there is one process per GPU, started as by Lightning's ``ddp``, and collectives go
-    through NCCL. Processes that torchrun or SLURM started are taken as they are.
+    On CPUs the processes are forked, take one thread each and speak through gloo. On GPUs there is one
+    process per GPU, started as by Lightning's ``ddp``, and they speak through NCCL. Processes that
+    torchrun or SLURM started are taken as they are.
 
     Args: those of `lightning.pytorch.strategies.DDPStrategy` that are not about gradients.
 

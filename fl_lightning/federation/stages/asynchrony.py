@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,9 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Processes, Stage, Start, Upload
 from fl_lightning.server.staleness import AsyncRule
-
-if TYPE_CHECKING:
-    from fl_lightning.federation.run import Run
 
 # Steps that may pass, in virtual time, without an update that arrives.
 MOST_LOST_IN_A_ROW = 10_000
@@ -45,7 +43,7 @@ MOST_LOST_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class ServerStep:
-    """What a step of the server takes in.
+    """The updates that one server step takes in.
 
     Attributes:
         versions: of the model that each client began from, by client, in increasing order of ids.
@@ -161,7 +159,7 @@ class Arrivals:
         return sorted(drawn)
 
     def _wait(self) -> int:
-        """Let time pass until somebody ends, and return how many updates were lost."""
+        """Advance time to the next client that ends, and return the number of lost updates."""
         ended = self._clock.wait()
         for each in ended:
             del self._at_work[each.client]
@@ -201,12 +199,6 @@ class UnknownCohort:
         return np.empty(0, np.int64)
 
 
-MASKS_CHANGE = (
-    "federation: asynchronous does not work with masks that change during the run: clients at work would "
-    "send other entries than the server expects"
-)
-
-
 def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
     """Return updates as the server takes them in, which are as stale as their start.
 
@@ -225,19 +217,6 @@ def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
     return replace(updates, deltas=deltas, buffers=buffers)
 
 
-def older_start(kept: GlobalModel, start: Start, staleness: int) -> Start:
-    """Return what clients began from that were started some steps ago.
-
-    Args:
-        kept: the model of then, which out of a checkpoint is on the CPU.
-        start: of now.
-        staleness: how many steps, ≥ 1.
-    """
-    present = start.present
-    model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
-    return start._replace(model=model, staleness=staleness)
-
-
 class StaleUpdates(Stage):
     """Has updates count less, the staler they are.
 
@@ -253,20 +232,50 @@ class StaleUpdates(Stage):
         return (upload._replace(arrived=counted(upload.arrived, upload.start, self._rule)),)
 
 
-class Versions(Stage):
+class KeptVersions(Stage):
+    """The versions of the global model from which clients are at work."""
+
+    key = "versions"
+
+    def __init__(self) -> None:
+        self._models: dict[int, GlobalModel] = {}
+        self._options: dict[int, Options] = {}  # of clients' optimizers, by version as well
+        self._present = 0
+
+    def start(self, version: int, start: Start) -> Start:
+        """Return what clients began from, of what they would begin from now."""
+        if version == self._present:
+            return start
+        kept, present = self._models[version], start.present  # out of a checkpoint it is on the CPU
+        return start._replace(
+            model=GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers)),
+            staleness=self._present - version,
+            options=self._options.get(version),
+        )
+
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Refuse other coordinates while clients are at work.
+
+        Raises:
+            ConfigurationError: if there are such clients.
+        """
+        if positions is not None and self._models:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: clients at "
+                "work would send other entries than the server expects"
+            )
+
+
+class Versions(KeptVersions):
     """The versions of the global model that an asynchronous run still needs.
 
     Args:
         arrivals: who arrives when, and from which version.
     """
 
-    key = "versions"
-
     def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__()
         self._arrivals = arrivals
-        self._models: dict[int, GlobalModel] = {}
-        self._options: dict[int, Options] = {}  # of clients' optimizers, by version as well
-        self._present = 0
 
     def enter(self, run: Run) -> None:
         """Learn whose optimizers they are, and how clients' work is drawn."""
@@ -291,30 +300,15 @@ class Versions(Stage):
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the older models from which clients began, those together that began alike."""
         return [
-            (self._start(version, start), work.where(work.rounds == version))
+            (self.start(version, start), work.where(work.rounds == version))
             for version in sorted(set(work.rounds.tolist()))
         ]
 
-    def _start(self, version: int, start: Start) -> Start:
-        if version == self._present:
-            return start
-        older = older_start(self._models[version], start, self._present - version)
-        return older._replace(options=self._options.get(version))
-
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let virtual time go on until the server's step."""
+        """Advance virtual time to the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
-
-    def place(self, space: Space, positions: Tensor | None) -> None:
-        """Refuse other coordinates while clients are at work.
-
-        Raises:
-            ConfigurationError: if there are such clients.
-        """
-        if positions is not None and self._models:
-            raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the models that are kept, by version, and who arrived last."""
@@ -327,7 +321,7 @@ class Versions(Stage):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Go on from there.
+        """Restore it.
 
         Raises:
             ConfigurationError: if others would have arrived by now.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.updates.message import bytes_down
-
-if TYPE_CHECKING:
-    from fl_lightning.federation.run import Run
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
 # module holds the model that the client is sent.

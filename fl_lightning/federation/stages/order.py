@@ -16,10 +16,12 @@ from functools import partial
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
+from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
@@ -48,11 +50,14 @@ RUN_KEYS: set[str | None] = {
 }
 
 
-def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stage | None) -> Stages:
+def stages_of(
+    run: Run, options: Options, aggregator: Aggregator, time: VirtualTime, private: Stage | None
+) -> Stages:
     """Return them.
 
     Args:
         run: whose they are.
+        options: what was asked for.
         aggregator: how updates become one.
         time: what is simulated of it.
         private: what makes the run private; None if nothing.
@@ -60,10 +65,9 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
     Raises:
         ConfigurationError: for what does not go together.
     """
-    options = run.options
     stages = time.who_sends(run.plan)
-    if run.scaler.is_at_work:
-        stages.append(run.scaler)
+    if run.scale.is_at_work:
+        stages.append(ClientScale(run.scale))
     masks = client_masks(run.trainer)
     if masks is not None:
         stages.append(MaskedClients(masks))
@@ -78,6 +82,7 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
     if aggregator.needs_effective_steps:
         stages.append(StepCounts(correction))
     own = [*options.handed, *options.stages]
+    run.local.counts_steps = correction is not None or aggregator.needs_effective_steps or bool(own)
     stages += [*own, transport]
     stages += time.how_it_counts()
     if aggregator.protection is not None:

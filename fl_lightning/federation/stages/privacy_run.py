@@ -102,7 +102,14 @@ def _private_rounds(
     if secure is not None and as_cohort(options.cohort).has_fixed_size:
         fewest = secure.fewest_survivors(calendar.groups.num_clients)
     run = _accounted(trainer, options, fewest_survivors=fewest)
-    return PrivateRounds(privacy, run, Ranks(trainer), exact=aggregator.exact, secure=secure)
+    return PrivateRounds(
+        privacy,
+        run,
+        Ranks(trainer),
+        exact=aggregator.exact,
+        secure=secure,
+        at_sites=options.clients_side is not None,
+    )
 
 
 def _example_rounds(

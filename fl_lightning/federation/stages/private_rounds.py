@@ -22,7 +22,7 @@ from torch import Tensor
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.federation.checkpoints.secret_cohorts import SecretCohorts
+from fl_lightning.federation.checkpoints.state import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.processes.ranks import Ranks
@@ -75,6 +75,7 @@ class PrivateRounds(Stage):
         *,
         exact: bool,
         secure: TakesNoiseShares | None = None,
+        at_sites: bool = False,
     ) -> None:
         self._privacy, self._ranks = privacy, ranks
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
@@ -91,12 +92,10 @@ class PrivateRounds(Stage):
         self.hides_clients = not privacy.log_unprotected
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
-        self._at_sites = self._has_warned = False
+        # clients that add the noise are clipped by their sites, and come as they count
+        self._at_sites = at_sites and privacy.clients_add_noise
+        self._has_warned = False
         self._facts: dict[str, float] = {}
-
-    def have_noise_at_sites(self) -> None:
-        """Take updates as they come, if clients add the noise: their sites clip them and add it."""
-        self._at_sites = self._privacy.clients_add_noise
 
     @property
     def _mechanism(self) -> Mechanism:
@@ -122,7 +121,7 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=rounds.run.options.clients_remember,
+            has_memory=rounds.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
@@ -243,7 +242,7 @@ class PrivateRounds(Stage):
         return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
         self._count_on(state)
         if self.cohorts is not None:
             self.cohorts.resume(state.get("cohorts_from"))

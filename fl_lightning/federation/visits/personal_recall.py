@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.checkpoints.run_memory import saved_memory
+from fl_lightning.federation.checkpoints.memory import saved_memory
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.local_counts import counted

@@ -22,25 +22,24 @@ from torch import Tensor
 from fl_lightning.client.clocks import Ended, RecordedClock, Visit
 from fl_lightning.client.recorded import FILE, write_arrivals
 from fl_lightning.client.work import GroupWork
-from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.core.space import Space
+from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.checkpoints.run_folder import own_run_folder
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import (
+from fl_lightning.federation import (
+    Arrivals,
+    KeptVersions,
     Missing,
+    Options,
     Processes,
-    Stage,
+    RoundRecord,
+    Run,
     Stages,
     Start,
+    Transaction,
     Upload,
     check_same,
+    own_run_folder,
 )
-from fl_lightning.federation.stages.asynchrony import MASKS_CHANGE, Arrivals, older_start
-from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import MetricSums, pool_sums
 from fl_lightning.flower.server.correspondence import Reply
@@ -52,7 +51,7 @@ Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
 @final
-class VersionsAtSites(Stage):
+class VersionsAtSites(KeptVersions):
     """The versions of the global model from which clients are at work, and who has arrived so far.
 
     Args:
@@ -66,17 +65,16 @@ class VersionsAtSites(Stage):
         go_on: says who ends next of those at work; waits for it.
     """
 
-    key = "versions"
     restarts = True  # answers of a round that was broken off are asked for again
     traits = NO_TRAITS
     go_on: Callable[[Sequence[Visit]], Ended]
 
     def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:
+        super().__init__()
         self._rule, self._seed, self._counted = rule, seed, counted
         self._sizes = num_clients, rule.concurrency, rule.buffer_size
-        self._models: dict[int, GlobalModel] = {}
         self._common: dict[int, Common] = {}
-        self._present = self._num_closed = 0
+        self._num_closed = 0
         self._begin(())
 
     def _begin(self, record: Sequence[Ended]) -> None:
@@ -103,12 +101,6 @@ class VersionsAtSites(Stage):
         """Return what orders of a version say."""
         return self._models[version], self._common[version]
 
-    def start(self, version: int, start: Start) -> Start:
-        """Return what clients began from, of what they would begin from now."""
-        if version == self._present:
-            return start
-        return older_start(self._models[version], start, self._present - version)
-
     def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Note how late the updates are that count."""
         step = self.arrivals.step(self._present)
@@ -123,15 +115,6 @@ class VersionsAtSites(Stage):
         """Write down who has arrived."""
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
-
-    def place(self, space: Space, positions: Tensor | None) -> None:
-        """Refuse other coordinates while clients are at work.
-
-        Raises:
-            ConfigurationError: if there are such clients.
-        """
-        if positions is not None and self._models:
-            raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return who has arrived by the last step, and what those at work were sent."""
@@ -161,15 +144,22 @@ class AsynchronousSites(Sites):
 
     Args:
         run: whose server this is.
+        options: what was asked for.
         stages: of the run.
         versions: one of them.
         given: what else `Sites` needs.
     """
 
     def __init__(
-        self, run: Run, stages: Stages, *, versions: VersionsAtSites, **given: Any
+        self,
+        run: Run,
+        options: Options,
+        stages: Stages,
+        *,
+        versions: VersionsAtSites,
+        **given: Any,
     ) -> None:
-        super().__init__(run, stages, **given)
+        super().__init__(run, options, stages, **given)
         self._versions = versions
         versions.go_on = self._next_end
         self._asked: dict[int, float] = {}  # when, by the number of the start
@@ -230,7 +220,7 @@ class AsynchronousSites(Sites):
             RoundFailure: if nobody answers any more.
         """
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
-        if self._run.options.on_client_failure == "raise":
+        if self._options.on_client_failure == "raise":
             self.lose(failure)
         rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
         self._lost_in_a_row += 1

@@ -14,9 +14,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import conflicts
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checks.privacy import shown_by
-from fl_lightning.federation.checks.together import network_parts
-from fl_lightning.federation.options import Options
+from fl_lightning.federation import Options, network_parts, shown_by
 from fl_lightning.flower.messages import ClientAnswer
 
 SCALED = "16-mixed"  # a precision

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage
+from fl_lightning.federation import RoundRecord, Stage
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask, mask_message, model_tensors
 from fl_lightning.sparsity.masks.mask import Mask

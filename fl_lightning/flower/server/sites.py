@@ -21,15 +21,21 @@ from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.checks.together import NETWORK
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
-from fl_lightning.federation.stages.private_rounds import PrivateRounds
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
+from fl_lightning.federation import (
+    NETWORK,
+    FitClients,
+    Missing,
+    Options,
+    Ranks,
+    Run,
+    SecureRounds,
+    SpansNetwork,
+    Stages,
+    Start,
+    Transaction,
+    Transport,
+    Upload,
+)
 from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
@@ -73,6 +79,7 @@ class Sites(FitClients):
 
     Args:
         run: whose server this is.
+        options: what was asked for.
         stages: of the run.
         correspondence: with sites.
         site_of: the site of each client.
@@ -83,6 +90,7 @@ class Sites(FitClients):
     def __init__(
         self,
         run: Run,
+        options: Options,
         stages: Stages,
         *,
         correspondence: Correspondence,
@@ -90,8 +98,8 @@ class Sites(FitClients):
         greeting: Greeting,
         signing_keys: Mapping[str, bytes],
     ) -> None:
-        super().__init__(run, stages)
-        for stage in run.options.handed:
+        super().__init__(run, options, stages)
+        for stage in options.handed:
             check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
@@ -101,9 +109,6 @@ class Sites(FitClients):
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self.stages_ahead = stages.after(self._transport)
-        for stage in stages:
-            if isinstance(stage, PrivateRounds):
-                stage.have_noise_at_sites()
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # in the present round, where only sums are shown
         self._sums = None if hidden is None else hidden.aggregator.over_sites
@@ -301,7 +306,7 @@ class Sites(FitClients):
         """Refuse an answer that its client cannot mean."""
         run = self._run
         num_examples = int(run.data.clients.num_examples[answer.client])
-        counts_steps = as_aggregator(run.options.aggregator).needs_effective_steps
+        counts_steps = as_aggregator(self._options.aggregator).needs_effective_steps
         check_plausible(answer, num_examples, counts_steps=counts_steps)
 
     def _read(self, answer: ClientAnswer, came: _Came, start: Start, packing: Packing) -> Upload:

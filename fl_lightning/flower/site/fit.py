@@ -13,19 +13,20 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.compatibility import check_set_up
-from fl_lightning.federation.checks.options import check_data_fits
-from fl_lightning.federation.checks.together import check_trainer_together
-from fl_lightning.federation.loop import plan_rounds, set_round
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stages.order import run_aggregator, stages_of
-from fl_lightning.federation.start import prepare, take_over
-from fl_lightning.federation.visits.personal_recall import recalled_models
+from fl_lightning.federation import (
+    Calendar,
+    Options,
+    begin_at_site,
+    check_begun,
+    plan_rounds,
+    prepare,
+    recalled_models,
+    set_round,
+    take_over,
+)
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
@@ -85,19 +86,13 @@ class AtSite(Callback):
         plan_rounds(trainer, None)  # the server says when it is over
         options, calendar = self._options, self._calendar
         greeting = self._first_mask(trainer)
-        raise_together(
-            lambda: check_set_up(trainer),
-            lambda: check_trainer_together(trainer, options),
-            lambda: check_data_fits(trainer),
-        )
+        check_begun(trainer, options)
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
-        run = Run.of(trainer, options, calendar)
-        aggregator = run_aggregator(trainer, options.aggregator, None)
-        stages = stages_of(run, aggregator, calendar.time, None)
+        run, stages = begin_at_site(trainer, options, calendar)
         sums, privacy = hidden_at_site(
             self._given, run, self._num_rounds, self._policy, self._account
         )
-        self._rounds = SiteRounds(run, stages, self._allows, sums, privacy)
+        self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
         if greeting is not None:
@@ -208,7 +203,7 @@ def options_at_site(options: Options, num_clients: int) -> Options:
     own.cohort, own.clients_per_group = AllClients(), num_clients  # one group, whose names are told
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
-    own.engine, own.slots, own.speedups, own.spot_check = "sequential", None, None, None
+    own.engine, own.slots, own.speedups = "sequential", None, None
     own.pad_batches = None
     own.handed = []
     if as_aggregator(options.aggregator).protection is not None:

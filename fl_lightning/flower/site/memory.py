@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_memory import RunMemory
+from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask, hold_model
 from fl_lightning.flower.site.desk import Done

@@ -21,16 +21,23 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.groups import ClientGroup
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
-from fl_lightning.federation.visits.client_visits import evaluated_clients
-from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.visiting import StepOf
+from fl_lightning.federation import (
+    ClientGroup,
+    FitClients,
+    Missing,
+    Options,
+    PersonalModels,
+    RoundRecord,
+    Run,
+    SpansNetwork,
+    Stages,
+    Start,
+    StepOf,
+    Transaction,
+    Transport,
+    Upload,
+    evaluated_clients,
+)
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
@@ -50,6 +57,7 @@ class SiteRounds:
 
     Args:
         run: in whose module they train.
+        options: what was asked for.
         stages: of the run.
         allows: whether a metric of a name may leave.
         sums: makes of updates what only sums are shown of; None where they are shown.
@@ -67,14 +75,16 @@ class SiteRounds:
     def __init__(
         self,
         run: Run,
+        options: Options,
         stages: Stages,
         allows: Callable[[str], bool],
         sums: SumsOverSites | None = None,
         privacy: SitePrivacy | None = None,
     ) -> None:
         self.run, self._stages, self._allows = run, stages, allows
+        self._seed = options.seed
         self._sums, self._privacy = sums, privacy
-        self._clients = FitClients(run, stages)
+        self._clients = FitClients(run, options, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
         for stage in stages:
@@ -163,7 +173,7 @@ class SiteRounds:
             self._privacy.check_order(order)
         options = order.options
         if self._sums is not None:
-            terms = Terms(most_clients=options["most_clients"], seed=self.run.options.seed)
+            terms = Terms(most_clients=options["most_clients"], seed=self._seed)
             self._sums.begin(terms)
             self._sums.start_round(order.round)
         model = self._packing.opened_model(order.tensors["model"], order.round)

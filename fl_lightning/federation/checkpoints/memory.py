@@ -1,0 +1,119 @@
+"""What clients remember, in a run: where its files are, what a checkpoint holds, who knows of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.vector_file import VectorFile
+from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
+from fl_lightning.federation.processes.ranks import Ranks
+
+
+class Waiting(NamedTuple):
+    """A vector that a client remembers from the round's end on.
+
+    Attributes:
+        name: what it is.
+        client: whose.
+        size: k.
+        dtype: of its numbers.
+    """
+
+    name: str
+    client: int
+    size: int
+    dtype: torch.dtype
+
+
+class RunMemory:
+    """The clients' memory of one fit.
+
+    Every process has all of it, because a client may train in another one the next time.
+
+    Args:
+        trainer: whose folder is used for files, and whose checkpoints.
+        ranks: the processes.
+        ram_bytes: of vectors in RAM at most, in each process.
+
+    Attributes:
+        clients: the memory itself.
+    """
+
+    def __init__(self, trainer: Trainer, ranks: Ranks, ram_bytes: float) -> None:
+        self._trainer, self._ranks = trainer, ranks
+        root = str(trainer.default_root_dir)
+        parent = Path(tempfile.gettempdir() if "://" in root else root)
+        self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
+
+    def waiting(self) -> list[Waiting]:
+        """Return what this process's clients remember from this round on, without the numbers."""
+        vectors = self.clients.waiting().items()
+        return [Waiting(*key, vector.numel(), vector.dtype) for key, vector in vectors]
+
+    def share(self, waiting: Sequence[Sequence[Waiting]], device: torch.device) -> None:
+        """Have every process know what clients of any of them remember from this round on.
+
+        To be called by all of them. The vectors travel one after the other, so that no process
+        holds them all in RAM.
+
+        Args:
+            waiting: of every process, in order of rank.
+            device: on which tensors travel.
+        """
+        own = self.clients.waiting()
+        for rank, name, client, size, dtype in (
+            (rank, *each) for rank, all_of_it in enumerate(waiting) for each in all_of_it
+        ):
+            if rank == self._ranks.rank:
+                self._ranks.broadcast(own[name, client].to(device), source=rank)
+                continue
+            vector = torch.empty(size, dtype=dtype, device=device)
+            self._ranks.broadcast(vector, source=rank)
+            self.clients.put(name, client, vector)
+
+    def files_of_checkpoint(self) -> Sequence[VectorFile]:
+        """Return the files to which the last `state_dict` refers."""
+        return self.clients.files_of_checkpoint
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return the memories, or where they are; of several processes one writes it."""
+        if self._ranks.rank > 0:
+            return {}
+        beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
+        return self.clients.state_dict(with_round=with_round, inside=not beside)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, whose files lie beside it.
+
+        Raises:
+            ConfigurationError: if they do not.
+        """
+        if state:
+            self.clients.load_state_dict(state, _folder(self._trainer.ckpt_path))
+
+
+def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
+    """Return the memories of a checkpoint, to be read.
+
+    Args:
+        state: its `RunMemory.state_dict`.
+        path: its own, near which large memories are.
+
+    Raises:
+        ConfigurationError: if they are not.
+    """
+    memory = ClientMemory()
+    if state:
+        memory.load_state_dict(state, _folder(path))
+    return memory
+
+
+def _folder(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).parent / FOLDER

@@ -1,0 +1,346 @@
+"""What a fit refuses: what a Trainer, a module or data add to the options, and what does not go together.
+
+Told before it starts, all at once, with the way out. What an option may be is checked where it is given, in
+`Options`; what parts need of each other they say by their traits, see `fl_lightning.core.traits`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
+from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.options import Options, traits_of
+from fl_lightning.federation.processes.strategy import FederatedStrategy
+from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.client_masks import OWN_MASKS, client_masks
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import as_aggregator
+
+_CALLBACKS = {
+    callbacks.GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
+    callbacks.StochasticWeightAveraging: "it averages a client's steps, and every round starts from the "
+    "server's model: average rounds with a server optimizer instead",
+    callbacks.LearningRateFinder: "find the rate in a central run, without the federation block",
+    callbacks.BatchSizeFinder: "find the size in a central run, without the federation block",
+}
+_AVERAGES_STEPS = (
+    "averages after steps, and a federation's are rounds: subclass WeightAveraging, with should_update "
+    "true for an epoch_idx and a decay meant for rounds"
+)
+
+
+def check_compatible(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse combinations that would give a wrong result.
+
+    Raises:
+        ConfigurationError: one line for each of them.
+    """
+    problems = [*_data_problems(trainer), *_module_problems(module), *_trainer_problems(trainer)]
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def _data_problems(trainer: Trainer) -> Iterator[str]:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, FederatedDataModule):
+        given = "no data module" if data is None else type(data).__name__
+        yield (
+            f"a federation needs a FederatedDataModule, got {given}: wrap yours as "
+            "FederatedDataModule(source=…, num_clients=…)"
+        )
+
+
+def _module_problems(module: LightningModule) -> Iterator[str]:
+    name = type(module).__name__
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse strategies that train in step; to be asked before the Trainer launches processes.
+
+    Raises:
+        ConfigurationError: if the Trainer's strategy would exchange gradients or shard the model.
+    """
+    problems = list(_strategy_problems(trainer))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def _strategy_problems(trainer: Trainer) -> Iterator[str]:
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, FederatedStrategy)):
+        yield (
+            f"trainer.strategy {type(trainer.strategy).__name__} keeps {trainer.world_size} "
+            "processes in step, where clients train apart: set trainer.strategy to federated, or "
+            "trainer.devices to 1 and trainer.strategy to auto"
+        )
+
+
+def _trainer_problems(trainer: Trainer) -> Iterator[str]:
+    yield from _strategy_problems(trainer)
+    if trainer.accumulate_grad_batches < 1:
+        yield (
+            "trainer.accumulate_grad_batches must be at least 1 batch, "
+            f"got {trainer.accumulate_grad_batches}"
+        )
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_val < 0:
+        yield (
+            f"trainer.gradient_clip_val must not be negative, got {trainer.gradient_clip_val}: it "
+            "is the largest norm (or value) of a gradient; 0 or null is no clipping"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, advice in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                yield f"{kind.__name__} does not work with a federation: {advice}"
+        averaging = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
+        if isinstance(callback, averaging) and _is_lightnings(callback.should_update):
+            yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
+
+
+def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
+    """Refuse to validate less often than once per round, by a count of what a round consists of.
+
+    Raises:
+        ConfigurationError: naming the setting that counts rounds.
+    """
+    interval = trainer.val_check_interval
+    counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
+    if counts_in_round and interval > num_groups and trainer.limit_val_batches > 0:
+        raise ConfigurationError(
+            f"trainer.val_check_interval counts the batches of a round, which are groups of "
+            f"clients: it must be at most {num_groups} here, got {interval}. To validate every N "
+            "rounds set trainer.check_val_every_n_epoch to N"
+        )
+
+
+def check_set_up(trainer: Trainer) -> None:
+    """Refuse what is known only once Lightning has set up the module.
+
+    Raises:
+        ConfigurationError: for layers that exchange statistics.
+    """
+    if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm averages over processes, where clients train apart: set "
+            "trainer.sync_batchnorm to false"
+        )
+
+
+# of what is added to a gradient
+ADDED_TO_LOSS = (
+    "is added to the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
+    "out and return the negative loss"
+)
+
+
+def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether an optimizer goes up."""
+    groups = (group for each in optimizers for group in each.param_groups)
+    return any(group.get("maximize") for group in groups)
+
+
+def _is_lightnings(method: Callable[..., Any]) -> bool:
+    return method.__module__.startswith("lightning.")
+
+
+BY_HAND = Traits(
+    breaks={Trait.RETURNED_LOSS: "steps its optimizers by hand (automatic_optimization = False)"}
+)
+SEVERAL = Traits(breaks={Trait.ONE_OPTIMIZER: "takes steps of different lengths"})
+RATES_BY_STEP = Traits(
+    breaks={Trait.ONE_RATE: "has a learning-rate schedule that changes it from step to step"},
+    instead={Trait.ONE_RATE: "set the schedule's interval to 'epoch'"},
+)
+_SHARED_SCALE = Traits(
+    needs={
+        Trait.SIMULATION: "has a loss scale that all clients share, which sites do not exchange"
+    },
+    instead={Trait.SIMULATION: "use bf16-mixed or 32-true"},
+)
+NETWORK = {"a network": Traits(breaks={Trait.SIMULATION: "has its clients at sites"})}
+
+
+def check_module_together(module: LightningModule, options: Options) -> None:
+    """Refuse options that need a loss from a module that steps its optimizers by hand.
+
+    Raises:
+        ConfigurationError: with a line for each conflict.
+    """
+    check_together({**options.parts, **_of_module(module)})
+
+
+def check_trainer_together(trainer: Trainer, options: Options) -> None:
+    """Refuse options that conflict with the optimizers and masks of a Trainer that is set up.
+
+    Raises:
+        ConfigurationError: with a line for each conflict.
+    """
+    parts = {**options.parts, **_of_module(trainer.lightning_module), **_of_masks(trainer)}
+    if len(trainer.optimizers) > 1:
+        name = f"the model with {len(trainer.optimizers)} optimizers"
+        parts[name] = SEVERAL
+    configs = (
+        trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ()
+    )
+    if any(config.interval == "step" for config in configs):
+        parts["the model's optimizer"] = RATES_BY_STEP
+    check_together(parts)
+
+
+def check_simple(
+    module: Any,
+    data: FederatedDataModule,
+    stages: Sequence[Stage],
+    cohort: Cohort,
+    aggregator: Aggregator,
+) -> None:
+    """Refuse for rounds without a Trainer what a Trainer's are refused.
+
+    Raises:
+        ConfigurationError: with a line for each conflict.
+    """
+    if aggregator.protection is not None:
+        raise ConfigurationError(
+            f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
+        )
+    parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
+    most = len(data.clients)
+    if cohort.has_fixed_size:
+        most = cohort.expected_size(most)
+    raise_together(
+        lambda: check_together(parts | _of_module(module)),
+        lambda: check_shards(data, "raise"),
+        lambda: check_cohort_size(most, 0, aggregator),
+        lambda: check_trusted(aggregator, cohort, len(data.clients)),
+    )
+
+
+def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
+    """Return the traits of a run whose clients are at sites."""
+    parts = {**options.parts, **_of_module(module), **_of_masks(trainer), **NETWORK}
+    if trainer.precision == "16-mixed":
+        parts["trainer.precision 16-mixed"] = _SHARED_SCALE
+    return parts
+
+
+def _of_module(module: Any) -> dict[str, Traits]:
+    traits = getattr(module, "federation_traits", NO_TRAITS)
+    by_hand = not getattr(module, "automatic_optimization", True)
+    return {f"model {type(module).__name__}": traits | BY_HAND if by_hand else traits}
+
+
+def _of_masks(trainer: Trainer) -> dict[str, Traits]:
+    return {} if client_masks(trainer) is None else {"a callback": OWN_MASKS}
+
+
+def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
+    """Refuse clients without examples, unless they are to be skipped.
+
+    Raises:
+        ConfigurationError: naming some of them.
+    """
+    empty = np.flatnonzero(data.clients.num_examples == 0)
+    if len(empty) and on_client_failure == "raise":
+        shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
+        raise ConfigurationError(
+            f"{len(empty)} of {len(data.clients)} clients have no training example "
+            f"(client {shown}): use fewer clients or a partition with min_examples, or skip "
+            "them with federation.on_client_failure: skip"
+        )
+
+
+def check_cohort_size(
+    most: int, min_replies: int, aggregator: Aggregator | RobustRule | None
+) -> None:
+    """Refuse cohorts that can never be large enough.
+
+    Args:
+        most: clients that a round may have.
+        min_replies: wanted by the user.
+        aggregator: some rules need so many.
+
+    Raises:
+        ConfigurationError: saying who wants how many.
+    """
+    if min_replies > most:
+        raise ConfigurationError(
+            f"federation.min_replies is {min_replies}, but a round has at most {most} "
+            "clients: lower it, or raise the cohort's size"
+        )
+    rule = as_aggregator(aggregator).robust_rule
+    if rule is not None and rule.min_updates > most:
+        raise ConfigurationError(
+            f"federation.aggregator {rule} needs at least "
+            f"{rule.min_updates} updates, but a round has at most {most}: raise the "
+            "cohort's size, or lower num_attackers"
+        )
+
+
+def check_trusted(
+    aggregator: Aggregator | RobustRule | None, cohort: CohortSampler, num_clients: int
+) -> None:
+    """Refuse rounds without the client that `FLTrust` judges by, which would end the run.
+
+    Raises:
+        ConfigurationError: if cohorts are drawn at random.
+    """
+    rule = as_aggregator(aggregator).robust_rule
+    if rule is None or rule.trusted_client is None:
+        return
+    asked = as_cohort(cohort)
+    is_drawn = asked.is_uniform or asked.coin is not None
+    if is_drawn and cohort.expected_size(num_clients) < num_clients:
+        raise ConfigurationError(
+            f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
+            f"which {cohort} would often leave out: let all clients take part (cohort: null)"
+        )
+
+
+# examples that are looked at, evenly spaced over all clients'
+_EXAMPLES = 64
+
+
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A module that says whether a training batch fits it."""
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that it cannot train on.
+
+        Raises:
+            ConfigurationError: with what the model takes and what the data have.
+        """
+
+
+def check_data_fits(trainer: Trainer) -> None:
+    """Have a module that knows how look at some of the data; nothing is drawn or changed.
+
+    Raises:
+        ConfigurationError: as the module says it.
+    """
+    module = trainer.lightning_module
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(module, ChecksBatches):
+        return
+    indices = torch.from_numpy(data.clients.flat.indices)
+    if not len(indices):
+        return
+    chosen = indices[:: max(1, len(indices) // _EXAMPLES)].long()
+    with preserve_global_generators():
+        module.check_batch(data.train_batch(chosen))

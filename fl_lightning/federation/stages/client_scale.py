@@ -1,0 +1,70 @@
+"""The fp16 gradient scale, which must not carry anything from one client to the next.
+
+Every client starts from the scale that the round began with; the next round begins with the
+lowest scale at which a client of this round ended. So a client's result does not depend on who
+trained before it, and the scale still falls where gradients overflow and grows where they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import GradientScale
+from fl_lightning.federation.stage import Processes, Stage, Turn
+
+
+class ClientScale(Stage):
+    """Winds the scale back before each client.
+
+    Args:
+        scale: of the run; there is one.
+    """
+
+    key = "scaler"
+
+    def __init__(self, scale: GradientScale) -> None:
+        self._scale = scale
+        self._lowest: dict[str, Any] | None = None
+
+    @contextmanager
+    def around(self, turn: Turn) -> Iterator[None]:
+        """Note where a client ended and wind back for the next."""
+        if not turn.counts:
+            yield
+            return
+        try:
+            yield
+        except BaseException:  # also an interruption, after which a checkpoint may follow
+            self._scale.wind_back()
+            raise
+        end = self._scale.present()
+        if self._lowest is None or _rank(end) < _rank(self._lowest):
+            self._lowest = end
+        self._scale.wind_back()
+
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
+        """Merge how low the scale fell in every process."""
+        ends = [end for end in processes.gather(self._lowest) if end is not None]
+        self._lowest = min(ends, key=_rank, default=None)
+
+    def close(self, record: RoundRecord) -> None:
+        """Set the scale to the lowest one of the round."""
+        if self._lowest is not None:
+            self._scale.load(self._lowest)
+            self._lowest = None
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return the lowest scale so far; the present one is in the precision plugin's state."""
+        return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
+        """Restore the lowest scale."""
+        self._lowest = state.get("lowest")
+
+
+def _rank(state: dict[str, Any]) -> tuple[float, int]:
+    return state["scale"], state["_growth_tracker"]
