@@ -10,8 +10,7 @@ import yaml
 from small_sets import write_folder, write_pickles
 
 from fl_lightning.cli import main
-from fl_lightning.cli.command import parser_of
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.experiments import Experiment
 from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.sparsity import load_mask
@@ -75,20 +74,28 @@ GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins
 pytestmark = pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported")
 
 
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory):
+    """Return a folder with small data sets."""
+    folder, names = tmp_path_factory.mktemp("sets"), [f"class {i}" for i in range(100)]
+    write_pickles(
+        *(folder / "data" / "cifar-100-python", {"train": 800, "test": 200}, "fine_labels"),
+        *(("meta", "fine_label_names"), names),
+    )
+    write_folder(folder / "images", "train", names[:10], 30, size=(32, 32))
+    write_folder(folder / "images", "test", names[:10], 4, size=(32, 32))
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def small_data(tmp_path, monkeypatch):
+def in_a_folder_with_data(small_data, tmp_path, monkeypatch):
+    for name in ("data", "images"):
+        (tmp_path / name).symlink_to(small_data / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     monkeypatch.setattr(
         torchvision.datasets.cifar, "check_integrity", lambda path, md5=None: Path(path).is_file()
     )
-    names = [f"class {i}" for i in range(100)]
-    write_pickles(
-        *(tmp_path / "data" / "cifar-100-python", {"train": 800, "test": 200}, "fine_labels"),
-        *(("meta", "fine_label_names"), names),
-    )
-    write_folder(tmp_path / "images", "train", names[:10], 30, size=(32, 32))
-    write_folder(tmp_path / "images", "test", names[:10], 4, size=(32, 32))
 
 
 def run(*files):

@@ -1,1 +1,1 @@
-"""What is watched while rounds go by."""
+"""Callbacks that watch rounds."""

@@ -99,7 +99,7 @@ class ClientEvaluation(Callback):
 
     @property
     def has_curves(self) -> bool:
-        """Whether it evaluates during rounds, not at the end alone."""
+        """True if it evaluates during rounds, not only at the end."""
         return self.every_n_rounds > 0 or self._local is not None
 
     def on_load_checkpoint(
@@ -109,7 +109,7 @@ class ClientEvaluation(Callback):
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take part in the rounds of a fit, if clients' local models are asked for."""
+        """Join the rounds of a fit, if clients' local models are evaluated."""
         if stage == "fit":
             self._check_monitors(trainer)
             if self._local is not None:
@@ -127,7 +127,7 @@ class ClientEvaluation(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the table of local models."""
+        """Continue the table of local models."""
         if self._local is not None:
             self._local.begin(trainer)
 

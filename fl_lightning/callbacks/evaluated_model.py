@@ -36,7 +36,7 @@ class ModelOrigin:
     def note(
         self, trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]
     ) -> None:
-        """Know where the module's weights come from from now on."""
+        """Note the source of the module's weights from now on."""
         if trainer.state.fn == "fit":
             return  # which goes on from it
         self._words = f"the model {_after(checkpoint)}, {shown_path(str(trainer.ckpt_path))}"

@@ -67,7 +67,7 @@ class KeptLocalModels(Stage):
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:
-        """Have a client's local model in the module inside this block."""
+        """Loads a client's local model into the module inside this block."""
         assert self._run is not None
         local, personal = self._run.local, personal_models(self._run.trainer)
         before = local.read()
@@ -94,7 +94,7 @@ class LocalModels:
         self._kept = KeptLocalModels()
 
     def take_part(self, trainer: Trainer) -> None:
-        """Have a fit's federation hand local models over.
+        """Ask a fit's federation for local models.
 
         Raises:
             ConfigurationError: if there is no federation, or no data with clients.

@@ -64,7 +64,7 @@ class RoundProgressBar(ProgressBar):
 
     @property
     def says_rounds(self) -> bool:
-        """Whether rounds are lines in the log, for want of a terminal."""
+        """True if rounds are lines in the log, for want of a terminal."""
         return self._is_wanted and not self._screen.is_open
 
     @override
@@ -77,7 +77,7 @@ class RoundProgressBar(ProgressBar):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Know whose rounds they are."""
+        """Find the federation of the fit."""
         self._trainer = trainer
         self.enable()
 
@@ -297,7 +297,7 @@ class Pace:
 
 
 class Inner:
-    """What goes on within a round: clients, or batches, that are done.
+    """Progress within a round: clients, or batches, that are done.
 
     Args:
         what: is counted.

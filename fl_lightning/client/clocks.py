@@ -53,10 +53,10 @@ class Clock(Protocol):
     now: float
 
     def start(self, visit: Visit) -> None:
-        """Know that a client is at work from now on."""
+        """Start a client's work now."""
 
     def wait(self) -> list[Ended]:
-        """Let time pass until somebody ends, and return who does at that moment."""
+        """Advance time to the next client that ends, and return the clients that end then."""
 
 
 class VirtualClock:
@@ -78,7 +78,7 @@ class VirtualClock:
         heapq.heappush(self._at_work, (self.now + fate.seconds, visit.number, ended))
 
     def wait(self) -> list[Ended]:
-        """Let time pass until somebody ends."""
+        """Advance time to the next client that ends."""
         self.now = self._at_work[0][0]
         ended = []
         while self._at_work and self._at_work[0][0] == self.now:
@@ -111,7 +111,7 @@ class RecordedClock:
         self.now = 0.0
 
     def start(self, visit: Visit) -> None:
-        """Know that a client is at work."""
+        """Start a client's work."""
         self._at_work[visit.client] = visit, self.now
 
     def wait(self) -> list[Ended]:

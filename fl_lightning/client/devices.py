@@ -1,4 +1,4 @@
-"""What becomes of a client's work on its device, in virtual time.
+"""The outcome of a client's work on its device, in virtual time.
 
     t_k = latency + K_k s_k exp(jitter ε)            ε ~ N(0, 1) of this client and round
     late (t_k > deadline):  it sends the ⌊(deadline - latency) / (t_k / K_k)⌋ steps it managed, or
@@ -23,7 +23,7 @@ from fl_lightning.core.traits import Trait, Traits
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a client's work.
+    """The outcome of a client's work.
 
     Attributes:
         num_steps: local steps that it takes.

@@ -47,7 +47,7 @@ class PlainStep:
         self.contrast: Callable[[Any], Tensor] | None = None
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        """Take a step, see `LocalStep`."""
+        """Run one local step, see `LocalStep`."""
         if takes_closure(self._optimizer):
             return stepped_with_closure(self._optimizer, lambda: self._gradients(batches, index))
         loss = self._gradients(batches, index)
@@ -59,7 +59,7 @@ class PlainStep:
         self._optimizer.zero_grad()
         losses = []
         for batch, size in batches:
-            self._collector.start_step(size)
+            self._collector.batch_size = size
             loss = loss_of(self._module.training_step(batch, index))
             if loss is None:
                 continue

@@ -12,6 +12,7 @@ nothing leaves the device before the client is done.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,8 @@ class LocalTrainer:
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
+        counts_steps: whether updates tell how many steps the optimizers took, see
+            `ClientUpdate.optimizer_steps`; plain means have no use for it.
 
     Example:
         >>> from torch import nn
@@ -110,10 +113,11 @@ class LocalTrainer:
         self._step = step
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
+        self.counts_steps = True
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
-        """Have clients keep tensors for themselves.
+        """Make tensors personal: every client keeps its own.
 
         Args:
             names: of parameters and buffers.
@@ -130,7 +134,7 @@ class LocalTrainer:
         self.start_round()
 
     def settle_state(self, names: Sequence[str]) -> None:
-        """Take these buffers and frozen parameters for clients' state, and no others."""
+        """Define the clients' state: these buffers and frozen parameters, and no others."""
         self.state_names, self._holds = list(names), None
         self.buffers = self._state_space()
         self.start_round()
@@ -154,25 +158,25 @@ class LocalTrainer:
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether clients have tensors that are no part of what is shared."""
+        """True if clients have tensors that are not shared."""
         return bool(self._apart)
 
     def host(self, own: Tensor | None) -> None:
-        """Have the next clients begin with own tensors, shape (o,), instead of the global ones.
+        """Start the next clients with personal tensors, shape (o,), instead of the global ones.
 
         None undoes it.
         """
         self._guest, self._holds = own, None
 
     def renew_space(self) -> None:
-        """Have vectors hold what may move now: parameters that train, as the masks allow."""
+        """Rebuild the space: parameters that train, as the masks allow."""
         self.space = Space.of_parameters(self._module, self._masks.active(), without=self._apart)
         self._masks.note()
         self._holds = None
 
     @property
     def has_new_masks(self) -> bool:
-        """Whether the optimizer's masks were set since the space was made."""
+        """True if the optimizer's masks were set since the space was made."""
         return self._masks.are_new
 
     def read(self) -> GlobalModel:
@@ -222,11 +226,11 @@ class LocalTrainer:
         self._homes.note()
 
     def keep_growth(self, growth: Growth) -> None:
-        """Have `show_growth` show what a client appended to lists, whose update is used."""
+        """Keep what a client appended to lists, for `show_growth`; its update is used."""
         self._grown += growth
 
     def show_growth(self) -> None:
-        """Have lists hold what clients of the round appended, one client after the other.
+        """Append to lists what clients of the round appended, one client after the other.
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
@@ -249,15 +253,15 @@ class LocalTrainer:
         Raises:
             ConfigurationError: if one did.
         """
-        self._refuse(self._constants.changed(), "a client's")
+        if changed := self._constants.changed():
+            self._refuse(changed, "a client's")
 
     def _refuse(self, changed: list[str], whose: str) -> None:
-        if changed:
-            raise ConfigurationError(
-                f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
-                "steps of the run left alone, so that it was taken for a constant: name it in "
-                f"federation.client_state, e.g. client_state: [{changed[0]}]"
-            )
+        raise ConfigurationError(
+            f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
+            "steps of the run left alone, so that it was taken for a constant: name it in "
+            f"federation.client_state, e.g. client_state: [{changed[0]}]"
+        )
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
@@ -317,11 +321,13 @@ class LocalTrainer:
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
-        self._refuse(self._constants.touched(), f"client {client_id}'s")
+        if touched := self._constants.touched():
+            self._refuse(touched, f"client {client_id}'s")
         self.growth = self._attributes.growth()
         logged = self.collector.collect()
-        self.kept = self.own.read()
-        totals = self._optimizer_steps.totals()
+        if self.own.size:
+            self.kept = self.own.read()
+        totals = self._optimizer_steps.totals() if self.counts_steps else [None]
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
@@ -337,7 +343,7 @@ class LocalTrainer:
         return update
 
     def _begin(self, start: GlobalModel, masks: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Have the module hold what a client begins with; return which coordinates it may move."""
+        """Load a client's start into the module and return the coordinates that it may move."""
         if self._holds is not start:
             self.restore(start)
         else:
@@ -366,8 +372,10 @@ class LocalTrainer:
         self, steps: Iterable[Sequence[SizedBatch]]
     ) -> tuple[int, list[Tensor], list[int]]:
         num_steps, losses, sizes = 0, [], []
-        step, by_step = self._step, bool(self.round_start.by_step)
-        with self._optimizer_steps as taken:
+        step = self._step
+        by_step = self.round_start.counts_steps and bool(self.round_start.by_step)
+        taken = self._optimizer_steps if self.counts_steps else None
+        with taken or nullcontext():
             for step_batches in steps:
                 if by_step:
                     self.round_start.begin_step(num_steps)
@@ -375,7 +383,8 @@ class LocalTrainer:
                 loss = step(step_batches, num_steps)
                 self._in_hand = ()
                 num_steps += 1
-                taken.end_step(loss)
+                if taken is not None:
+                    taken.end_step(loss)
                 if loss is not None:
                     losses.append(loss)
                     one = len(step_batches) == 1

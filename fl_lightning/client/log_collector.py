@@ -24,10 +24,13 @@ _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 class LogCollector:
     """Takes the place of ``module.log`` for a while.
 
+    Attributes:
+        batch_size: number of examples that the values of the next step stand for.
+
     Example:
         >>> collector = LogCollector()
         >>> for value, size in ((1.0, 2), (4.0, 1)):
-        ...     collector.start_step(size)
+        ...     collector.batch_size = size
         ...     collector.log("train/accuracy", value)
         >>> collector.collect()
         {'train/accuracy': tensor(2.)}
@@ -43,7 +46,7 @@ class LogCollector:
             str, str
         ] = {}  # of clients' values, by name, where it is not the mean
         self._metrics: dict[str, Metric] = {}
-        self._batch_size = 1
+        self.batch_size = 1
 
     @contextlib.contextmanager
     def listening_to(self, module: nn.Module) -> Iterator[None]:
@@ -69,7 +72,7 @@ class LogCollector:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Know after this block what was known before it."""
+        """Restores the collector's state when the block ends."""
         # the same objects afterwards: others read them
         known: list[dict[str, Any]] = [self.epoch_names, self._reductions, self._metrics]
         before, in_bar = [dict(names) for names in known], set(self.prog_bar)
@@ -82,10 +85,6 @@ class LogCollector:
                 names.update(values)
             self.prog_bar.clear()
             self.prog_bar |= in_bar
-
-    def start_step(self, batch_size: int) -> None:
-        """Say how many examples the values of the next step stand for."""
-        self._batch_size = batch_size
 
     def log(
         self,
@@ -138,7 +137,7 @@ class LogCollector:
         self._values.setdefault(name, []).append(
             value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         )
-        self._weights.setdefault(name, []).append(batch_size or self._batch_size)
+        self._weights.setdefault(name, []).append(batch_size or self.batch_size)
 
     def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
         reduction = getattr(reduce_fx, "__name__", reduce_fx)
@@ -157,12 +156,12 @@ class LogCollector:
 
     def collect(self) -> dict[str, Tensor]:
         """Return one scalar per name for the steps since the last call, and forget them."""
-        collected = {
-            self.epoch_names[name]: self._reduce(name, values)
-            for name, values in self._values.items()
+        values, weights = self._values, self._weights
+        self._values, self._weights = {}, {}
+        return {
+            self.epoch_names[name]: self._reduce(self._reductions[name], logged, weights[name])
+            for name, logged in values.items()
         }
-        self.discard()
-        return collected
 
     def discard(self) -> None:
         """Forget the values logged since the last `collect`."""
@@ -180,7 +179,7 @@ class LogCollector:
         return dict(self._metrics)
 
     def add_metric(self, name: str, epoch_name: str, metric: Metric) -> None:
-        """Take a torchmetrics object for logged here, which was logged in another process."""
+        """Register a torchmetrics object that was logged in another process."""
         self.epoch_names[name] = epoch_name
         self._metrics[name] = metric
 
@@ -205,17 +204,17 @@ class LogCollector:
         return {paths[id(m)]: dict(m.metric_state) for m in logged}
 
     def load_metric_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
-        """Have the module's torchmetrics objects go on from there."""
+        """Restore the states of the module's torchmetrics objects."""
         for path, state in states.items():
             metric = module.get_submodule(path)
             for name, value in state.items():
                 setattr(metric, name, value)
 
-    def _reduce(self, name: str, values: list[Tensor | float]) -> Tensor:
+    @staticmethod
+    def _reduce(reduction: str, values: list[Tensor | float], weights: list[int]) -> Tensor:
         reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
         tensors = [torch.as_tensor(value, device=reference.device) for value in values]
-        reduction = self._reductions[name]
         if reduction in ("mean", "avg"):
-            return weighted_mean(tensors, self._weights[name])
+            return weighted_mean(tensors, weights)
         reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
         return reduced

@@ -1,4 +1,4 @@
-"""What clients remember from one round to the next: vectors by name and client.
+"""Memories of clients from round to round: vectors by name and client.
 
 They are kept in RAM up to a limit, and beyond it in files that are mapped into memory. What is put
 during a round counts from its end on, so that a round that fails or is trained again changes
@@ -90,7 +90,7 @@ class ClientMemory:
         return _read(entry)
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
-        """Have a client remember a vector, of shape (k,), from the next `commit` on."""
+        """Store a vector of a client, shape (k,); it counts from the next `commit` on."""
         self._forget(self._new.pop((name, client), None))
         self._new[name, client] = self._stored(vector)
 
@@ -110,7 +110,7 @@ class ClientMemory:
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:
-        """Let what was put count, of one client or of all."""
+        """Make stored vectors count, of one client or of all."""
         chosen = [key for key in self._new if client in (None, key[1])]
         for key in chosen:
             self._forget(self._present.get(key))
@@ -118,7 +118,7 @@ class ClientMemory:
         self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:
-        """Have the vectors of a name follow their coordinates; what is new is 0.
+        """Move the vectors of a name to new coordinates; new entries are 0.
 
         Args:
             name: whose.
@@ -165,16 +165,16 @@ class ClientMemory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody remembers anything."""
+        """True if no client has a memory."""
         return not self._present and not self._new
 
     @property
     def is_small(self) -> bool:
-        """Whether all that counts fits inside a checkpoint."""
+        """True if all committed vectors fit inside a checkpoint."""
         return _num_bytes(self._present) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Take up where `state_dict` left off.
+        """Restore what `state_dict` returned.
 
         Args:
             state: from there.

@@ -30,7 +30,7 @@ class OptimizerMasks:
         return [each for each in self._optimizers if isinstance(each, MaskedOptimizer)]
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Have every optimizer keep to the masks of its own parameters, by parameter name.
+        """Give every optimizer the masks of its own parameters, by parameter name.
 
         Raises:
             ConfigurationError: if no optimizer has masks.
@@ -66,12 +66,12 @@ class OptimizerMasks:
         return active
 
     def note(self) -> None:
-        """Take the present masks for known, see `are_new`."""
+        """Note the present masks, for `are_new`."""
         self._noted = self._present()
 
     @property
     def are_new(self) -> bool:
-        """Whether masks were set since they were noted."""
+        """True if masks were set since they were noted."""
         # a callback may have added a parameter group, which the next round's start tells of
         pairs = zip(self._noted, self._present(), strict=False)
         return any(known is not present for known, present in pairs)

@@ -65,7 +65,7 @@ class VectorFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a file of the right length."""
+        """True if the file exists and has the right length."""
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
     def read(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What clients have to do in a round."""
+"""The local work of clients in a round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.core.whole_numbers import Integers
 
 
 class ClientWork(NamedTuple):
-    """What one client has to do in a round.
+    """The local work of one client in a round.
 
     Attributes:
         client_id: whose it is.
@@ -54,7 +54,7 @@ class ClientWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupWork(Sequence[ClientWork]):
-    """What m clients have to do, kept end to end; reads like a list of `ClientWork`.
+    """The local work of m clients, stored end to end; reads like a list of `ClientWork`.
 
     As arrays the work of hundreds of small clients takes less time to write down than to do.
 

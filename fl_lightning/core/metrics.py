@@ -8,7 +8,7 @@ the standard deviation weighs clients equally, because it describes clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,14 +48,6 @@ class _Entries:
     num_examples: list[int] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)
     known: _ByClient | None = None  # cached until the next value
-
-    def add(
-        self, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
-    ) -> None:
-        self.values.extend(values)
-        self.num_examples.extend(num_examples)
-        self.clients.extend(clients)
-        self.known = None
 
     def by_client(self) -> _ByClient:
         if self.known is None:
@@ -98,14 +90,11 @@ class ClientMeans:
     ) -> None:
         """Add the values of m clients; each tensor has m elements."""
         for name, value in values.items():
-            self._put(name, [value.detach().reshape(-1)], num_examples, client_ids)
-
-    def _put(
-        self, name: str, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
-    ) -> None:
-        if name not in self._entries:
-            self._entries[name] = _Entries()
-        self._entries[name].add(values, num_examples, clients)
+            entries = self._entries.setdefault(name, _Entries())
+            entries.values.append(value.detach().reshape(-1))
+            entries.num_examples.extend(num_examples)
+            entries.clients.extend(client_ids)
+            entries.known = None
 
     @property
     def names(self) -> list[str]:
@@ -160,7 +149,7 @@ class ClientMeans:
         """Replace all values by those from `state_dict`."""
         self._entries.clear()
         for name, entry in state.items():
-            self._put(name, [entry["values"]], entry["num_examples"], entry["clients"])
+            self.add_rows({name: entry["values"]}, entry["num_examples"], entry["clients"])
             if entry.get("reduction"):
                 self.reductions[name] = entry["reduction"]
 
@@ -168,8 +157,8 @@ class ClientMeans:
         """Add the clients of another `ClientMeans`; the two must have no client in common."""
         self.reductions |= other.reductions
         for name, entries in other._entries.items():
-            values = [value.cpu() for value in entries.values]
-            self._put(name, values, entries.num_examples, entries.clients)
+            values = _joined(entries.values)
+            self.add_rows({name: values}, entries.num_examples, entries.clients)
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:

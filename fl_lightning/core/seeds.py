@@ -44,7 +44,7 @@ def derive_seed(root: int, purpose: str, *ids: int) -> int:
 
 
 def _digest(root: int, purpose: str, ids: tuple[int, ...], size: int = 8) -> bytes:
-    key, public = (root.to_bytes(32, "little"), 0) if is_secret(root) else (b"", root)
+    key, public = (b"", root) if root < 2**64 else (root.to_bytes(32, "little"), 0)
     name = purpose.encode()
     numbers = [number % 2**64 for number in (public, len(name), *ids)]
     message = struct.pack(f"<{len(numbers)}Q", *numbers) + name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Space:
     @property
     def is_lossless(self) -> bool:
         """True if `write` keeps every bit, which a module in half precision does not."""
-        return all(tensor.dtype == self.dtype for tensor in self._tensors)
+        return set(map(attrgetter("dtype"), self._tensors)) <= {self.dtype}
 
     @classmethod
     def of_parameters(
@@ -131,26 +132,23 @@ class Space:
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
-            parts = map(_entries, self._tensors, self._indices)
-            return torch.cat([part.to(self.dtype) for part in parts])
+            pairs = zip(self._tensors, self._indices, strict=True)
+            parts = [t.reshape(-1) if i is None else _entries(t, i) for t, i in pairs]
+            return torch.cat(parts).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""
         if not self._tensors:
             return
-        views = self._kept_views(vector)
+        if self._written[0] is not vector:  # a round's clients all begin with the same one
+            self._written = (vector, self.views(vector))
+        views = self._written[1]
         with torch.no_grad():
             if not self.active:
                 torch._foreach_copy_(self._tensors, views)
                 return
             for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
                 _put(tensor, index, view)
-
-    def _kept_views(self, vector: Tensor) -> list[Tensor]:
-        """Return `views`, cached for the last vector: the clients of a round start from the same."""
-        if self._written[0] is not vector:
-            self._written = (vector, self.views(vector))
-        return self._written[1]
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the vector's parts, one per tensor, without a copy.
@@ -188,7 +186,7 @@ class Space:
         """Return whole tensors by name, with the vector's entries and live values for all others."""
         tensors = {}
         for name, view, live, index in zip(
-            self.names, self._kept_views(vector), self._tensors, self._indices, strict=True
+            self.names, self.views(vector), self._tensors, self._indices, strict=True
         ):
             tensors[name] = view
             if index is not None:

@@ -90,7 +90,8 @@ class ClientUpdate:
             `fl_lightning.client.local_solver`; None if the aggregator does not need it.
         optimizer_steps: number of local steps that the optimizer took: all but those whose training
             step skipped its batch or that a gradient scaler skipped. None for all. With several
-            optimizers, the steps of each.
+            optimizers, the steps of each. They are counted for corrections, for aggregators that
+            divide by them, and for stages of your own.
     """
 
     client_id: int
@@ -234,7 +235,7 @@ class Updates:
         if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
         if len(self.client_ids) == 1:  # bit-identical to the norm of a single update
-            return next(iter(self)).norm.reshape(1)
+            return self._views[0].norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
 

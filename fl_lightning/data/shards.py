@@ -55,6 +55,8 @@ def batch_reader(
     if type(dataset) is TensorDataset and collate is default_collate and not at_once:
         tensors = dataset.tensors
         # several times as fast as tensor[indices]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return lambda indices: [t.index_select(0, indices) for t in tensors]
         return lambda indices: [t.index_select(0, sent(indices, t.device)) for t in tensors]
     if type(dataset) is Subset:
         inner = batch_reader(dataset.dataset, collate, at_once=at_once)

@@ -1,4 +1,4 @@
-"""What a run logged, read from its event files, and from ``results.json`` what it logged once.
+"""Logged numbers of a run, read from its event files and, if logged once, from ``results.json``.
 
 Rounds are counted from 1. A federated run logs once a round; a central one counts batches, and the
 epoch logged with them tells the round.

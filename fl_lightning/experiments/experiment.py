@@ -1,4 +1,4 @@
-"""What is compared: the keys of an experiment's YAML.
+"""The variants to compare: the keys of an experiment's YAML.
 
     runs = variants x seeds,  or with a grid  axis 1 x axis 2 x ... x seeds
 
@@ -123,7 +123,7 @@ class Experiment:
 
     @property
     def all_variants(self) -> list[Variant]:
-        """What is compared, in the order of the file; the last axis of a grid varies fastest."""
+        """All variants, in the order of the file; the last axis of a grid varies fastest."""
         if self.variants:
             return [Variant(str(name), (diff or {},)) for name, diff in self.variants.items()]
         if not self.grid:

@@ -1,4 +1,4 @@
-"""What runs are doing while they train, read from their log files: a bar a run, one for all of them."""
+"""Progress of running fits, read from their log files: a bar a run, and one for all."""
 
 from __future__ import annotations
 

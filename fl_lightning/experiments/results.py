@@ -1,4 +1,4 @@
-"""What came out of a run, and of the runs of a variant together.
+"""Results of a run, and of the runs of a variant together.
 
 mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std of one run
 """

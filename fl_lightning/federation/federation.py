@@ -69,11 +69,11 @@ class Federation(Options, Callback):
     _personal_state: dict[str, Any] | None = None
 
     def add(self, stage: Stage) -> None:
-        """Have a stage take part in the rounds of this fit: for the `setup` of other callbacks."""
+        """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
         self.handed.append(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the fit loop ask for groups of clients instead of batches."""
+        """Replace batches by groups of clients in the fit loop."""
         if stage == "fit":
             self._cleanup = ExitStack()
             self._cleanup.callback(self.handed.clear)
@@ -95,7 +95,7 @@ class Federation(Options, Callback):
         take_over(trainer, self.rounds, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on from a checkpoint, also of a run whose rounds had another number of groups."""
+        """Resume from a checkpoint, also of a run whose rounds had another number of groups."""
         begin_next_round(trainer)
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
@@ -157,5 +157,5 @@ class Federation(Options, Callback):
         return state_to_bring_home(self.rounds)
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Know personal models after a fit in other processes."""
+        """Receive personal models after a fit in other processes."""
         self._personal_state = state

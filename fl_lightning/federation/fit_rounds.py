@@ -126,7 +126,7 @@ class FitRounds:
 
     @property
     def record(self) -> RoundRecord:
-        """What is known of the present round, or of the last one until the next begins."""
+        """Record of the present round; between rounds, of the last one."""
         return self._round.record
 
     def train_group(self, group: ClientGroup) -> None:
@@ -190,8 +190,8 @@ class FitRounds:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the present round has; the open one of a checkpoint may have been broken off."""
-        return self.server.is_open and self.server.round_index == self.run.round_index
+        """True if the present round has begun; a checkpoint may hold an earlier one that was cut short."""
+        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def _open(self) -> None:
         self.follow_masks()

@@ -199,7 +199,7 @@ class RoundGroups:
         return {"round": self._round, "position": self._position, "groups": self._num_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore round and position."""
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]

@@ -110,7 +110,7 @@ def sees_groups(callback: Callback) -> bool:
 
 
 def have_rounds_for_batches(trainer: Trainer, groups: RoundGroups) -> Callable[[], None]:
-    """Have callbacks' batch hooks be called once a round, see `sees_groups`; return what undoes it."""
+    """Call callbacks' batch hooks once a round, see `sees_groups`; returns a function that undoes it."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     shadows = [OncePerRound(callback, groups) for callback in callbacks]
     told = [shadow.name for shadow in shadows if shadow.is_told]
@@ -152,7 +152,7 @@ class OncePerRound:
 
     @property
     def is_told(self) -> bool:
-        """Whether a user may have expected otherwise: of what is not Lightning's own."""
+        """True for callbacks that are not Lightning's own: their user may have expected otherwise."""
         return self._is_shadowed and not type(self._callback).__module__.startswith("lightning.")
 
     def start(

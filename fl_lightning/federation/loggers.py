@@ -142,7 +142,7 @@ _FIGURES = "figures"
 
 
 def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step: int) -> None:
-    """Have loggers show a figure, or leave it as a file; for the first process alone.
+    """Log a figure, or save it as a file where the logger shows none; in the first process only.
 
     Args:
         trainer: with the loggers; without one nothing is drawn.
@@ -161,7 +161,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
 
 
 def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> None:
-    """Have loggers that know histograms show one; the others have its numbers in tables.
+    """Log a histogram with loggers that show them; others log its numbers in tables.
 
     Args:
         trainer: with the loggers.

@@ -1,4 +1,4 @@
-"""What of a run reaches loggers: a round's numbers, and what validation and test log.
+"""The numbers of a run that reach loggers: those of rounds, of validation and of test.
 
 Processes evaluate different examples. What the module logs per epoch with `self.log` and `self.log_dict` is therefore
 reduced over them, as with ``sync_dist=True``, without the module having to say so; a mean is weighted by
@@ -93,7 +93,7 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
 
 @contextmanager
 def _one_event(logger: Logger) -> Iterator[None]:
-    """Have TensorBoard's writer write the scalars of the block as one event instead of one each.
+    """Writes the scalars of the block as one TensorBoard event instead of one each.
 
     TensorBoard shows the same. A round has more of them than the writer's queue has places, and its
     thread would be woken up for each: that took a third of a small round.
@@ -131,7 +131,7 @@ class _Event:
     def add_summary(
         self, summary: Any, global_step: int | None = None, walltime: float | None = None
     ) -> None:
-        """Take in what the writer's ``add_scalar`` has made."""
+        """Add what the writer's ``add_scalar`` has made."""
         if self.summary is None:
             self.summary, self.step = summary, global_step
         else:

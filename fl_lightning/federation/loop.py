@@ -1,4 +1,4 @@
-"""What one pass of Lightning's training loop does in a federated run.
+"""One pass of Lightning's training loop in a federated run.
 
 `FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
 the optimizer on a batch; `FederatedManualLoop` that of its twin, for modules that step their optimizers
@@ -46,13 +46,13 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 
 
 class Rounds(Protocol):
-    """What the loop drives."""
+    """The rounds that the loop drives."""
 
     def train_group(self, group: ClientGroup) -> None:
         """Train a group's clients and fold their updates."""
 
     def close_round(self) -> None:
-        """Let the server step."""
+        """Step the server."""
 
 
 class FederatedLoop(_AutomaticOptimization):
@@ -103,7 +103,7 @@ def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) ->
 
 
 def install(trainer: Trainer, rounds: Rounds) -> None:
-    """Have the trainer's fit loop run rounds, from the progress it has made so far."""
+    """Replace the sub-loop of the trainer's fit loop by rounds, with the progress made so far."""
     epoch_loop = trainer.fit_loop.epoch_loop
     stock = getattr(epoch_loop, "automatic_optimization", None)
     by_hand = getattr(epoch_loop, "manual_optimization", None)
@@ -136,13 +136,13 @@ def progress(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Have ``current_epoch`` and ``global_step`` say that so many rounds were done."""
+    """Set ``current_epoch`` and ``global_step`` to a number of finished rounds."""
     trainer.fit_loop.epoch_progress.load_state_dict(state["epochs"])
     _steps(trainer).load_state_dict(state["steps"])
 
 
 def set_round(trainer: Trainer, number: int) -> None:
-    """Have the epoch that is about to begin be a round of this number, from `on_train_epoch_start` on.
+    """Give the epoch that is about to begin the number of a round, from `on_train_epoch_start` on.
 
     A site trains in those rounds only for which it is asked, and in one of them several times where clients
     are at work without rounds.
@@ -156,7 +156,7 @@ def set_round(trainer: Trainer, number: int) -> None:
 
 
 def plan_rounds(trainer: Trainer, number: int | None) -> None:
-    """Have a Trainer plan so many rounds, as schedules may ask; None for no end."""
+    """Set the number of planned rounds, which schedules may read; None for no end."""
     trainer.fit_loop.max_epochs = -1 if number is None else number
 
 

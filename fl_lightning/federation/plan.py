@@ -1,4 +1,4 @@
-"""What each client does in a round: which examples it sees, in which order, in which steps."""
+"""The work of each client in a round: its examples, their order, its steps."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class WorkPlan:
         self._data = data
         self._clients, self._batch_size = data.clients, data.batch_size
         self._drop_last = data.drop_last
+        self._weights = data.weights_of if data.draws_by_weight else None
 
     def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
         """Return clients' work, each in a round; without a step if one has no examples."""
@@ -89,7 +90,7 @@ class WorkPlan:
         amount = self._local_work
         num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
         fits = sizes.max(initial=0) <= self._batch_size
-        as_it_is = amount.examples is None and not self._data.draws_by_weight
+        as_it_is = amount.examples is None and self._weights is None
         return bool(fits) and num_passes == 1 and as_it_is
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
@@ -100,21 +101,22 @@ class WorkPlan:
         if amount.examples is not None:
             num_steps = self._num_steps(num_examples)
             return amount.examples.batches(shard, self._batch_size, num_steps, client, round_index)
+        num_batches = amount.local_steps
+        if num_batches is not None and amount.accumulate > 1:
+            num_batches = self._accumulated(num_batches, num_examples)
         return local_order(
             shard,
             self._batch_size,
-            lambda: torch_generator(amount.seed, "shuffle", round_index, client),
+            partial(torch_generator, amount.seed, "shuffle", round_index, client),
             num_epochs=amount.local_epochs,
-            num_batches=self._num_batches(num_examples),
+            num_batches=num_batches,
             drop_last=self._drop_last,
-            weights=self._data.weights_of(shard),
+            weights=None if self._weights is None else self._weights(shard),
         )
 
-    def _num_batches(self, num_examples: int) -> int | None:
-        """Return the batches of ``local_steps``; None for epochs."""
-        steps, accumulate = self._local_work.local_steps, self._local_work.accumulate
-        if steps is None or accumulate == 1:
-            return steps
+    def _accumulated(self, steps: int, num_examples: int) -> int:
+        """Return the batches of local steps that take several each."""
+        accumulate = self._local_work.accumulate
         per_epoch = np.array([self._per_epoch(num_examples)])
         return int(batches_of_steps(np.array([steps]), per_epoch, accumulate)[0])
 
@@ -152,7 +154,7 @@ class WorkPlan:
             partial(torch_generator, *seeds),
             num_epochs=num_epochs,
             drop_last=self._drop_last,
-            weights=self._data.weights_of(shard),
+            weights=None if self._weights is None else self._weights(shard),
         )
         return work._replace(order=order, sizes=sizes)
 
@@ -163,7 +165,7 @@ class WorkPlan:
         its own: in no two rounds need it be the same examples that do not count. Where it draws by
         weight, this pass is such a draw of its own.
         """
-        if self._drop_last or self._data.draws_by_weight:
+        if self._drop_last or self._weights is not None:
             return self.more_epochs(work, 1, "shard gradient")
         indices = self._clients[work.client_id]
         sizes = [len(part) for part in indices.split(self._batch_size)]
@@ -185,7 +187,7 @@ class WorkPlan:
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
         """Yield its batches, built when they are needed; None for one without examples."""
-        for indices in work.batches:
+        for indices in work.order.split(work.sizes):
             batch = self._data.train_batch(indices) if len(indices) else None
             yield batch, len(indices)
 
@@ -201,5 +203,9 @@ class WorkPlan:
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
         batches = self.batches(work)
+        if self._local_work.accumulate == 1:
+            for batch in batches:
+                yield (batch,)
+            return
         for count in self.batches_of_steps(work):
             yield [next(batches) for _ in range(count)]

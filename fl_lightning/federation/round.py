@@ -116,7 +116,7 @@ class Round:
         self.record.means.reductions |= self.clients.collector.reductions
 
     def _receive(self, sent: Upload) -> None:
-        """Have updates go their way, and fold in what arrives."""
+        """Send updates through the stages and fold in what arrives."""
         for upload in self.clients.stages_ahead.up(sent):
             self.server.receive(upload.arrived)
             self.record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)

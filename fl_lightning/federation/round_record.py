@@ -1,4 +1,4 @@
-"""What is known of one round: counts, seconds, bytes, norms and the clients' metrics."""
+"""The record of one round: counts, seconds, bytes, norms and the clients' metrics."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RoundRecord:
         return len(self.skipped)
 
     def add(self, updates: Updates, *, num_bytes: int, error: Tensor | None = None) -> None:
-        """Take in clients' metrics, and the norms and sizes of their updates.
+        """Add clients' metrics, and the norms and sizes of their updates.
 
         Args:
             updates: as the clients made them.
@@ -73,17 +73,16 @@ class RoundRecord:
                 updates arrive as they are.
         """
         self.total_bytes_up += num_bytes * len(updates.client_ids)
-        counts, clients = updates.num_examples, updates.client_ids
-        self.means.add_rows(updates.metrics, counts, clients)
-        norms = {}
+        counts, clients, norms = updates.num_examples, updates.client_ids, {}
         if updates.deltas.shape[1]:  # else nobody here has seen the update
             norms["round/client_update_norm"] = updates.norms
         if error is not None:
             norms["round/compression_error"] = error
+        self.means.add_rows(updates.metrics, counts, clients)
         self.norms.add_rows(norms, counts, clients)
 
     def merge(self, other: RoundRecord) -> None:
-        """Take in what another process did in the same round, at the same time."""
+        """Merge the record of another process of the same round."""
         self.finished += other.finished
         self.skipped |= other.skipped
         self.lost += other.lost
@@ -95,7 +94,7 @@ class RoundRecord:
         self.norms.merge(other.norms)
 
     def finish(self, clients: list[int], *, num_bytes: int) -> None:
-        """Count clients that have ended, whether or not they sent an update."""
+        """Count clients that have ended, with or without an update."""
         self.finished += clients
         self.total_bytes_down += num_bytes * len(clients)
 

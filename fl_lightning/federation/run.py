@@ -1,4 +1,4 @@
-"""What the parts of a run have in common, made once when a fit starts."""
+"""The objects that the parts of a run share, made once when a fit starts."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Run:
 
     @property
     def module(self) -> LightningModule:
-        """What trains."""
+        """The module that trains."""
         return self.trainer.lightning_module
 
     @property

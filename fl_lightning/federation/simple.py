@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
@@ -32,10 +33,12 @@ from fl_lightning.federation.round import Round
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
+from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer
+from fl_lightning.updates.path import Step
 
 
 class SimpleFederation:
@@ -46,7 +49,9 @@ class SimpleFederation:
             other, on the device of the batches.
         optimizer: of the clients, over the module's parameters.
         data: set up for fitting.
-        stages: what else happens in a round, in order: corrections, compression, ones of your own.
+        stages: stages of your own, in order.
+        correction: term in the clients' objective; none if None.
+        updates: transforms of updates on their way up, in order.
         cohort: who takes part in a round; everybody if None.
         local_epochs: passes of a client over its shard.
         aggregator: how updates become one; the mean weighted by examples if None.
@@ -77,6 +82,8 @@ class SimpleFederation:
         data: FederatedDataModule,
         stages: Sequence[Stage] = (),
         *,
+        correction: Correction | None = None,
+        updates: Sequence[Step] = (),
         cohort: CohortSampler | None = None,
         local_epochs: int = 1,
         aggregator: Aggregator | RobustRule | None = None,
@@ -92,9 +99,14 @@ class SimpleFederation:
             )
         self._population = Population(data.clients.num_examples)
         aggregator = as_aggregator(aggregator).of_clients(optimizer)
-        correction = next((each.correction for each in stages if isinstance(each, Corrector)), None)
+        transport = Transport(updates, [], seed)
+        built_in: list[Stage] = []
+        if correction is not None:
+            exact = aggregator.exact or aggregator.exchanges
+            built_in.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
         if aggregator.needs_effective_steps:
-            stages = [StepCounts(correction), *stages]
+            built_in.append(StepCounts(correction))
+        stages = [*built_in, *stages, transport]
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
         self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
         self.step = PlainStep(module, optimizer, self.collector)

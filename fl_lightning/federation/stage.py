@@ -1,4 +1,4 @@
-"""What else happens in a round: the seam through which features take part in it.
+"""Stages: the interface through which features take part in a round.
 
     what clients get:      x → down of each stage, in order → training
     what clients send:     Δ → up of each stage, in order → the server
@@ -52,7 +52,7 @@ _NO_TERM = GradientTerm()
 
 
 class Start(NamedTuple):
-    """What clients begin from.
+    """The start of clients.
 
     Attributes:
         model: what they are sent.
@@ -234,11 +234,11 @@ class Stage:
     # On the clients' side, where one trains at a time.
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Be in the module while it is a client's."""
+        """Surrounds a client's turn in the module."""
         return _NOTHING
 
     def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Take part in the steps that a client shares; the client's update is known at the end."""
+        """Surrounds the local steps of a client; its update is known at the end."""
         return _NOTHING
 
     # In checkpoints.
@@ -258,7 +258,7 @@ class Stage:
         """
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Go on from a checkpoint, with the global model as it was."""
+        """Restore the state of a checkpoint, with the global model as it was."""
 
 
 class Learning(Stage):
@@ -416,17 +416,17 @@ class Stages(Iterable[Stage]):
         return gradient
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Be in the module while it is a client's, in order."""
+        """Surrounds a client's turn in the module, in order."""
         stages = self.having("around")
         return _entered([partial(stage.around, turn) for stage in stages]) if stages else _NOTHING
 
     def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Take part in the steps that a client shares, in order."""
+        """Surrounds the local steps of a client, in order."""
         stages = self.having("steps")
         return _entered([partial(stage.steps, turn) for stage in stages]) if stages else _NOTHING
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Find out what a client learns from its own update; return what has it remember all of it."""
+        """Find what a client learns from its own update; returns a function that stores all of it."""
         learnt = [stage.learn(update, work, start) for stage in self._learning]
 
         def remember() -> None:

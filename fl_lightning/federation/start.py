@@ -39,7 +39,7 @@ from fl_lightning.server.server import Server
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Have Lightning ask for groups of clients instead of batches, until the fit is over.
+    """Replace batches by groups of clients in Lightning's loop, until the fit is over.
 
     Args:
         trainer: whose loop is about to be set up.
@@ -123,7 +123,7 @@ def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tup
 
 
 class DrivenRounds(Rounds, Protocol):
-    """What the loop drives, with its run."""
+    """The rounds that the loop drives, with their run."""
 
     run: Run
 

@@ -24,7 +24,7 @@ class HasRoundState(Protocol):
         """Return what the open round has brought so far."""
 
     def load_round_state(self, state: Any) -> None:
-        """Go back to what `round_state` returned."""
+        """Restore what `round_state` returned."""
 
 
 class Transaction:
@@ -57,7 +57,7 @@ class Transaction:
         self._has_begun = True
 
     def commit(self) -> None:
-        """Let what has come count."""
+        """Make what has arrived count."""
         self._has_begun = False
 
     def roll_back(self) -> None:

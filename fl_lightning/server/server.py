@@ -152,7 +152,8 @@ class Server:
             NotFinite: if a delta is not finite. Nothing is folded in then, because aggregators check
                 before they change anything.
         """
-        updates = Updates.of(updates)
+        if not isinstance(updates, Updates):
+            updates = Updates.of(updates)
         self._aggregator.receive(updates)
         if updates.buffers.shape[1]:
             self._mean_buffers.add_rows(updates.buffers, updates.num_examples)

@@ -149,8 +149,6 @@ def test_a_value_that_changes_every_round_is_given_up_in_time():
     assert run.is_given_up
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's processes are for GPUs")
-@pytest.mark.skipif(not CHILDREN.exists(), reason="/proc does not tell a process's children")
 class Pair(NamedTuple):
     one: torch.Tensor
     other: list[torch.Tensor]
@@ -286,6 +284,8 @@ class TestAFunctionThatIsAlone:
         assert [reference() for reference in held] == [None] * 4
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's processes are for GPUs")
+@pytest.mark.skipif(not CHILDREN.exists(), reason="/proc does not tell a process's children")
 def test_compiling_starts_no_process_that_stays(tmp_path):
     code = f"""
 import torch

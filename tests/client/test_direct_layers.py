@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
-from fl_lightning.engines.functional.other_forwards import other_forwards
+from fl_lightning.engines.functional.forwards import other_forwards
 from fl_lightning.kernels.c_library import c_library
 from fl_lightning.kernels.convolution import (
     SOURCE,
@@ -432,7 +432,9 @@ def test_as_one_compiled_graph():
     function = vmap(grad_and_value(by_example(net)))
     expected, _ = function(params, IMAGES, LABELS)
     with other_forwards(direct_layers(net, viewable=True)):
-        compiled = torch.compile(lambda *a: function(*a), fullgraph=True, dynamic=False)
+        # the graph alone: test_thin_layers compiles one to machine code
+        options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
+        compiled = torch.compile(lambda *a: function(*a), **options)
         found, _ = compiled(params, IMAGES, LABELS)
     for name, value in expected.items():
         assert_near(found[name], value)

@@ -19,7 +19,7 @@ steps = st.lists(
 def collected(entries, **options):
     collector = LogCollector()
     for value, size in entries:
-        collector.start_step(size)
+        collector.batch_size = size
         collector.log("x", value, **options)
     return collector.collect()
 
@@ -48,7 +48,7 @@ def test_reductions_by_hand(of, reduce_fx, expected):
 
 def test_a_batch_size_given_to_log_counts():
     collector = LogCollector()
-    collector.start_step(100)
+    collector.batch_size = 100
     collector.log("x", 1.0, batch_size=1)
     collector.log("x", 5.0, batch_size=3)
     assert collector.collect() == {"x": torch.tensor(4.0)}
@@ -65,9 +65,9 @@ def test_values_are_detached_and_half_precision_is_widened():
 
 def test_what_is_logged_later_or_seldom_has_its_own_weights():
     collector = LogCollector()
-    collector.start_step(1)
+    collector.batch_size = 1
     collector.log("often", 1.0)
-    collector.start_step(3)
+    collector.batch_size = 3
     collector.log("often", 5.0)
     collector.log("seldom", 7.0)
     assert collector.collect() == {"often": torch.tensor(4.0), "seldom": torch.tensor(7.0)}
@@ -121,7 +121,7 @@ class TestListening:
 
     def test_to_log_and_log_dict(self):
         module, collector = self.Logging(), LogCollector()
-        collector.start_step(2)
+        collector.batch_size = 2
         with collector.listening_to(module):
             module.log("x", torch.tensor(1.0), on_step=True, on_epoch=True)
             module.log_dict({"y": 2.0, "z": 3.0}, prog_bar=True)

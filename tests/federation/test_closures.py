@@ -134,10 +134,16 @@ def far(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", [SAM, Asserting])
-@pytest.mark.parametrize("pull", [0.0, 0.5])
-@pytest.mark.parametrize("clip", [None, 1e9])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(  # each pair of values
+    ("dtype", "bound", "clip", "pull", "kind"),
+    [
+        (torch.float32, 1e-6, None, 0.0, SAM),
+        (torch.float32, 1e-6, 1e9, 0.5, Asserting),
+        (torch.float64, 1e-12, None, 0.5, Asserting),
+        (torch.float64, 1e-12, 1e9, 0.0, Asserting),
+        (torch.float64, 1e-12, 1e9, 0.5, SAM),
+    ],
+)
 def test_sam_equals_a_plain_loop(dtype, bound, clip, pull, kind):
     expected = plain_rounds(new(ToyModule).to(dtype), toy_data(dtype=dtype), pull)
     precision = "64-true" if dtype == torch.float64 else "32-true"

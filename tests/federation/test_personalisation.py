@@ -88,17 +88,16 @@ DIGITS = {
 
 
 class TestReductions:
-    @pytest.mark.parametrize("personal", [FineTuned(3), Ditto(0.5), APFL()])
-    def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
-        assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
+    def test_the_global_model_is_that_of_fedavg_bit_for_bit(self):
+        expected = weights(run(None)[0])
+        for personal in (FineTuned(3), Ditto(0.5), APFL()):
+            assert torch.equal(weights(run(personal)[0]), expected), personal
 
-    @pytest.mark.parametrize("personal", [Ditto(0.5), APFL()])
-    def test_also_with_a_gradient_scaler(self, personal):
-        ends = []
-        for rule in (personal, None):
-            options = {"trainer": {"plugins": [scaler()]}}
-            ends.append(weights(run(rule, **options)[0]))
-        assert torch.equal(*ends)
+    def test_also_with_a_gradient_scaler(self):
+        rules = (None, Ditto(0.5), APFL())
+        ends = [weights(run(rule, trainer={"plugins": [scaler()]})[0]) for rule in rules]
+        assert torch.equal(ends[0], ends[1])
+        assert torch.equal(ends[0], ends[2])
 
     def test_with_no_epoch_of_their_own_heads_stay_as_they_are(self):
         class Frozen(Rich):
@@ -268,7 +267,7 @@ def test_norm_counters_stay_with_the_client():
 def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
     options = {"clients_per_group": 1}
     whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path), **options)
-    for moment in ("0-group1", "0-end", "1-group0", "2-group1"):
+    for moment in ("0-group1", "1-end", "2-group1"):
         path = tmp_path / f"{moment}.ckpt"
         again, resumed = run(KINDS[kind], ckpt_path=path, **options)
         assert torch.equal(weights(again), weights(whole)), path

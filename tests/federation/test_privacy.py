@@ -179,6 +179,14 @@ def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
         )
 
 
+@pytest.fixture(scope="module")
+def after_two_rounds(tmp_path_factory):
+    """Options of a run, and its checkpoint."""
+    folder, cohort = tmp_path_factory.mktemp("two"), PoissonCohort(fraction=0.5)
+    run(2, callbacks=[SaveEverywhere(folder)], privacy=private(), cohort=cohort)
+    return {"ckpt_path": folder / "1-end.ckpt", "cohort": cohort}
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -192,20 +200,16 @@ def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
         ({"epsilon": 30.0, "delta": 1e-4, "log_unprotected": False}, None),
     ],
 )
-def test_every_option_that_changes_when_resuming_is_refused_or_counted(tmp_path, changed, says):
-    cohort = PoissonCohort(fraction=0.5)
-    run(2, callbacks=[SaveEverywhere(tmp_path)], privacy=private(), cohort=cohort)
-    options = {
-        "ckpt_path": tmp_path / "1-end.ckpt",
-        "cohort": cohort,
-        "privacy": private(**changed),
-    }
+def test_every_option_that_changes_when_resuming_is_refused_or_counted(
+    after_two_rounds, changed, says
+):
+    options = {**after_two_rounds, "privacy": private(**changed)}
     if says is not None:
         with pytest.raises(ConfigurationError, match=says):
             run(3, **options)
         return
     _, trainer = run(3, **options)
-    _, whole = run(3, privacy=private(**changed), cohort=cohort)
+    _, whole = run(3, privacy=private(**changed), cohort=options["cohort"])
     assert facts(trainer)["privacy/epsilon"] == facts(whole)["privacy/epsilon"]
 
 
@@ -300,11 +304,11 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
     monkeypatch.chdir(tmp_path)
     options = {"privacy": private(secure_noise=True), "cohort": cohort, "clients_per_group": 1}
     seen, other, resumed = Cohorts(), Cohorts(), Cohorts()
-    run(8, callbacks=[seen, SaveEverywhere(tmp_path)], **options)
+    run(5, callbacks=[seen, SaveEverywhere(tmp_path)], **options)
     [secret] = tmp_path.glob("cohorts-*.secret")
     assert secret.stat().st_mode & 0o777 == 0o600
-    run(8, callbacks=[other], **options)
-    public = [cohort.sample(r, Population(np.ones(6, int)), seed=4).tolist() for r in range(8)]
+    run(5, callbacks=[other], **options)
+    public = [cohort.sample(r, Population(np.ones(6, int)), seed=4).tolist() for r in range(5)]
     assert seen.seen != other.seen
     assert public not in (seen.seen, other.seen)
     # a checkpoint holds neither the secret nor who took part
@@ -314,17 +318,17 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
     assert not any(state["record"]["means"].values())
     assert state["privacy"]["cohorts_from"] in secret.name
     # … with which a run goes on that finds it, from inside a round as well, in several processes as well
-    run(8, callbacks=[resumed], ckpt_path=path, **options)
+    run(5, callbacks=[resumed], ckpt_path=path, **options)
     assert resumed.seen == seen.seen[3:]
     inside, both = Cohorts(), Cohorts()
-    run(8, callbacks=[inside], ckpt_path=tmp_path / "4-group0.ckpt", **options)
+    run(5, callbacks=[inside], ckpt_path=tmp_path / "4-group0.ckpt", **options)
     assert inside.seen == seen.seen[4:]
     run(4, callbacks=[both], ckpt_path=path, devices=2, **options)
     secret.unlink()
     with pytest.raises(
         ConfigurationError, match=rf"{secret.name} is missing.* start without ckpt_path"
     ):
-        run(8, ckpt_path=path, **options)
+        run(5, ckpt_path=path, **options)
 
 
 def test_where_cohorts_are_known_both_epsilons_are_told(caplog):

@@ -172,7 +172,7 @@ COHORTS = {
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_number_of_processes_does_not_change_the_model(cohort, exact):
     # what float32 rounds differently in one round, training magnifies in the next
-    options = {"cohort": COHORTS[cohort], "exact": exact, "max_epochs": 3 if exact else 1}
+    options = {"cohort": COHORTS[cohort], "exact": exact, "max_epochs": 2 if exact else 1}
     one, others = fit(1, **options), [fit(devices, **options) for devices in (2, 3)]
     for module, trainer in others:
         if exact:
@@ -326,8 +326,9 @@ class TestFailures:
         with pytest.raises(RoundFailure, match="2 of 6"):
             fit(2, make, data, min_replies=3, **options)
 
-    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_end"])
-    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize(
+        ("hook", "rank"), [("on_train_batch_start", 0), ("on_validation_epoch_end", 1)]
+    )
     def test_an_error_in_one_process_ends_all(self, hook, rank):
         class Breaks(Callback):
             pass
@@ -371,8 +372,15 @@ class TestFailures:
     @pytest.mark.filterwarnings(
         "ignore:.*was called without a model", "ignore:.*no last checkpoint"
     )
-    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_end"])
-    @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
+    @pytest.mark.parametrize(
+        ("hook", "ranks"),
+        [
+            ("on_train_batch_start", {0}),
+            ("on_train_batch_start", {0, 1}),
+            ("on_validation_epoch_end", {1}),
+            ("on_validation_epoch_end", {0}),
+        ],
+    )
     def test_a_process_that_is_asked_to_end_ends_all(self, tmp_path, hook, ranks):
         class Asked(Callback):
             pass
@@ -399,9 +407,7 @@ def uninterrupted(tmp_path_factory):
 
 
 class TestResuming:
-    @pytest.mark.parametrize(
-        "moment", ["0-group0", "0-group1", "0-validation", "0-end", "1-group0", "2-validation"]
-    )
+    @pytest.mark.parametrize("moment", ["0-group1", "0-validation", "1-group0", "2-validation"])
     def test_anywhere_ends_in_the_same_bits(self, uninterrupted, moment):
         folder, expected, metrics = uninterrupted
         module, trainer = fit(2, ckpt_path=folder / f"{moment}.ckpt", exact=True)
@@ -410,8 +416,9 @@ class TestResuming:
         for name in ("train/pooled", "train/loss", "round/cohort_size"):
             assert trainer.callback_metrics[name] == metrics[name], name
 
-    @pytest.mark.parametrize("devices", [1, 3])
-    @pytest.mark.parametrize("moment", ["0-end", "1-validation", "1-group1"])
+    @pytest.mark.parametrize(
+        ("devices", "moment"), [(1, "0-end"), (3, "0-end"), (3, "1-validation"), (1, "1-group1")]
+    )
     def test_with_another_number_of_processes(self, uninterrupted, devices, moment):
         folder, expected, _ = uninterrupted
         module, trainer = fit(devices, ckpt_path=folder / f"{moment}.ckpt", exact=True)

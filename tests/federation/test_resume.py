@@ -33,7 +33,8 @@ def run(
 
 
 MOMENTS = [
-    *(f"{r}-{m}" for r in range(4) for m in ("group0", "group1", "group2", "validation", "end"))
+    *("0-group0", "0-end", "3-group0", "3-group2", "3-end"),
+    *(f"1-{m}" for m in ("group0", "group1", "group2", "validation", "end")),
 ]
 
 
@@ -72,19 +73,19 @@ def test_checkpoints_hold_no_client_optimizer_state(uninterrupted):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-@pytest.mark.parametrize("moment", ["1-group1", "1-end", "2-validation"])
-def test_resume_in_other_precisions(tmp_path, precision, moment):
+def test_resume_in_other_precisions(tmp_path, precision):
     expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], precision=precision)
-    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", precision=precision)
-    assert torch.equal(weights(module), weights(expected))
+    for moment in ("1-group1", "1-end", "2-validation"):
+        module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", precision=precision)
+        assert torch.equal(weights(module), weights(expected)), moment
 
 
-@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
-def test_resume_with_cohorts_of_varying_size(tmp_path, moment):
+def test_resume_with_cohorts_of_varying_size(tmp_path):
     cohort = PoissonCohort(fraction=0.5)
     expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], cohort=cohort)
-    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
-    assert torch.equal(weights(module), weights(expected))
+    for moment in ("0-end", "1-group0", "1-group2", "2-validation"):
+        module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
+        assert torch.equal(weights(module), weights(expected)), moment
 
 
 class DrawsBetweenRounds(ToyModule):
@@ -100,19 +101,16 @@ class SaveAtTheStartToo(SaveEverywhere):
         self.save(trainer, "start")
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["0-start", "0-group0", "0-group2", "1-start", "1-group2", "1-validation", "1-end"],
-)
-def test_the_start_of_a_round_is_the_same(tmp_path, moment):
+def test_the_start_of_a_round_is_the_same(tmp_path):
     options = {
         "kind": DrawsBetweenRounds,
         "cohort": PowerOfChoiceCohort(size=3, num_candidates=5),  # by losses measured just then
     }
     expected, _ = run(callbacks=[SaveAtTheStartToo(tmp_path)], **options)
-    module, trainer = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
-    assert torch.equal(weights(module), weights(expected))
-    assert trainer.global_step == 4
+    for moment in ("0-start", "0-group0", "1-start", "1-group2", "1-validation", "1-end"):
+        module, trainer = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+        assert torch.equal(weights(module), weights(expected)), moment
+        assert trainer.global_step == 4
 
 
 def test_another_seed_is_refused(uninterrupted):

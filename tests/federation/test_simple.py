@@ -20,9 +20,7 @@ from fl_lightning import (
 )
 from fl_lightning.federation import SimpleFederation, Stage
 from fl_lightning.federation.stages.client_masks import MaskedClients
-from fl_lightning.federation.stages.corrector import Corrector
 from fl_lightning.federation.stages.personaliser import Personaliser
-from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.secure import SecureMean
 from fl_lightning.server import FedAdam, FLTrust, Krum, QFedAvg
 from fl_lightning.updates import QSGD, ErrorFeedback, PowerSGD, TopK
@@ -60,15 +58,11 @@ def data():
     return toy_data(batch_size=4, drop_last=True, dtype=torch.float64)
 
 
-def simple(module, correction=None, updates=(), masked=False, **options):
+def simple(module, masked=False, **options):
     clients, stages = data(), []
     clients.setup("fit")
-    if correction is not None:
-        stages.append(Corrector(correction, exact=isinstance(options.get("aggregator"), Krum)))
     if masked:
         stages.append(MaskedClients(lambda client: {}))
-    if updates:
-        stages.append(Transport(updates, [], seed=5))
     optimizer = module.configure_optimizers()
     return SimpleFederation(module, optimizer, clients, stages, seed=5, **options)
 

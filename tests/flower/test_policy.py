@@ -1,9 +1,7 @@
 """What a site allows: class paths, options that are its own, numbers that it does not pay beyond."""
 
-import subprocess
-import sys
-
 import pytest
+import typed
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
@@ -111,7 +109,7 @@ def test_a_calibration_is_shared_with_all_its_defaults(options):
         "fl_lightning.FederatedCLI",
         "fl_lightning.data.HuggingFace",
         "fl_lightning.data.CIFAR10",
-        "fl_lightning.cli.command.sys",
+        "fl_lightning.cli.commands.sys",
         "fl_lightning.client.vector_file.VectorFile",
         "fl_lightning.sparsity.save_mask",
         "fl_lightning.import_module",
@@ -201,6 +199,7 @@ def test_a_configuration_that_holds_itself_is_refused():
 
 PROBE = """
 import sys
+sys.path.insert(0, sys.argv[1])
 from fl_lightning.flower.policy import Policy, Refused
 policy = Policy(name="a", clients={0: 0}, socket="s", memory="m", classes=("torch.*", "good.*"))
 model = {"class_path": "good.Net"}
@@ -219,17 +218,8 @@ def test_a_module_whose_import_would_write_a_file_is_not_imported(tmp_path):
         (tmp_path / f"{module}.py").write_text(
             f"open({str(tmp_path / 'written')!r}, 'w').close()\nclass Net: pass\n"
         )
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONDONTWRITEBYTECODE": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("model") == 4
+    said, _ = typed.said_by(PROBE, str(tmp_path), folder=tmp_path)
+    assert said.count("model") == 4
     assert not (tmp_path / "written").exists()
 
 

@@ -1,14 +1,15 @@
 """What cannot be over a network is refused in a sentence before any site is asked."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import typed
 from flower.site_processes import configuration, differing, over_network, simulated, three_sites
 from flower.test_same_bits import SPARSE_SGD, built
 
-from fl_lightning.cli.over_network.server_run import run_server
+from fl_lightning.cli.network.server import run_server
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import make_network
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -113,7 +114,7 @@ class Own(ImageClassifier):
 def test_the_server_finds_classes_of_the_folder_where_the_run_was_started(tmp_path):
     """Sites may lack them, of which the command tells before it asks for anything."""
     code = (
-        "from pathlib import Path; from fl_lightning.cli.over_network.server_run import server_run; "
+        "from pathlib import Path; from fl_lightning.cli.network.server import server_run; "
         "server_run(None, {'sites': 1, 'folder': 'of_the_run'}, Path('app'))"
     )
     for name in ("app", "of_the_run"):
@@ -121,17 +122,21 @@ def test_the_server_finds_classes_of_the_folder_where_the_run_was_started(tmp_pa
     Path("of_the_run", "own_module.py").write_text(OWN)
     config = configuration(model={"class_path": "own_module.Own"})
     Path("app", "run.yaml").write_text(config)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert "fl-lightning: model: the server has found it" in done.stdout, done.stderr
+    Path("run.py").write_text(code)
+    assert "fl-lightning: model: the server has found it" in said_by("python", "run.py")
     Path("own_module.py").write_text(OWN)
     Path("run.yaml").write_text(config)
     network = str(make_network(Path("net"), "localhost:8443", ["a"]).folder)
     words = [*("network", "run", "--folder", network), "--config", "run.yaml"]
-    command = [sys.executable, "-m", "fl_lightning", *words]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    said = said_by("python", "-m", "fl_lightning", *words)
     assert "own_module is a module of this folder: each site must have it installed" in said
+
+
+def said_by(*words):
+    """Return what a command says in this folder."""
+    process = typed.start(words, Path.cwd(), os.environ, said := [Path("out"), Path("err")])
+    process.join(120)
+    return said[0].read_text()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import seed_global_generators
-from strange.rows import Row
+from strange.rows import ROUNDS, Row
 
 Plan = Callable[[int], list[ClientWork]]
 Tensors = dict[str, Tensor]
@@ -220,6 +220,6 @@ def outside_lightning(module: LightningModule, round_index: int) -> Any:
     """Return the module itself, which from now on does without a Trainer."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (OutsideLightning, kind), {})
-    told = SimpleNamespace(current_epoch=round_index, global_step=round_index, max_epochs=3)
+    told = SimpleNamespace(current_epoch=round_index, global_step=round_index, max_epochs=ROUNDS)
     module.__dict__["trainer"] = told
     return module

@@ -66,7 +66,7 @@ class PhasesByEpoch(WithLoss):
         self.other = nn.Linear(4, 3)
 
     def training_step(self, batch, batch_idx):
-        if self.current_epoch < 2:
+        if self.current_epoch < 1:
             return self.loss(batch)
         return F.cross_entropy(self.other(batch[0]), batch[1])
 

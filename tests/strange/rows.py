@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+ROUNDS = 2  # of every run
 BOTH = frozenset({"slots", "sequential"})
 SLOTS = frozenset({"slots"})
 SEQUENTIAL = frozenset({"sequential"})

@@ -1,6 +1,6 @@
 """Odd but legal modules: every engine gives what a plain loop gives, or says why it does not.
 
-Bars: the update of three rounds is the loop's to 1e-5 of its norm in float32, and to 1e-12, tensor by
+Bars: the update of two rounds is the loop's to 1e-5 of its norm in float32, and to 1e-12, tensor by
 tensor, in float64. Where slots are asked for and clients train one after the other, one sentence says
 why. No client's result depends on who trained before it.
 """
@@ -15,13 +15,12 @@ import torch
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
-from fl_lightning.federation.clients import trial
+from fl_lightning.federation.clients import choice
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
 from strange.plain_loop import moved, new_module, plain_loop, tensors_of
-from strange.rows import Given, Source
+from strange.rows import ROUNDS, Given, Source
 
-ROUNDS = 3
 FALLS_BACK = re.compile(
     r"engine: sequential.*?(?: and not slots as asked for: | from round \d+ on, because )(.*)",
     re.DOTALL,
@@ -189,7 +188,7 @@ def test_lists_hold_what_all_clients_append_in_a_round(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_compiled_slots(name, monkeypatch):
-    monkeypatch.setattr(trial, "SHORT_RUN_STEPS", 0)
+    monkeypatch.setattr(choice, "SHORT_RUN_STEPS", 0)
     ended = run(TRAINED[name], "slots")
     assert_as_expected(name, ended)
     assert_says_why(TRAINED[name], ended)

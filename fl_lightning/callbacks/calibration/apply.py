@@ -69,7 +69,7 @@ class WhatMoves:
         return names
 
     def apply(self, mask: Mask) -> None:
-        """Let the mask's entries and a head that trains move, and nothing else.
+        """Freeze everything but the mask's entries and a head that trains.
 
         Raises:
             ConfigurationError: if the mask does not fit the module, or covers what does not train.
@@ -114,7 +114,7 @@ class WhatMoves:
         return everything - mask.num_entries - self.num_entries(self.dense)
 
     def undo(self) -> None:
-        """Let the parameters train again that did before."""
+        """Unfreeze the parameters that trained before."""
         for name in self._trained:
             self._params[name].requires_grad_(True)
 

@@ -45,7 +45,7 @@ class ClientMasks:
         return mask
 
     def exchange(self, ranks: Ranks) -> int:
-        """Let all processes know the masks that one has found; to be called by all of them.
+        """Share the masks found by one process with all; called by all of them.
 
         Returns:
             the bytes of these masks, eight entries to one; 0 if nobody has found any.
@@ -70,7 +70,7 @@ class ClientMasks:
         return dict(self._packed)
 
     def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Know these masks."""
+        """Restore these masks."""
         self._packed, self.counts = dict(state), MaskCounts()
         for mask in self.found().values():
             self.counts.add(mask)

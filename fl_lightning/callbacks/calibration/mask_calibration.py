@@ -187,7 +187,7 @@ class MaskCalibration(Callback):
 
     @property
     def has_curves(self) -> bool:
-        """Whether masks are found during the run, not at its start alone."""
+        """True if masks are found during the run, not only at its start."""
         return self._every_n_rounds is not None or self._per_client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -238,7 +238,7 @@ class MaskCalibration(Callback):
         return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
     def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
-        """Have clients calibrate whose examples are elsewhere.
+        """Calibrate on remote clients.
 
         Args:
             scores: asks them for scores.
@@ -249,7 +249,7 @@ class MaskCalibration(Callback):
 
     @property
     def per_client(self) -> bool:
-        """Whether every client keeps to a mask of its own."""
+        """True if every client has a mask of its own."""
         return self._per_client
 
     def client_masks(self) -> ClientMasks | None:
@@ -293,7 +293,7 @@ class MaskCalibration(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Let all processes know the masks of this round's clients, ahead of any checkpoint."""
+        """Share the masks of this round's clients with all processes, ahead of any checkpoint."""
         if self._clients is not None and trainer.is_last_batch:
             num_bytes = self._clients.exchange(Ranks(trainer))
             if num_bytes:

@@ -27,7 +27,7 @@ from fl_lightning.sparsity.masks.report import density_figure
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What there is to tell.
+    """Summary of a mask.
 
     Attributes:
         mask: the mask.

@@ -217,7 +217,7 @@ def _told(
 
 @contextmanager
 def scoring(trainer: Trainer) -> Iterator[Visit]:
-    """Have a Trainer's module scored inside this block, in the Trainer's precision."""
+    """Scores a Trainer's module inside this block, in the Trainer's precision."""
     with visiting(trainer) as visit, scoring_context(trainer):
         yield visit
 

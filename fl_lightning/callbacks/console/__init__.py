@@ -1,1 +1,1 @@
-"""What a run says: before its first round, in every round, at its end, and in its log file."""
+"""Console output of a run: before its first round, in every round, at its end, and in its log file."""

@@ -32,11 +32,11 @@ class LogFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages go into a file by now."""
+        """True if messages go into a file by now."""
         return self._handler is not None
 
     def begin(self) -> None:
-        """Take in messages, to be written when the file is known."""
+        """Collect messages, to be written when the file is known."""
         if not self._levels and not self.is_open:
             self._attach(self._early)
 
@@ -137,7 +137,7 @@ class EarlyMessages(logging.Handler):
 
     @staticmethod
     def taken_from(names: tuple[str, ...]) -> list[logging.LogRecord]:
-        """Take the messages of all such handlers of some loggers, the command line's."""
+        """Collect the messages of all such handlers of some loggers, the command line's."""
         handlers = [h for name in names for h in logging.getLogger(name).handlers]
         found = dict.fromkeys(h for h in handlers if isinstance(h, EarlyMessages))
         return sorted(

@@ -1,4 +1,4 @@
-"""What is about to be trained, in a few lines before the first round."""
+"""Overview of a run: a few lines before the first round."""
 
 from __future__ import annotations
 

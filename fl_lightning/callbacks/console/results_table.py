@@ -65,7 +65,7 @@ class ResultsTable(Callback):
         self.report(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Have the next table show the present metrics, too."""
+        """Keep the present metrics for the next table."""
         self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:

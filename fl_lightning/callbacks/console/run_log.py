@@ -61,7 +61,7 @@ class RunLog(Callback):
         self._put_back: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take in messages from now on."""
+        """Collect messages from now on."""
         self._close()
         self._put_back = tidy_screen()
         self._file.begin()
@@ -73,15 +73,15 @@ class RunLog(Callback):
             self._file.write(logging.INFO, f"layers\n{_layers(pl_module)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on in the file."""
+        """Continue in the file."""
         self._open(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on in the file."""
+        """Continue in the file."""
         self._open(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on in the file."""
+        """Continue in the file."""
         self._open(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,7 +42,7 @@ def detail() -> dict[str, Any]:
 
 
 def tidy_screen() -> Callable[[], None]:
-    """Have Lightning's messages look like ours on the screen; return what undoes it.
+    """Give Lightning's messages our look on the screen; returns a function that undoes it.
 
     Handlers that others have given a format of their own are left alone.
     """

@@ -1,4 +1,4 @@
-"""What TensorBoard shows besides charts by name: the important ones first, a table, the hparams tab.
+"""TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
 
 TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
 has the order given here. At the end of a run the tab Text has its last round as a table, beside that of

@@ -1,4 +1,4 @@
-"""What is kept of every round, in ``rounds.jsonl`` of a run's folder: one line of JSON a round.
+"""The history of rounds in ``rounds.jsonl`` of a run's folder: one line of JSON a round.
 
     {"round": 3, "metrics": {"val/loss": 0.41, …}, "clients": {"ids": [4, 9], "train/loss": [0.5, 0.3]}}
 
@@ -126,7 +126,7 @@ class History:
 
 
 def begin(folder: Path, after: int) -> None:
-    """Have a folder's file go on after so many rounds; later ones are dropped."""
+    """Continue a folder's file after a number of rounds; later ones are dropped."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [line for line in History.read(folder).rounds if line.number <= after]
     part = folder / f".{NAME}.part"

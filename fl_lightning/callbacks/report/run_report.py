@@ -97,7 +97,7 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have TensorBoard make no charts of what is logged once."""
+        """Keep TensorBoard from making charts of what is logged once."""
         self._single_dots = SingleDots(trainer).start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What a client adds to its objective, so that clients with other data do not drift apart.
+"""Terms in a client's objective that keep clients with different data from drifting apart.
 
     gradient of client i at y:   ∇F_i(y) + pull · (y - x) + shift_i        x: where its round began
 
@@ -24,7 +24,7 @@ from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 
 @dataclass(frozen=True)
 class GradientTerm:
-    """What is added to a client's gradient in every local step: pull · (y - x) + shift.
+    """The term added to a client's gradient in every local step: pull · (y - x) + shift.
 
     Attributes:
         pull: ≥ 0.
@@ -36,7 +36,7 @@ class GradientTerm:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether there is nothing to add."""
+        """True if the term is 0."""
         return self.pull == 0 and self.shift is None
 
     def __add__(self, other: GradientTerm) -> GradientTerm:
@@ -75,7 +75,7 @@ class Calibrated(Protocol):
     """A module whose outputs are other ones while a client trains."""
 
     def close(self, *, has_trained: bool) -> None:
-        """Let the module be as it was.
+        """Restore the module.
 
         Raises:
             ConfigurationError: if a client has trained and nothing was changed.
@@ -129,27 +129,27 @@ class Correction:
 
     @property
     def remembers(self) -> bool:
-        """Whether clients have a memory: with a `remember` of its own."""
+        """True if clients have a memory: the class overrides `remember`."""
         return type(self).remember is not Correction.remember
 
     @property
     def has_shift(self) -> bool:
-        """Whether terms may have a shift: with a `term` of its own."""
+        """True if terms may have a shift: the class overrides `term`."""
         return type(self).term is not Correction.term
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of all memories is needed."""
+        """True if the mean of all memories is needed."""
         return False
 
     @property
     def reads_mean(self) -> bool:
-        """Whether clients need it, so that it travels with the model."""
+        """True if clients need the mean, so that it travels with the model."""
         return False
 
     @property
     def shows_change(self) -> bool:
-        """Whether a client's update tells the server how its memory changed.
+        """True if a client's update tells the server how its memory changed.
 
         If not, and the mean is needed, the change travels with the update.
         """
@@ -157,7 +157,7 @@ class Correction:
 
     @property
     def changes_loss(self) -> bool:
-        """Whether clients train with another loss: then slots cannot serve it."""
+        """True if clients train with another loss, which slots cannot serve."""
         own = type(self)
         base = Correction
         return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated

@@ -90,7 +90,7 @@ class ShiftedLogits:
         return logits + self._fedlc.shift(counts).to(logits)
 
     def close(self, *, has_trained: bool) -> None:
-        """Let the module be as it was.
+        """Restore the module.
 
         Raises:
             ConfigurationError: if a client has trained and nothing was shifted.

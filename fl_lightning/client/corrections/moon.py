@@ -103,7 +103,7 @@ class Moon(Correction):
 
 
 class Contrast:
-    """What one client adds to its loss.
+    """The term that one client adds to its loss.
 
     Args:
         moon: how.

@@ -1,4 +1,4 @@
-"""What a client has for itself: part of its model, or a model beside the shared one.
+"""Personal parameters of a client: part of its model, or a model beside the shared one.
 
     z_i: client i's own tensors, one vector, which the server never sees
     a round of client i:   (x, z_i) → local training → Δ_i to the server, z_i⁺ stays
@@ -10,7 +10,6 @@ that has not yet taken part has the global model's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -26,11 +25,11 @@ _OF_OWN_STEPS = Traits(
 
 
 class Personalisation(ABC):
-    """What clients have for themselves and how they train it; leaves are frozen and without state."""
+    """Which parameters are personal and how clients train them; subclasses are frozen and hold no state."""
 
     @property
     def beside(self) -> bool:
-        """Whether it is a copy of the model beside the shared one."""
+        """True if it is a copy of the model beside the shared one."""
         return False
 
     @property
@@ -83,12 +82,3 @@ class Personalisation(ABC):
         Raises:
             ConfigurationError: for a module with which it makes no sense.
         """
-
-
-@dataclass(frozen=True)
-class AllShared(Personalisation):
-    """Clients have nothing for themselves."""
-
-    def names(self, module: nn.Module) -> list[str]:
-        """Return none."""
-        return []

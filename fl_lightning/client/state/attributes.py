@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import math
 import random
 import sys
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from operator import is_
@@ -35,9 +33,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
+from fl_lightning.client.state.places import MISSING, Place, Value
 from fl_lightning.core.errors import ConfigurationError
 
-_MISSING = object()
 # What torch keeps of a module; hooks are not what a step computes.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -81,105 +79,8 @@ _GENERATORS: tuple[tuple[type, Any, Any], ...] = (
 Growth = list[tuple[int, Any]]
 
 
-@dataclass
-class _Place:
-    """A container whose entries are compared by identity: a dict, list, deque or set.
-
-    Attributes:
-        path: where it is.
-        held: the container.
-        is_users: never put back.
-        ignore: keys that are somebody else's.
-        has_attributes: whether it is the dict of an object's attributes.
-        before: what it held.
-    """
-
-    path: str
-    held: Any
-    is_users: bool = False
-    ignore: Collection[str] = ()
-    has_attributes: bool = False
-
-    def __post_init__(self) -> None:
-        self.before = self.now()
-
-    def now(self) -> Any:
-        if isinstance(self.held, (dict, types.MappingProxyType)):
-            return {key: value for key, value in self.held.items() if key not in self.ignore}
-        return set(self.held) if isinstance(self.held, set) else list(self.held)
-
-    def is_same(self) -> bool:
-        if self.has_attributes and not self.ignore and len(self.held) == len(self.before):
-            return all(map(is_, self.held.values(), self.before.values()))
-        now, before = self.now(), self.before
-        if isinstance(before, set) or len(now) != len(before):
-            return isinstance(before, set) and bool(now == before)
-        if isinstance(before, dict):
-            now = {key: now[key] for key in before if key in now} if self.has_attributes else now
-            return [*now] == [*before] and all(map(is_, now.values(), before.values()))
-        return all(map(is_, now, before))
-
-    def differences(self) -> list[str]:
-        now, before = self.now(), self.before
-        if not self.has_attributes:
-            return [] if same_value(now, before) else [_described(self.path, before, now)]
-        pairs = ((k, before.get(k, _MISSING), now.get(k, _MISSING)) for k in {**before, **now})
-        return [_described(f"{self.path}.{k}", b, n) for k, b, n in pairs if not same_value(n, b)]
-
-    def put_back(self) -> None:
-        held, before = self.held, self.before
-        if isinstance(held, list):
-            list.__setitem__(held, slice(None), before)
-        elif isinstance(held, (deque, set)):
-            held.clear()
-            (held.update if isinstance(held, set) else held.extend)(before)
-        else:  # not by the class's own methods, which may do more than to set an entry
-            kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-            now = self.now()
-            is_ordered = [key for key in now if key in before] == [*before]
-            for key in now.keys() - before.keys() if is_ordered else now:
-                kind.__delitem__(held, key)
-            for key, value in before.items():
-                if held.get(key, _MISSING) is not value:
-                    kind.__setitem__(held, key, value)
-
-    def growth(self) -> Any:
-        """What was appended to a list, or lists under new keys of a dict, if that is all."""
-        held, before = self.held, self.before
-        if not isinstance(held, (list, dict)):
-            return None
-        if isinstance(held, list):
-            return held[len(before) :] if all(map(is_, held, before)) else None
-        new = {key: value for key, value in held.items() if key not in before}
-        kept = all(held.get(key, _MISSING) is value for key, value in before.items())
-        return new if kept and all(type(value) is list for value in new.values()) else None
-
-    def grow(self, added: Any) -> None:
-        if isinstance(self.held, list):
-            list.extend(self.held, added)
-        else:
-            for key, items in added.items():
-                dict.__setitem__(self.held, key, [*self.held.get(key, ()), *items])
-
-
-@dataclass
-class _Value:
-    """What is read and written as a whole; what has no ``write`` is never put back."""
-
-    path: str
-    read: Callable[[], Any]
-    write: Callable[[Any], object] | None
-    before: Any
-
-    def is_same(self) -> bool:
-        return same_value(self.read(), self.before)
-
-    def differences(self) -> list[str]:
-        return [_described(self.path, self.before, self.read())]
-
-
 class Attributes:
-    """What the attributes of a module and its parts hold, at one moment.
+    """A snapshot of the attributes of a module and its parts.
 
     Args:
         module: whose attributes.
@@ -206,7 +107,7 @@ class Attributes:
     ) -> None:
         self._module, self._ignore, self._outside = module, frozenset(ignore), outside
         self._kinds = tuple(kind for kind in type(module).__mro__ if _is_lightnings(kind))
-        self._places, self._values = list[_Place](), list[_Value]()
+        self._places, self._values = list[Place](), list[Value]()
         tensors = [*module.parameters(), *module.buffers()]
         self._seen: dict[int, Any] = {id(tensor): tensor for tensor in tensors}  # kept alive
         self._memory = {_memory(tensor) for tensor in tensors} - {0}
@@ -241,17 +142,17 @@ class Attributes:
         )
 
     def is_same(self) -> bool:
-        """Whether everything is the very same, not only equal."""
+        """True if every object is the very same, not only equal."""
         return self._has_same_entries() and all(value.is_same() for value in self._values)
 
     def changes(self) -> list[str]:
-        """What differs now, in words; [] if nothing does."""
-        kept: list[_Place | _Value] = [*self._places, *self._values]
+        """Descriptions of what differs now; [] if nothing does."""
+        kept: list[Place | Value] = [*self._places, *self._values]
         return [words for each in kept if not each.is_same() for words in each.differences()]
 
     def changes_outside(self) -> list[str]:
         """Those of `changes` that are never put back: globals, closures, class attributes."""
-        kept: list[_Place | _Value] = [place for place in self._places if place.is_users]
+        kept: list[Place | Value] = [place for place in self._places if place.is_users]
         kept += [value for value in self._values if value.write is None]
         return [words for each in kept if not each.is_same() for words in each.differences()]
 
@@ -270,9 +171,14 @@ class Attributes:
                     place.put_back()
 
     def growth(self) -> Growth:
-        """What was appended to lists that begin as they did, and lists under new keys."""
-        longer = ((i, p) for i, p in self._lists if len(p.held) > len(p.before))
-        return [(i, added) for i, p in longer if not p.is_users and (added := p.growth())]
+        """Items appended to lists that begin as they did, and lists under new keys."""
+        return [
+            (index, added)
+            for index, place in self._lists
+            if len(place.held) > len(place.before)
+            and not place.is_users
+            and (added := place.growth())
+        ]
 
     def grow(self, growth: Growth) -> None:
         """Append to lists what `growth` returned, perhaps several times."""
@@ -280,13 +186,13 @@ class Attributes:
             self._places[index].grow(added)
 
     def _later(self, path: str, value: Any, is_users: bool = False) -> None:
-        if type(value) not in _ATOMS and value is not _MISSING:
+        if type(value) not in _ATOMS and value is not MISSING:
             self._waiting[is_users].append((path, value))
 
-    def _add(self, path: str, read: Any, write: Any, before: Any = _MISSING) -> None:
-        self._values.append(_Value(path, read, write, read() if before is _MISSING else before))
+    def _add(self, path: str, read: Any, write: Any, before: Any = MISSING) -> None:
+        self._values.append(Value(path, read, write, read() if before is MISSING else before))
 
-    def _add_place(self, place: _Place, names: Collection[str] = ()) -> None:
+    def _add_place(self, place: Place, names: Collection[str] = ()) -> None:
         self._places.append(place)
         is_dict = isinstance(place.before, dict)
         for key, value in place.before.items() if is_dict else enumerate(place.before):
@@ -334,13 +240,13 @@ class Attributes:
             ignore |= self._ignore
         own = vars(module)
         ignore |= _TORCHS if ignore else set()  # which are the same objects for ever
-        self._add_place(_Place(path, own, is_users, ignore, has_attributes=True), _TORCHS)
+        self._add_place(Place(path, own, is_users, ignore, has_attributes=True), _TORCHS)
         for members in (own["_parameters"], own["_buffers"], own["_modules"]):
-            self._add_place(_Place(path, members, is_users, has_attributes=True))
+            self._add_place(Place(path, members, is_users, has_attributes=True))
         self._look_at_kinds(type(module))
 
     def _look_at_container(self, path: str, held: Any, is_users: bool) -> None:
-        self._add_place(_Place(path, held, is_users))
+        self._add_place(Place(path, held, is_users))
         if type(held).__module__ != "collections":
             self._look_at_object(path, held, is_users)
 
@@ -369,12 +275,12 @@ class Attributes:
         if is_librarys or any(map(_is_lightnings, kind.__mro__)):
             return
         for name in copyreg._slotnames(kind) or ():  # type: ignore[attr-defined]
-            read = partial(getattr, value, name, _MISSING)
+            read = partial(getattr, value, name, MISSING)
             writes = None if is_users else partial(_write_slot, value, name)
             self._add(f"{path}.{name}", read, writes)
             self._later(f"{path}.{name}", read(), is_users)
         if type(getattr(value, "__dict__", None)) is dict:
-            self._add_place(_Place(path, vars(value), is_users, has_attributes=True))
+            self._add_place(Place(path, vars(value), is_users, has_attributes=True))
         self._look_at_kinds(kind)
 
     # What is outside of the attributes: changes are found, and never put back.
@@ -388,7 +294,7 @@ class Attributes:
             return
         own = vars(kind)
         hidden = {name for name in own if name.startswith("__") or name == "_abc_impl"}
-        place = _Place(f"class {kind.__name__}", own, True, hidden, has_attributes=True)
+        place = Place(f"class {kind.__name__}", own, True, hidden, has_attributes=True)
         self._add_place(place)
         for value in own.values():
             for way in ("__func__", "fget", "__wrapped__"):
@@ -408,10 +314,10 @@ class Attributes:
 
     def _look_at_globals(self, held: dict[str, Any], names: Collection[str]) -> None:
         for name in names:
-            value = held.get(name, _MISSING)
+            value = held.get(name, MISSING)
             if not isinstance(value, types.ModuleType):
                 path = f"global {name} of {held.get('__name__')}"
-                self._add_named(path, partial(held.get, name, _MISSING))
+                self._add_named(path, partial(held.get, name, MISSING))
             elif _is_users_code(value.__name__) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._look_at_globals(vars(value), names)
@@ -453,7 +359,7 @@ def _write_tensor(tensor: Tensor, before: Tensor) -> None:
 
 
 def _write_slot(owner: Any, name: str, value: Any) -> None:
-    if value is _MISSING:
+    if value is MISSING:
         object.__delattr__(owner, name)
     else:
         object.__setattr__(owner, name, value)
@@ -483,7 +389,7 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
-        return _MISSING
+        return MISSING
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -500,58 +406,3 @@ def _is_users_code(module_name: str | None) -> bool:
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
     is_library = (module_name or "torch").partition(".")[0] in _LIBRARIES
     return not is_library and "site-packages" not in file and "dist-packages" not in file
-
-
-def same_value(now: Any, before: Any) -> bool:
-    """Return whether one value may stand for the other, NaN for NaN.
-
-    Example:
-        >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
-        True
-        >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
-        (False, False)
-    """
-    if now is before or type(now) is not type(before):
-        return now is before
-    if isinstance(now, Tensor):
-        kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
-        return kinds[0] == kinds[1] and same_numbers(now, before)
-    try:
-        if isinstance(now, dict):
-            return [*now] == [*before] and same_value([*now.values()], [*before.values()])
-        if isinstance(now, (list, tuple, deque)):
-            return len(now) == len(before) and all(map(same_value, now, before))
-        if isinstance(now, np.ndarray):
-            alike = now.dtype == before.dtype and now.shape == before.shape
-            return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
-        is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
-        return is_nan or (now == before) is True
-    except Exception:  # noqa: BLE001 - whatever a class of the user's raises if it cannot compare
-        return False
-
-
-def same_numbers(now: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors of one shape and type hold the same numbers, NaN for NaN."""
-    if now.device.type == "meta":
-        return True
-    try:
-        with torch.no_grad():
-            if now.layout != torch.strided:
-                now, before = now.to_dense(), before.to_dense()
-            if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
-                return torch.equal(now, before)
-            return bool(((now == before) | (now.isnan() & before.isnan())).all())
-    except RuntimeError:  # one that has outlived the transform that made it, e.g. vmap
-        return False
-
-
-def _described(path: str, before: Any, now: Any) -> str:
-    if now is _MISSING or before is _MISSING:
-        return f"{path} ({'removed' if now is _MISSING else 'new'})"
-    plain = (int, float, str, type(None))
-    if isinstance(before, plain) and isinstance(now, plain) and len(f"{before}{now}") < 48:
-        return f"{path} ({before!r} -> {now!r})"
-    sized = (list, tuple, dict, set, deque)
-    if isinstance(before, sized) and isinstance(now, sized) and len(before) != len(now):
-        return f"{path} ({len(before)} -> {len(now)} items)"
-    return path

@@ -1,4 +1,4 @@
-"""What every client of a round starts from besides the weights: fresh optimizers and schedules.
+"""The start of every client of a round, besides the weights: fresh optimizers and schedules.
 
 The state of an optimizer (momentum, second moments) is empty whenever a client begins. Its options
 are those of the round, as the learning-rate schedule left them: some optimizers write to them while
@@ -40,7 +40,7 @@ class RateSchedule(Protocol):
         """Return all but the optimizer."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore it."""
 
 
 class RoundStart:
@@ -50,6 +50,9 @@ class RoundStart:
         optimizers: the clients'.
         schedules: of their learning rates, which a training step may step.
         by_step: those of them that count local steps; None if none does.
+
+    Attributes:
+        counts_steps: whether one does.
 
     Example:
         >>> import torch
@@ -70,6 +73,7 @@ class RoundStart:
         by_step: LocalSchedules | None = None,
     ) -> None:
         self._by_step, self._is_planned = by_step, True
+        self.counts_steps = by_step is not None
         self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
         self._foreign = [each for each in self._optimizers if not is_torchs(each)]
         self._schedules = list(schedules)
@@ -139,7 +143,7 @@ class RoundStart:
 
     def _tell_rates(self) -> None:
         """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
-        for schedule in self._schedules if self._by_step is not None else ():
+        for schedule in self._schedules if self.counts_steps else ():
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
@@ -150,7 +154,7 @@ class RoundStart:
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
-        """Have optimizers begin with the options of another round, inside the block.
+        """Gives optimizers the options of another round, inside the block.
 
         Args:
             options: of then; None for those of this round.
@@ -167,7 +171,7 @@ class RoundStart:
             self.put_back()
 
     def put_back(self) -> None:
-        """Have optimizers be fresh, and schedules be where the round began.
+        """Reset the optimizers, and return schedules to the start of the round.
 
         Raises:
             ConfigurationError: if an optimizer has changed a tensor that is not in its state.
@@ -191,8 +195,11 @@ class RoundStart:
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:
     # a learning rate may be a tensor, which an optimizer or a schedule changes in place
-    values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
-    return {key: value for key, value in values if key not in ("params", BY_STEP)}
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in options.items()
+        if key not in ("params", BY_STEP)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
-from fl_lightning.client.state.attributes import same_numbers, same_value
+from fl_lightning.client.state.places import same_numbers, same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -141,8 +142,7 @@ class Constants:
 
     def touched(self) -> list[str]:
         """Return those that were written in place and differ; costs nothing if none was written."""
-        versions = _versions(self._tensors)
-        if versions == self._versions:
+        if not self._tensors or (versions := _versions(self._tensors)) == self._versions:
             return []
         pairs = zip(versions, self._versions, strict=True)
         written = [i for i, (now, before) in enumerate(pairs) if now != before]
@@ -211,7 +211,8 @@ class ModuleTensors:
 
     def note(self) -> None:
         """Note the memory behind every tensor."""
-        self._tensors = [tensor for *_, tensor in self._places if tensor.layout == torch.strided]
+        self._own = [tensor for *_, tensor in self._places]
+        self._tensors = [tensor for tensor in self._own if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._now = memory_of(self._tensors)
 
@@ -231,11 +232,15 @@ class ModuleTensors:
         Raises:
             ConfigurationError: if they do not fit.
         """
-        places = [(*place, _present(place[1], place[2])) for place in self._places]
-        away = {tensor for *_, tensor, present in places if present is not tensor}
+        held = [m[name] if name in m else None for _, m, name, _ in self._places]  # noqa: SIM401
+        is_at_home = all(map(is_, held, self._own))
         moved = {} if memory_of(self._tensors) == self._now else dict(self._moved())
+        if is_at_home and not moved:
+            return
+        places = [(*place, present) for place, present in zip(self._places, held, strict=True)]
+        away = {tensor for *_, tensor, present in places if present is not tensor}
         found: dict[Tensor, tuple[str, Tensor]] = {}  # all first: tensors may have changed places
-        for path, members, name, tensor, present in places if away or moved else ():
+        for path, members, name, tensor, present in places:
             if tensor not in away and tensor not in moved:
                 continue
             members[name] = tensor
@@ -311,8 +316,10 @@ class TrainedFlags:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names, self._params = map(list, zip(*module.named_parameters(), strict=True))
+        named = list(module.named_parameters())
+        self._params = [param for _, param in named]
         self._trains = [param.requires_grad for param in self._params]
+        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
 
     def put_back(self) -> None:
         """Put ``requires_grad`` of every parameter back."""
@@ -326,8 +333,8 @@ class TrainedFlags:
         Raises:
             ConfigurationError: if there is one.
         """
-        for name, param, trains in zip(self._names, self._params, self._trains, strict=True):
-            if not trains and (param.requires_grad or param.grad is not None):
+        for name, param in self._frozen:
+            if param.requires_grad or param.grad is not None:
                 raise ConfigurationError(
                     f"{name} was frozen when the run started and training_step unfroze it: what "
                     "travels between clients and server is settled when a run starts. Leave it "

@@ -171,7 +171,7 @@ class ExampleGradients:
         leaves = [own[name] for name in space.names]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         if self._collector is not None:
-            self._collector.start_step(1)
+            self._collector.batch_size = 1
         loss = self._loss(example, index)
         for buffer, before in buffers:  # statistics of examples, which no noise covers
             buffer.copy_(before)
@@ -202,7 +202,7 @@ class ExampleGradients:
         if self._collector is None:
             return
         for name, values in logged.items():
-            self._collector.start_step(len(values))
+            self._collector.batch_size = len(values)
             self._collector.log(name, values.mean())
 
 

@@ -1,4 +1,4 @@
-"""What is searched: of every option a range of numbers, or a list of values.
+"""Search spaces: for every option a range of numbers, or a list of values.
 
 model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
 federation.local_epochs: {low: 1, high: 8}
@@ -42,7 +42,7 @@ class Range:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is of whole numbers."""
+        """True for whole numbers."""
         return all(isinstance(one, int) for one in (self.low, self.high, self.step or 1))
 
     @property

@@ -68,7 +68,7 @@ class ReportRounds(Callback):
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         self.values = dict(state_dict["values"])
 
 

@@ -1,4 +1,4 @@
-"""What came out of a search: its table, trials.csv, trials.md and best.yaml."""
+"""Results of a search: its table, trials.csv, trials.md and best.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proposes values and what stops trials: Optuna's samplers and pruners, with seeds of ours.
+"""Optuna's samplers, which propose values, and pruners, which stop trials, with our seeds.
 
 A sampler's own generator would begin anew in every process, and propose the same again after a
 resume or on a second machine. Here every trial's draws are a function of (seed, number of the trial),

@@ -1,4 +1,4 @@
-"""What a terminal shows of a search: a line a trial, and below them how far the running ones are."""
+"""Terminal view of a search: a line a trial, and below them the progress of the running ones."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Search:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """What is searched, by path."""
+        """Searched parameters, by path."""
         return read_parameters(self.space)
 
     @property

@@ -67,7 +67,7 @@ class Running:
 
     @property
     def is_first_run(self) -> bool:
-        """Whether it is the run by which trials are stopped; the others decide on the mean alone."""
+        """True for the run by which trials are stopped; the others only count in the mean."""
         return not self.values
 
 

@@ -59,7 +59,7 @@ class FitClients:
             run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
         )
         spot_check = SpotCheck(
-            self.engine.spot_rate,
+            options.execution.spot_check,
             run.module,
             run.collector,
             self._train_again,
@@ -69,7 +69,7 @@ class FitClients:
         self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
-        """Have vectors hold what may move now."""
+        """Rebuild the space of the vectors: what may move now."""
         self.local.renew_space()
         self.engine.renew()
 

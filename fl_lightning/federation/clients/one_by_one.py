@@ -59,19 +59,21 @@ class OneByOne:
 
     def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
         turn = Turn(work, start, num_bytes=start.num_bytes)
-        metrics = MetricStates(self._metrics)
+        metrics = MetricStates(self._metrics) if self._metrics else None
         try:
             with self.around(turn):
                 update = self.take_steps(turn)
                 learnt = self._stages.learn(update, work, start) if self._stages.learns else None
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
-            metrics.put_back()
+            if metrics is not None:
+                metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
         if learnt is not None:
             learnt()
-        self._local.keep_growth(self._growth)
+        if self._growth:
+            self._local.keep_growth(self._growth)
         return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
 
     @contextmanager
@@ -81,7 +83,7 @@ class OneByOne:
             yield
 
     def take_steps(self, turn: Turn) -> ClientUpdate:
-        """Take the steps that a client shares."""
+        """Run the local steps of a client."""
         work = turn.work
         with self._stages.steps(turn):
             seed_global_generators(work.seed)

@@ -43,7 +43,7 @@ MOST_LOST_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class ServerStep:
-    """What a step of the server takes in.
+    """The updates that one server step takes in.
 
     Attributes:
         versions: of the model that each client began from, by client, in increasing order of ids.
@@ -159,7 +159,7 @@ class Arrivals:
         return sorted(drawn)
 
     def _wait(self) -> int:
-        """Let time pass until somebody ends, and return how many updates were lost."""
+        """Advance time to the next client that ends, and return the number of lost updates."""
         ended = self._clock.wait()
         for each in ended:
             del self._at_work[each.client]
@@ -305,7 +305,7 @@ class Versions(KeptVersions):
         ]
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let virtual time go on until the server's step."""
+        """Advance virtual time to the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
@@ -321,7 +321,7 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Go on from there.
+        """Restore it.
 
         Raises:
             ConfigurationError: if others would have arrived by now.

@@ -88,7 +88,7 @@ class Attackers:
         return chosen
 
     def enter(self, data: FederatedDataModule) -> None:
-        """Have the attackers read what they train on; until `FederatedDataModule.poison` ends it."""
+        """Poison the attackers' training data, until `FederatedDataModule.poison` ends it."""
         if self.poison is None and self.forge is None:
             raise ConfigurationError(
                 "federation.attackers: give poison, forge or both, else nobody attacks"

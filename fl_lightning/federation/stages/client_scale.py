@@ -52,7 +52,7 @@ class ClientScale(Stage):
         self._lowest = min(ends, key=_rank, default=None)
 
     def close(self, record: RoundRecord) -> None:
-        """Go on with the lowest scale of the round."""
+        """Set the scale to the lowest one of the round."""
         if self._lowest is not None:
             self._scale.load(self._lowest)
             self._lowest = None
@@ -62,7 +62,7 @@ class ClientScale(Stage):
         return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Go on from there."""
+        """Restore the lowest scale."""
         self._lowest = state.get("lowest")
 
 

@@ -97,7 +97,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @property
     def kind(self) -> str | None:
-        """What checkpoints call a correction with memories; None without."""
+        """Name of a correction with memories in checkpoints; None without."""
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
@@ -117,7 +117,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Have the module's logits be those that this client trains with."""
+        """Gives the module the logits with which this client trains."""
         labels = partial(self._plan.labels, turn.work)
         logits = self.correction.calibrated(self._module, labels)
         if logits is None:
@@ -182,7 +182,7 @@ class Corrector(Correcting, SpansNetwork):
         return {"mean": self._mean} if is_read and self._mean is not None else {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Know the mean."""
+        """Receive the mean."""
         mean = told.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
@@ -222,7 +222,7 @@ class Corrector(Correcting, SpansNetwork):
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Have clients get the mean of memories, where they need it."""
+        """Send the mean of memories along, where clients need it."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 
@@ -231,7 +231,7 @@ class Corrector(Correcting, SpansNetwork):
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let what the clients have learnt count; their memories are committed by themselves."""
+        """Add up what the clients have learnt; memories are committed apart."""
         if self.correction.needs_mean and processes.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)
@@ -279,7 +279,7 @@ class Corrector(Correcting, SpansNetwork):
         check_same("correction", (state or {}).get("kind"), self.kind)
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         self.open(0, model)
         state = state or {}  # nothing is saved of a correction without memories
         mean = state.get("mean")
@@ -292,7 +292,7 @@ class Corrector(Correcting, SpansNetwork):
         return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
 
     def load_round_state(self, state: dict[str, Any]) -> None:
-        """Take up where `round_state` left off."""
+        """Restore what `round_state` returned."""
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
 

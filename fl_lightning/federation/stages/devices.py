@@ -51,13 +51,13 @@ class SimulatedDevices(Stage):
         return GroupWork.of(sending)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Let virtual time go on until the last client has ended."""
+        """Advance virtual time until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class VirtualTime:
-    """What is simulated of time.
+    """Simulated time.
 
     Attributes:
         fleet: the clients' devices; None if time is not simulated.

@@ -126,7 +126,7 @@ class ExampleRounds(PrivateStage):
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
         self.ledger.load_state_dict(state)
 
     def count_on(self, earlier: ExampleRounds) -> None:
@@ -239,7 +239,7 @@ class PrivateGradients:
 
     def _note_clipped(self, count: int, size: int) -> None:
         if self._collector is not None:
-            self._collector.start_step(size)
+            self._collector.batch_size = size
             self._collector.log("privacy/clip_fraction", count / size)
 
 

@@ -82,6 +82,7 @@ def stages_of(
     if aggregator.needs_effective_steps:
         stages.append(StepCounts(correction))
     own = [*options.handed, *options.stages]
+    run.local.counts_steps = correction is not None or aggregator.needs_effective_steps or bool(own)
     stages += [*own, transport]
     stages += time.how_it_counts()
     if aggregator.protection is not None:

@@ -79,12 +79,12 @@ class Personaliser(KeepsTensors):
 
     @property
     def kind(self) -> str | None:
-        """What checkpoints call it; None where clients keep nothing."""
+        """Name of the rule in checkpoints; None where clients keep nothing."""
         return type(self._rule).__name__ if self.names else None
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Have this client's own part in the module inside this block, then the global one's."""
+        """Loads this client's personal parameters inside the block, then the global ones."""
         client, self._trained = turn.work.client_id, None
         if self.names and not self._rule.beside:
             self._local.host(self.own(client))
@@ -179,7 +179,7 @@ class Personaliser(KeepsTensors):
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Have a client of slots whose update is used remember what it now has for itself."""
+        """Store the personal parameters of a client of slots whose update is used."""
         self._keep(client, own)
 
     def _keep(self, client: int, own: Tensor | None) -> None:
@@ -198,7 +198,7 @@ class Personaliser(KeepsTensors):
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Go on from there: a copy keeps the parameters that trained when its run began.
+        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began.
 
         Raises:
             ConfigurationError: if something else is personal here.
@@ -214,7 +214,7 @@ class Personaliser(KeepsTensors):
 
 @contextmanager
 def frozen(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Have parameters train no more inside this block."""
+    """Freezes parameters inside this block."""
     chosen = set(names)
     params = [p for n, p in module.named_parameters() if n in chosen and p.requires_grad]
     for param in params:

@@ -1,4 +1,4 @@
-"""What a run may spend of privacy, what it has spent, and what it says about that.
+"""The privacy budget of a run: its limit, its spending, and their report.
 
 ε before training for all planned rounds; a round that would exceed the budget does not run; what was
 spent is in the checkpoint, and a run that is resumed counts on with the noise that it had.
@@ -212,7 +212,7 @@ class PrivacyLedger(Generic[M]):
         return {name: options[name] for name in options.keys() - free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from earlier rounds, with the noise that they had.
+        """Restore the spending of earlier rounds, with the noise that they had.
 
         Raises:
             ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
@@ -272,7 +272,7 @@ class PrivacyLedger(Generic[M]):
         )
 
     def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
-        """Have training end if the next round would exceed the budget."""
+        """End training if the next round would exceed the budget."""
         if self._allowed is None or next_round < self._allowed:
             return
         planned = trainer.max_epochs

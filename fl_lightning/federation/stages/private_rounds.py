@@ -242,7 +242,7 @@ class PrivateRounds(PrivateStage):
         return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
         self._count_on(state)
         if self.cohorts is not None:
             self.cohorts.resume(state.get("cohorts_from"))

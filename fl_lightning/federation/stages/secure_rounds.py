@@ -23,7 +23,7 @@ from fl_lightning.updates.message import bytes_up
 
 
 class SecureRounds(Stage):
-    """What one fit's rounds need around an aggregator that hides updates.
+    """The part of a round around an aggregator that hides updates.
 
     Args:
         aggregator: which has begun.

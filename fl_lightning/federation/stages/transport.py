@@ -1,4 +1,4 @@
-"""What happens to models on their way down and to updates on their way up, and the bytes of both.
+"""Transforms of models on their way down and of updates on their way up, and the bytes of both.
 
 x → download → x'        Δ → updates, with what a client kept from its last round → Δ'
 """
@@ -54,7 +54,7 @@ class Transport(Stage):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what arrives of an update is not what was sent."""
+        """True if updates arrive changed."""
         return not self.path.is_empty
 
     def place(self, space: Space, positions: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a batch between the data set and a step of the module.
+"""The way of a batch from the data set to a step of the module.
 
 Conversion by the precision plugin, the hooks around the transfer that module or data module
 override, and the transfer itself: as Lightning does, for batches that its loops never see.

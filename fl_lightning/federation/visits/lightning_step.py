@@ -90,7 +90,7 @@ class LightningStep:
         )
 
     def use(self, speedups: Sequence[Speedup]) -> None:
-        """Take lean steps with these speedups from here on, and with no others."""
+        """Use these speedups in lean steps from here on, and no others."""
         if self._faster is not None:
             self._faster.close()
         graph = self._graph(speedups) if "compiled" in speedups else None
@@ -112,7 +112,7 @@ class LightningStep:
 
     @property
     def has_batch_hooks(self) -> bool:
-        """Whether the module does something at the start or end of a batch."""
+        """True if the module overrides a hook at the start or end of a batch."""
         return self._starts or self._ends
 
     @property
@@ -121,7 +121,7 @@ class LightningStep:
         return () if self._faster is None else self._faster.speedups
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        """Take one optimizer step and return the mean loss, detached."""
+        """Run one optimizer step and return the mean loss, detached."""
         self._ended.clear()  # of a step that raised
         self.counts.step, self.counts.is_in_step = index, True
         try:
@@ -179,7 +179,7 @@ class LightningStep:
         return loss.detach()
 
     def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Have ``training_step`` take as many steps of its optimizers as it likes."""
+        """Call ``training_step``, which steps its optimizers as often as it likes."""
         if index == 0:  # later on gradients are its own affair; these are of the client before
             for param in self._module.parameters():
                 param.grad = None
@@ -200,7 +200,7 @@ class LightningStep:
     def _private(
         self, examples: PrivateGradients, sized_batch: SizedBatch, index: int
     ) -> Tensor | None:
-        """Take a step on a noisy gradient; an empty batch has one as well."""
+        """Step on a noisy gradient, also for an empty batch."""
         self.forget_gradients()
         batch, size = sized_batch
         loss = examples(self._prepared(batch, size, index) if size else None, size, index)
@@ -237,7 +237,7 @@ class LightningStep:
             index: its number.
             factor: of the loss.
         """
-        self._collector.start_step(size)
+        self._collector.batch_size = size
         self.counts.batch = self.counts.step = index
         batch = batch if self._prepare is None else self._prepare(batch)
         batch = batch if self._faster is None else self._faster.batch(batch)
@@ -247,7 +247,7 @@ class LightningStep:
 
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
         """Return the batch as the training step takes it."""
-        self._collector.start_step(size)
+        self._collector.batch_size = size
         self.counts.batch = index
         if self._prepare is not None:
             batch = self._prepare(batch)

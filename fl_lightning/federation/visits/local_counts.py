@@ -34,7 +34,7 @@ from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
 
 @dataclass
 class LocalCounts:
-    """What a Trainer knows of the client that trains.
+    """Counters of the client that trains, as a Trainer shows them.
 
     Attributes:
         planned_steps: local steps of a round by which schedules count, N.
@@ -93,8 +93,7 @@ class LocalCounts:
 
     def refuse_in_slots(self, name: str) -> None:
         """Raise `CannotStack` for a step that reads what differs between clients of slots."""
-        if self.is_in_slots:
-            raise CannotStack(f"training_step reads {name}, which is one client's own")
+        raise CannotStack(f"training_step reads {name}, which is one client's own")
 
 
 class _CountingTrainer(Trainer):
@@ -105,7 +104,8 @@ class _CountingTrainer(Trainer):
     @property
     def num_training_batches(self) -> int | float:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.num_training_batches")
+        if counts.is_in_slots:
+            counts.refuse_in_slots("trainer.num_training_batches")
         if counts.client is not None:
             return counts.num_batches
         return counts.planned_batches or super().num_training_batches
@@ -113,7 +113,8 @@ class _CountingTrainer(Trainer):
     @property
     def is_last_batch(self) -> bool:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.is_last_batch")
+        if counts.is_in_slots:
+            counts.refuse_in_slots("trainer.is_last_batch")
         if counts.client is not None:
             return counts.batch == counts.num_batches - 1
         return super().is_last_batch
@@ -197,7 +198,8 @@ def client_id(module: LightningModule) -> int | None:
     trainer = module.trainer
     if not isinstance(trainer, _CountingTrainer):
         return None
-    trainer.local_counts.refuse_in_slots("client_id")
+    if trainer.local_counts.is_in_slots:
+        trainer.local_counts.refuse_in_slots("client_id")
     return trainer.local_counts.client
 
 

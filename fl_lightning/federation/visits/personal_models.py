@@ -52,7 +52,7 @@ class PersonalModels:
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:
-        """Have a client's model in the module inside this block."""
+        """Loads a client's model into the module inside this block."""
         before = [tensor.detach().clone() for tensor in self._changing]
         try:
             own = self._memory.get(MEMORY, client)
@@ -83,7 +83,7 @@ class HasPersonalModels(Protocol):
         """Return what another process needs for `personal_models`; empty if nothing."""
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Know after a fit in other processes what they knew."""
+        """Receive personal state after a fit in other processes."""
 
 
 def personal_models(trainer: Trainer) -> PersonalModels | None:

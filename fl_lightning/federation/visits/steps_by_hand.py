@@ -110,7 +110,7 @@ class TermByHand:
 
 @contextmanager
 def _shadowed(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Have a method of an object be another one inside the block."""
+    """Replaces a method of an object inside the block."""
     own = vars(owner).get(name)
     object.__setattr__(owner, name, method)
     try:

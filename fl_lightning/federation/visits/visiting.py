@@ -64,7 +64,7 @@ class Visit:
         self.logs, self.size = logs, 0
 
     def steps(self, batches: Iterable[SizedBatch]) -> Iterator[Any]:
-        """Take a step on every batch and yield what it returns.
+        """Run a step on every batch and yield what it returns.
 
         Args:
             batches: as they are read, with their numbers of examples.
@@ -74,8 +74,8 @@ class Visit:
             yield self.step(self.prepared(batch), index)
 
     def step(self, batch: Any, index: int) -> Any:
-        """Take one step on a batch that is prepared and return what it returns."""
-        self.logs.start_step(self.size)
+        """Run one step on a prepared batch and return what it returns."""
+        self.logs.batch_size = self.size
         note_step(self._trainer, index)
         arguments = (batch, index) if self._takes_index else (batch,)
         with self._context():
@@ -100,7 +100,7 @@ def visiting(
     logs: LogCollector | None = None,
     in_place: bool = False,
 ) -> Iterator[Visit]:
-    """Have a Trainer's module take steps inside this block; afterwards all is as it was.
+    """Lets a Trainer's module run steps inside this block, and restores everything afterwards.
 
     However the block ends, it puts back:
 
@@ -148,7 +148,7 @@ def visiting(
 
 @contextmanager
 def _gradients_kept(module: nn.Module) -> Iterator[None]:
-    """Take the gradients away, so that nothing is added to them, and put them back."""
+    """Removes the gradients inside the block and puts them back."""
     gradients = [(param, param.grad) for param in module.parameters()]
     for param, _ in gradients:
         param.grad = None
