@@ -52,7 +52,7 @@ CAPS = {
     "data": (6995, 34),
     "engines": (4628, 22),
     "experiments": (3450, 30),
-    "federation": (12661, 67),
+    "federation": (12656, 67),
     "flower": (9145, 68),
     "kernels": (1661, 10),
     "models": (1128, 8),
