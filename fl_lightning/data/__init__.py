@@ -1,4 +1,4 @@
-"""Whose examples are whose, and who takes part in a round."""
+"""Data: sources, partitions of their examples over clients, and cohorts of clients."""
 
 from fl_lightning.core.public_names import exported
 from fl_lightning.data.client_examples import ExampleTransform as ExampleTransform

@@ -1,4 +1,4 @@
-"""Architecture search: spaces, relaxations, elastic layers, searches, costs, the supernet."""
+"""Neural architecture search: spaces, supernets, rules of relaxation, training-free searches, costs."""
 
 from fl_lightning.core.public_names import exported
 from fl_lightning.nas.alpha_gradients import Gradient as Gradient

@@ -1,4 +1,4 @@
-"""Which parameters may move, found from a model's sensitivity to them."""
+"""Sparse training: masks calibrated from sensitivities, masked optimizers, task vectors, fitted heads."""
 
 from fl_lightning.core.public_names import exported
 from fl_lightning.sparsity.calibration.calibrate import Calibration as Calibration

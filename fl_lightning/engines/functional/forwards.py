@@ -1,25 +1,49 @@
-"""Dense layers in slots whose weights' gradients are never written out.
+"""Layers that compute in another way for a while; dense ones whose weights' gradients are never written out.
 
     y = W a + b + z,   z = 0,      so that dL/dz is the error e at the output and dL/dW = eᵀ a
 
 With the few examples of a batch e and a are small, and `dense_step` multiplies them where SGD adds the
-product to the weights. `ThinGradients` has the idea, for one client after the other; here e and a come
-out of `torch.func`'s transforms and of a compiled graph, which narrows down which layers can be thin.
+product to the weights. Here e and a come out of `torch.func`'s transforms and of a compiled graph, which
+narrows down which layers can be thin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fl_lightning.engines.functional.other_forwards import Forwards
 from fl_lightning.kernels import (
     direct_linear,
     is_direct_linear,
     is_usual,
     reason_against_direct_layers,
 )
+
+Forwards = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+
+
+@contextmanager
+def other_forwards(forwards: Forwards) -> Iterator[None]:
+    """Replace the forward passes of layers while the block runs.
+
+    Example:
+        >>> layer = nn.Identity()
+        >>> with other_forwards({layer: lambda value: 2 * value}):
+        ...     layer(21)
+        42
+        >>> layer(21)
+        21
+    """
+    for layer, forward in forwards.items():
+        vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in forwards:
+            del vars(layer)["forward"]
+
 
 # With fewer weights there is little to save.
 _FEWEST_WEIGHTS = 1_000
@@ -69,7 +93,7 @@ class ThinLayers:
         zeros: Mapping[str, Tensor],
         fixed: Iterable[Tensor] = (),
     ) -> None:
-        """Have layers be thin in the next call of the training step.
+        """Make layers thin in the next call of the training step.
 
         Args:
             weights: what stands in the module for theirs, by name.
@@ -88,7 +112,7 @@ class ThinLayers:
         return {n: made[0] for n, made in calls.items() if len(made) == 1 and made[0] is not None}
 
     def end(self) -> None:
-        """Have none be thin."""
+        """Make no layer thin any more."""
         for made in self._calls.values():
             made.clear()
         self._weights.clear()
