@@ -23,7 +23,7 @@ from statistics import median
 import numpy as np
 import yaml
 
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import resolve
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
 

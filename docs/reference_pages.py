@@ -6,10 +6,8 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
-from fl_lightning.cli.at_once.block_help import GROUPS
-from fl_lightning.cli.at_once.catalogue import blocks
-from fl_lightning.cli.at_once.commands import OF_LIGHTNING, help_of_all
-from fl_lightning.cli.at_once.run_help import run_help
+from fl_lightning.cli.help import GROUPS, OF_LIGHTNING, help_of_all, run_help
+from fl_lightning.cli.names import contents
 
 PACKAGES = {
     "fl_lightning": "The front door",
@@ -56,15 +54,15 @@ def write_pages(folder: Path) -> None:
 
 
 def _command_line() -> str:
-    texts = [help_of_all(), *map(run_help, OF_LIGHTNING)]
+    texts = [help_of_all(), *map(run_help, OF_LIGHTNING), *contents()["pages"].values()]
     return "# The command line\n\n" + "\n".join(f"```text\n{text}\n```\n" for text in texts)
 
 
 def _block() -> str:
     """Return every key of the block: meaning, default, and the classes that it takes."""
-    block = blocks()["federation"]
+    block = contents()["federation"]
     lines = ["# The `federation` block", ""]
-    for title, names in GROUPS["federation"].items():
+    for title, names in GROUPS.items():
         lines += [f"## {title.capitalize()}", ""]
         for name in names:
             option = block["options"][name]

@@ -22,149 +22,61 @@ A map of the house; every room imports only from those above it in this list:
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fl_lightning.core.public_names import exported
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fl_lightning.callbacks.backdoor_success import BackdoorSuccess
-    from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-    from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-    from fl_lightning.callbacks.console.companions import companions
-    from fl_lightning.callbacks.console.run_log import RunLog
-    from fl_lightning.callbacks.partition_report import PartitionReport
-    from fl_lightning.callbacks.progress import RoundProgressBar
-    from fl_lightning.callbacks.report.run_report import RunReport
-    from fl_lightning.cli.federated_cli import FederatedCLI
-    from fl_lightning.client.corrections.feddyn import FedDyn
-    from fl_lightning.client.corrections.fedlc import FedLC
-    from fl_lightning.client.corrections.fedprox import FedProx
-    from fl_lightning.client.corrections.moon import Moon
-    from fl_lightning.client.corrections.scaffold import Scaffold
-    from fl_lightning.client.personal.apfl import APFL
-    from fl_lightning.client.personal.ditto import Ditto
-    from fl_lightning.client.personal.fine_tuned import FineTuned
-    from fl_lightning.client.personal.layers import Personal
-    from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-    from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
-    from fl_lightning.data.federated import FederatedDataModule
-    from fl_lightning.federation import Attackers, FederatedStrategy, Federation
-    from fl_lightning.models.image_classifier import ImageClassifier
-    from fl_lightning.privacy.banded import BandedMatrixDP
-    from fl_lightning.privacy.central import CentralDP
-    from fl_lightning.privacy.distributed import DistributedDP
-    from fl_lightning.privacy.example import ExampleDP
-    from fl_lightning.privacy.local import LocalDP
-    from fl_lightning.privacy.private_mean import AdaptiveClip
-    from fl_lightning.server.means.mean import Mean, NormalisedMean, OverlapMean
-    from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
-    from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
-
-__all__ = [
-    "APFL",
-    "AdaptiveClip",
-    "AllClients",
-    "Attackers",
-    "BackdoorSuccess",
-    "BandedMatrixDP",
-    "CentralDP",
-    "ClientEvaluation",
-    "ClientFailure",
-    "ConfigurationError",
-    "DistributedDP",
-    "Ditto",
-    "ExampleDP",
-    "FedDyn",
-    "FedLC",
-    "FedProx",
-    "FederatedCLI",
-    "FederatedDataModule",
-    "FederatedStrategy",
-    "Federation",
-    "FineTuned",
-    "ImageClassifier",
-    "LocalDP",
-    "MaskCalibration",
-    "Mean",
-    "Moon",
-    "NormalisedMean",
-    "OverlapMean",
-    "PartitionReport",
-    "Personal",
-    "PoissonCohort",
-    "RoundFailure",
-    "RoundProgressBar",
-    "RunLog",
-    "RunReport",
-    "Scaffold",
-    "SparseAdamW",
-    "SparseSGDM",
-    "UniformCohort",
-    "companions",
-]
+    from fl_lightning.callbacks.backdoor_success import BackdoorSuccess as BackdoorSuccess
+    from fl_lightning.callbacks.calibration.mask_calibration import (
+        MaskCalibration as MaskCalibration,
+    )
+    from fl_lightning.callbacks.client_evaluation import ClientEvaluation as ClientEvaluation
+    from fl_lightning.callbacks.console.companions import companions as companions
+    from fl_lightning.callbacks.console.run_log import RunLog as RunLog
+    from fl_lightning.callbacks.partition_report import PartitionReport as PartitionReport
+    from fl_lightning.callbacks.progress import RoundProgressBar as RoundProgressBar
+    from fl_lightning.callbacks.report.run_report import RunReport as RunReport
+    from fl_lightning.cli.federated_cli import FederatedCLI as FederatedCLI
+    from fl_lightning.client.corrections.feddyn import FedDyn as FedDyn
+    from fl_lightning.client.corrections.fedlc import FedLC as FedLC
+    from fl_lightning.client.corrections.fedprox import FedProx as FedProx
+    from fl_lightning.client.corrections.moon import Moon as Moon
+    from fl_lightning.client.corrections.scaffold import Scaffold as Scaffold
+    from fl_lightning.client.personal.apfl import APFL as APFL
+    from fl_lightning.client.personal.ditto import Ditto as Ditto
+    from fl_lightning.client.personal.fine_tuned import FineTuned as FineTuned
+    from fl_lightning.client.personal.layers import Personal as Personal
+    from fl_lightning.core.errors import ClientFailure as ClientFailure
+    from fl_lightning.core.errors import ConfigurationError as ConfigurationError
+    from fl_lightning.core.errors import RoundFailure as RoundFailure
+    from fl_lightning.data.cohorts.cohort import AllClients as AllClients
+    from fl_lightning.data.cohorts.cohort import PoissonCohort as PoissonCohort
+    from fl_lightning.data.cohorts.cohort import UniformCohort as UniformCohort
+    from fl_lightning.data.federated import FederatedDataModule as FederatedDataModule
+    from fl_lightning.federation import Attackers as Attackers
+    from fl_lightning.federation import FederatedStrategy as FederatedStrategy
+    from fl_lightning.federation import Federation as Federation
+    from fl_lightning.models.image_classifier import ImageClassifier as ImageClassifier
+    from fl_lightning.privacy.banded import BandedMatrixDP as BandedMatrixDP
+    from fl_lightning.privacy.central import CentralDP as CentralDP
+    from fl_lightning.privacy.distributed import DistributedDP as DistributedDP
+    from fl_lightning.privacy.example import ExampleDP as ExampleDP
+    from fl_lightning.privacy.local import LocalDP as LocalDP
+    from fl_lightning.privacy.private_mean import AdaptiveClip as AdaptiveClip
+    from fl_lightning.server.means.mean import Mean as Mean
+    from fl_lightning.server.means.mean import NormalisedMean as NormalisedMean
+    from fl_lightning.server.means.mean import OverlapMean as OverlapMean
+    from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW as SparseAdamW
+    from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM as SparseSGDM
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
-_HOMES = {
-    "APFL": "fl_lightning.client.personal.apfl",
-    "AdaptiveClip": "fl_lightning.privacy.private_mean",
-    "AllClients": "fl_lightning.data.cohorts.cohort",
-    "Attackers": "fl_lightning.federation",
-    "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",
-    "BandedMatrixDP": "fl_lightning.privacy.banded",
-    "CentralDP": "fl_lightning.privacy.central",
-    "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
-    "ClientFailure": "fl_lightning.core.errors",
-    "ConfigurationError": "fl_lightning.core.errors",
-    "DistributedDP": "fl_lightning.privacy.distributed",
-    "Ditto": "fl_lightning.client.personal.ditto",
-    "ExampleDP": "fl_lightning.privacy.example",
-    "FedDyn": "fl_lightning.client.corrections.feddyn",
-    "FedLC": "fl_lightning.client.corrections.fedlc",
-    "FedProx": "fl_lightning.client.corrections.fedprox",
-    "FederatedCLI": "fl_lightning.cli.federated_cli",
-    "FederatedDataModule": "fl_lightning.data.federated",
-    "FederatedStrategy": "fl_lightning.federation",
-    "Federation": "fl_lightning.federation",
-    "FineTuned": "fl_lightning.client.personal.fine_tuned",
-    "ImageClassifier": "fl_lightning.models.image_classifier",
-    "LocalDP": "fl_lightning.privacy.local",
-    "MaskCalibration": "fl_lightning.callbacks.calibration.mask_calibration",
-    "Mean": "fl_lightning.server.means.mean",
-    "Moon": "fl_lightning.client.corrections.moon",
-    "NormalisedMean": "fl_lightning.server.means.mean",
-    "OverlapMean": "fl_lightning.server.means.mean",
-    "PartitionReport": "fl_lightning.callbacks.partition_report",
-    "Personal": "fl_lightning.client.personal.layers",
-    "PoissonCohort": "fl_lightning.data.cohorts.cohort",
-    "RoundFailure": "fl_lightning.core.errors",
-    "RoundProgressBar": "fl_lightning.callbacks.progress",
-    "RunLog": "fl_lightning.callbacks.console.run_log",
-    "RunReport": "fl_lightning.callbacks.report.run_report",
-    "Scaffold": "fl_lightning.client.corrections.scaffold",
-    "SparseAdamW": "fl_lightning.sparsity.optimizers.sparse_adamw",
-    "SparseSGDM": "fl_lightning.sparsity.optimizers.sparse_sgdm",
-    "UniformCohort": "fl_lightning.data.cohorts.cohort",
-    "companions": "fl_lightning.callbacks.console.companions",
-}
-_ROOMS = (
-    "callbacks",
-    "cli",
-    "client",
-    "core",
-    "data",
-    "engines",
-    "experiments",
-    "federation",
-    "kernels",
-    "models",
-    "flower",
-    "nas",
-    "privacy",
-    "secure",
-    "server",
-    "sparsity",
-    "updates",
-)
+_HOMES = exported(__file__)
+_ROOMS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,7 @@ import yaml
 from small_sets import write_folder, write_pickles
 
 from fl_lightning.cli import main
-from fl_lightning.cli.command import parser_of
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.experiments import Experiment
 from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.sparsity import load_mask

@@ -40,7 +40,7 @@ SHORTER = {
     "07": {"NUM_ROUNDS = 1000, 25": "NUM_ROUNDS = 20, 5"},
     "08": {"max_epochs=8": "max_epochs=2", "range(1, 9)": "range(1, 3)"},
     "09": {"max_epochs: 5": "max_epochs: 2"},
-    "10": {"NUM_ROUNDS = 15": "NUM_ROUNDS = 2"},
+    "10": {"NUM_ROUNDS = 10": "NUM_ROUNDS = 2"},
 }
 
 

@@ -40,7 +40,7 @@ def test_rooms_open_by_name_and_load_neither_the_models_libraries_nor_the_logger
     """Torchmetrics, which Lightning imports, loads matplotlib, scipy and torchvision by itself."""
     room, all_else = loaded_after(
         "import fl_lightning; fl_lightning.data.IID()",
-        "import fl_lightning.cli.command\nfl_lightning.data.Digits().setup()",
+        "import fl_lightning.cli.commands\nfl_lightning.data.Digits().setup()",
     )
     assert "torch" in room
     assert not all_else & {"sklearn", "tensorboard", "timm"}

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["fl_lightning.cli.command", "timm", "tensorboard"])
+_FORKS.set_forkserver_preload(["fl_lightning.cli.commands", "timm", "tensorboard"])
 
 
 def start(words, folder, variables, said):

@@ -1,5 +1,5 @@
 """The command line: ``fl-lightning fit | validate | test | predict`` and our own commands."""
 
-from fl_lightning.cli.door import main
+from fl_lightning.cli.main import main
 
 __all__ = ["main"]

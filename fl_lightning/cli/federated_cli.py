@@ -28,24 +28,23 @@ from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.report.run_report import RunReport
-from fl_lightning.cli.at_once.configs import with_paths
-from fl_lightning.cli.at_once.run_help import OPTIONS
-from fl_lightning.cli.at_once.short_names import expanded, interpolating, loader, with_whole_names
-from fl_lightning.cli.console import console, forget_early_messages
-from fl_lightning.cli.devices import asks_for_several, automatic_processes
-from fl_lightning.cli.mistakes.constructors import watch_configuration, watched
-from fl_lightning.cli.mistakes.errors import Parser, bug_behind, explain
-from fl_lightning.cli.mistakes.ranges import check_ranges
+from fl_lightning.cli.checks import check_environment, check_ranges, check_trainer
+from fl_lightning.cli.configs import with_paths
+from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
+from fl_lightning.cli.errors import Parser, bug_behind, explain
+from fl_lightning.cli.help import OPTIONS
+from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
     RunConfig,
+    console,
     ended_by_signals,
+    forget_early_messages,
     in_columns,
     report_whereabouts,
     way_on,
     write_atomically,
 )
-from fl_lightning.cli.started import take_what_was_started
-from fl_lightning.cli.trainer import check_trainer
+from fl_lightning.cli.yaml_files import interpolating, loader
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
@@ -120,7 +119,7 @@ class FederatedCLI(LightningCLI):
         is_ours = data is not None and data.__module__.startswith("fl_lightning.")
 
         def read(words: list[str]) -> list[str]:
-            return with_whole_names(with_paths(words), data=is_ours)
+            return whole(with_paths(words), data=is_ours)
 
         if args is None:
             ended_with_a_sentence(lambda: run(args=read(sys.argv[1:])))
@@ -154,12 +153,12 @@ class FederatedCLI(LightningCLI):
         super().parse_arguments(parser, args)
         own = self._parser(self.config.get("subcommand"))
         if isinstance(own, Parser) and own.default_env:
-            own.check_environment(os.environ)
+            check_environment(own, os.environ)
         check_trainer(self._settings)
         check_ranges(self._settings)
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's options from a checkpoint to evaluate, as Lightning does.
+        """Read the model's options from a checkpoint to evaluate, as Lightning does.
 
         A fit has those it was given, which are compared with the run's: else what differs would be
         replaced without a word.
@@ -174,7 +173,6 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Set the threads; find the run that ``--ckpt_path`` means; build all."""
         config = self._settings
-        watch_configuration(config)
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
@@ -220,7 +218,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def _predictions(self, given: Sequence[Callback]) -> list[Callback]:
-        """Return what keeps predictions, unless the configuration has something for it."""
+        """Callback that saves predictions, unless the configuration has one."""
         is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
         return [Predictions()] if self.subcommand == "predict" and not is_kept else []
 
@@ -244,7 +242,7 @@ class FederatedCLI(LightningCLI):
         return [callback for callback in found if callback not in given]
 
     def _add_report(self, options: Any) -> None:
-        """Have the run keep its rounds, and make its report after the test, if there is one."""
+        """Add the callback that keeps the rounds and makes the report, after the test if there is one."""
         if self.subcommand == "predict":
             return
         own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
@@ -257,7 +255,7 @@ class FederatedCLI(LightningCLI):
         ]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
+        """Set ``devices: auto`` of a fit to all cores if clients train on CPUs."""
         if self._is_fit:
             num_threads = self._settings.num_threads
             count = automatic_processes(options, federation, self.datamodule, num_threads)
@@ -275,7 +273,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def _is_fit(self) -> bool:
-        """Whether the Trainer is to fit, as that of ``run=False`` may."""
+        """True if the Trainer is to fit, as that of ``run=False`` may."""
         return self.subcommand in (None, "fit")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
@@ -330,11 +328,11 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
 @ended_by_signals
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
     """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
-    with console(), watched() as watch:
+    with console():
         try:
             run()
         except Exception as error:
-            sentence = explain(error, watch)
+            sentence = explain(error)
             if sentence is None:
                 raise
             clear_leftovers()

@@ -1,12 +1,20 @@
-"""What a run on the command line leaves behind, and what it says when a signal ends it."""
+"""The screen of a command, what a run leaves behind, and what it says when a signal ends it.
+
+Messages are laid out, warnings are a sentence, and other libraries' own are left out. Until a run has its
+log file, messages wait to be written into it.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import ParamSpec
 
@@ -20,7 +28,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from fl_lightning.callbacks.console.log_file import EarlyMessages
 from fl_lightning.callbacks.console.run_log import NAME
+from fl_lightning.callbacks.console.tidy import LOGGERS, tidy_screen
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.callbacks.report.run_report import REPORT, RunReport
 from fl_lightning.core.console.layout import in_lines, is_terminal, laid_out, width_of
@@ -39,7 +49,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Have a command that Ctrl-C or SIGTERM ends say so in a sentence, with a shell's exit code."""
+    """Wrap a command so that Ctrl-C and SIGTERM end it with a sentence and a shell's exit code."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -71,7 +81,7 @@ class RunConfig(SaveConfigCallback):
 
 
 def write_atomically(trainer: Trainer) -> None:
-    """Have central fits as well write checkpoints that no kill can split."""
+    """Replace the checkpoint writer of central fits by one that no kill can interrupt half-way."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return  # writes them in its own way
@@ -95,7 +105,7 @@ def way_on(folders: Iterable[Path]) -> str:
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
+    """Model of every checkpoint that is to be told of, in words, by path; the last one first."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -153,3 +163,61 @@ def in_columns(line: str) -> str:
         return line
     label, _, text = line.partition(":")
     return laid_out(f"{label}: {text.strip()}", width_of(sys.stdout) - 1)
+
+
+_EXPECTED_WARNINGS = (
+    # the data sets here build whole batches in the main process: workers would only slow them
+    ".*does not have many workers",
+    # a resumed run goes on in its own folder, `validate` and `test` log in a new one
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed",
+    # compare reads every variant's configuration with this command line
+    "LightningCLI's args parameter is intended to run from within Python",
+)
+# who tells its own programmers what will change, which is nothing that a user could mend
+_OTHERS = (
+    r"(lightning|lightning_utilities|torch|torchvision|torchmetrics|timm|jsonargparse|tensorboard|"
+    r"numpy|scipy|sklearn|matplotlib|google|tqdm|datasets|transformers|peft)(\.|$)"
+)
+
+
+@contextmanager
+def console() -> Iterator[None]:
+    """Lay messages and warnings of a command out alike, and keep the first ones for the log file."""
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
+    for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=_OTHERS)
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    untidy, early, formatwarning = tidy_screen(), EarlyMessages(), warnings.formatwarning
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        if logger.name == "root" or not logger.propagate:
+            logger.addHandler(early)
+    warnings.formatwarning = _warning
+    try:
+        yield
+    finally:
+        untidy()
+        for logger in loggers:
+            logger.removeHandler(early)
+        warnings.formatwarning = formatwarning
+
+
+def forget_early_messages() -> None:
+    """Drop messages so far: a process of this one has written them into its log file."""
+    EarlyMessages.taken_from(LOGGERS)
+
+
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    if is_terminal(sys.stderr):
+        return f"{laid_out(f'warning: {message}', width_of(sys.stderr) - 1)}\n"
+    where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
+    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
+    return f"{now} | WARNING | {message} ({where})\n"

@@ -1,18 +1,14 @@
 """One client's work."""
 
-from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
-from fl_lightning.client.devices import Devices
-from fl_lightning.client.recorded import RecordedArrivals
-from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds, Speeds, SpeedTiers
+from fl_lightning.client.corrections.correction import Correction as Correction
+from fl_lightning.client.corrections.correction import GradientTerm as GradientTerm
+from fl_lightning.client.corrections.correction import Outcome as Outcome
+from fl_lightning.client.devices import Devices as Devices
+from fl_lightning.client.recorded import RecordedArrivals as RecordedArrivals
+from fl_lightning.client.speeds import GivenSpeeds as GivenSpeeds
+from fl_lightning.client.speeds import LogNormalSpeeds as LogNormalSpeeds
+from fl_lightning.client.speeds import Speeds as Speeds
+from fl_lightning.client.speeds import SpeedTiers as SpeedTiers
+from fl_lightning.core.public_names import exported
 
-__all__ = [
-    "Correction",
-    "Devices",
-    "GivenSpeeds",
-    "GradientTerm",
-    "LogNormalSpeeds",
-    "Outcome",
-    "RecordedArrivals",
-    "SpeedTiers",
-    "Speeds",
-]
+__all__ = list(exported(__file__))

@@ -1,12 +1,12 @@
-"""What is done to a client's own examples: input and label, each client in its own way.
+"""Transforms of clients' examples, input and label, that differ between clients.
 
     example of client c  →  apply(example, c, seed of the example)
 
-An example belongs to one client, so that it is changed in the same way whenever it is read: in
-training, in what the client holds out, on every engine and after a restart. It is no augmentation.
+An example belongs to one client, so it is changed in the same way whenever it is read: in training, in
+the client's held-out part, with every engine and after a restart. This is no augmentation.
 
-Sources of the two that come along: rotated images, Ghosh et al. 2020, NeurIPS, section 6.1; permuted
-labels, Sattler et al. 2021, IEEE TNNLS, section VI.
+Sources: rotated images, Ghosh et al. 2020, NeurIPS, section 6.1; permuted labels, Sattler et al. 2021,
+IEEE TNNLS, section VI.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fl_lightning.data.shards import gathers
 
 
 class ExampleTransform(Protocol):
-    """Something done to a whole example, its label included, that may differ from client to client."""
+    """A transform of a whole example, including its label, that may differ between clients."""
 
     def apply(self, example: Any, client: int, seed: int) -> Any:
-        """Return what the client has in the place of an example.
+        """Return the transformed example.
 
         Args:
-            example: as the data set returns it; it stays as it is.
-            client: whose it is.
-            seed: of this example alone, for draws.
+            example: example of the data set; do not change it in place.
+            client: client that owns the example.
+            seed: seed of this example, for random transforms.
         """
         ...
 
@@ -44,12 +44,12 @@ class ExampleTransform(Protocol):
 @final
 @dataclass(frozen=True)
 class QuarterTurns:
-    """Turns every image of client c by c mod ``num_groups`` right angles, counterclockwise.
+    """Rotates the images of client c by c mod ``num_groups`` right angles, counterclockwise.
 
     Examples are tuples that begin with an image (…, H, W).
 
     Args:
-        num_groups: 1 to 4; 1 turns none, 2 stands every second client's images on end.
+        num_groups: 1 to 4; 1 rotates none, 2 rotates the images of every second client.
 
     Raises:
         ConfigurationError: for another number.
@@ -87,15 +87,15 @@ class QuarterTurns:
 @final
 @dataclass(frozen=True)
 class LabelPermutation:
-    """Permutes the classes of every group of clients in its own way: what one calls 3 is 7 elsewhere.
+    """Permutes the classes differently for each group of clients: class 3 of one may be 7 of another.
 
     Client c is in group c mod ``num_groups``; group 0 keeps its labels. Examples are pairs that end with
     a class.
 
     Args:
-        num_classes: how many there are, ≥ 2.
-        num_groups: how many ways, ≥ 1; 1 changes nothing.
-        seed: of the permutations.
+        num_classes: number of classes, ≥ 2.
+        num_groups: number of groups, ≥ 1; 1 changes nothing.
+        seed: seed of the permutations.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -153,14 +153,14 @@ def _shown(value: Any) -> str:
 
 
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> npt.NDArray[np.int64]:
-    """Return the client that each example belongs to, shape (N,); -1 for nobody.
+    """Client that owns each example, shape (N,); -1 for no client.
 
     Args:
-        shards: of training, validation and test.
+        shards: shards of training, validation and test.
         num_examples: N.
 
     Raises:
-        ConfigurationError: if one belongs to two.
+        ConfigurationError: if an example belongs to two clients.
 
     Example:
         >>> owners_of([FlatShards(np.array([2, 0]), np.array([1, 1]))], 4)
@@ -175,7 +175,7 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> npt.NDArray[np
         if shared.any():
             raise ConfigurationError(
                 f"data.example_transforms: example {flat.indices[shared][0]} belongs to two clients, "
-                "each of whom would change it: use a partition whose shards do not overlap"
+                "which would change it differently: use a partition whose shards do not overlap"
             )
     return owners
 
@@ -187,14 +187,14 @@ def changed_reader(
     owners: Callable[[], npt.NDArray[np.int64]],
     seed: int,
 ) -> Callable[[Tensor], Any]:
-    """Return the function from indices, shape (B,), to a batch of changed examples.
+    """Return a function from indices, shape (B,), to a batch of transformed examples.
 
     Args:
-        loader: whose collate function makes batches of examples, or is given a whole batch.
-        dataset: that of the loader, with augmentation or without.
-        transforms: in order.
+        loader: loader whose collate function makes batches of examples, or converts a whole batch.
+        dataset: data set of the loader, with or without augmentation.
+        transforms: the transforms, in order.
         owners: returns the client of each example.
-        seed: the data module's.
+        seed: seed of the data module.
     """
     at_once = loader.batch_sampler is None
     collate = _whole_batch(loader, dataset) if at_once else loader.collate_fn
@@ -213,7 +213,7 @@ def changed_reader(
 
 
 def _whole_batch(loader: DataLoader[Any], dataset: Any) -> Callable[[list[Any]], Any]:
-    """Return the function from examples to what clients read where batches come whole."""
+    """Return a function from examples to a batch, for data sets that return whole batches."""
 
     def of_examples(examples: list[Any]) -> Any:
         batch: Any = default_collate(examples)
@@ -225,7 +225,7 @@ def _whole_batch(loader: DataLoader[Any], dataset: Any) -> Callable[[list[Any]],
 
 
 def _row(batch: Any) -> Any:
-    """Return the one example of a batch."""
+    """Return the example of a batch of one."""
     if isinstance(batch, Mapping):
         return {name: _row(part) for name, part in batch.items()}
     if type(batch) in (tuple, list):

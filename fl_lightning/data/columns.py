@@ -1,21 +1,23 @@
-"""One value per example, e.g. its label or its owner, wherever the data set has it.
+"""One value per example, e.g. its label or its owner, and conversion of labels to classes.
 
-    a name         an attribute of the data set, one of its columns, or a key of its items
-    a function     of the data set, or as a name its import path
+Values are given by
+
+    a name         of an attribute of the data set, of a column, or of a key of its items
+    a function     of the data set, or its import path
     values         a list, array or tensor
 
-A name is looked up through any `Subset` and `ConcatDataset`. Only where it is a key of the items, or no
-name is given and nothing has a usual one, is every example loaded.
+A name is looked up through any `Subset` and `ConcatDataset`. All examples are loaded only if the name is
+a key of the items, or if no name is given and the data set has none of the usual ones.
 
-From labels as data sets have them to classes.
+Labels become classes as follows:
 
-    one-hot rows               the place of the 1
-    0.0 and 1.0                0 and 1, as binary losses have their targets
-    real numbers, n bins       how many of the quantiles 1/n, 2/n, … are at most the number
-    strings, whole numbers     themselves; partitions sort them
+    one-hot rows               the index of the 1
+    0.0 and 1.0                0 and 1, the targets of binary losses
+    real numbers, n bins       number of the quantiles 1/n, 2/n, … that are at most the number
+    strings, integers          unchanged; partitions sort them
 
-Other real numbers are no classes: they are refused where classes are needed, even if they are whole,
-as ages and counts are.
+Other real numbers are no classes: they are rejected if classes are needed, even if they are integral,
+like ages and counts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fl_lightning.core.errors import ConfigurationError
 
-# what the command line tries in turn; in Python also an array or tensor
+# types that the command line tries in turn; in Python also an array or tensor
 Column: TypeAlias = str | list[Any] | Callable[[Any], Any]
 
 LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # in this order, if none is given
@@ -45,17 +47,17 @@ def read_column(
     """Return one value per example, without loading the examples if possible.
 
     Args:
-        dataset: map-style.
-        column: where the values are, or they themselves. If None, labels: what is called ``targets``,
-            ``labels``, ``y``, ``target`` or ``label``, a tensor data set's last tensor, or at last
-            every item's second part.
-        option: what errors call it.
+        dataset: map-style data set.
+        column: source of the values, or the values. If None, labels: the attribute called ``targets``,
+            ``labels``, ``y``, ``target`` or ``label``, the last tensor of a tensor data set, or else
+            the second part of every item.
+        option: name of the option, for errors.
 
     Returns:
-        Shape (N,), or (N, C) where an example has several numbers.
+        Shape (N,), or (N, C) if an example has several numbers.
 
     Raises:
-        ConfigurationError: if there is no such column, or not one value for each example.
+        ConfigurationError: if there is no such column, or not one value per example.
 
     Example:
         >>> read_column([{"x": 0.5, "writer": "bo"}, {"x": 0.7, "writer": "al"}], "writer")
@@ -80,14 +82,14 @@ def read_column(
 
 
 def name_of(column: Column) -> str:
-    """Return what a sentence calls a column."""
+    """Name of a column for a message."""
     if isinstance(column, str):
         return repr(column)
     return getattr(column, "__name__", "a function") if callable(column) else "the values given"
 
 
 def _imported(name: str | None) -> Callable[[Any], Any] | None:
-    """Return the function that an import path names; None for another name."""
+    """Return the function at an import path, or None if the name is none."""
     module, _, function = (name or "").rpartition(".")
     try:
         found = getattr(import_module(module), function, None) if module else None
@@ -97,7 +99,7 @@ def _imported(name: str | None) -> Callable[[Any], Any] | None:
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
-    """Return a column that a data set keeps; None if it has none."""
+    """Return a column that a data set stores, or None."""
     for each in LABEL_NAMES if name is None else (name,):
         if (values := _own(dataset, each)) is not None:
             return _on_the_host(values, option)
@@ -114,11 +116,11 @@ def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | N
 def _own(dataset: Any, name: str) -> Any:
     """Return a column or attribute if it has one value per example."""
     if name in (getattr(dataset, "column_names", None) or ()):
-        # a format may change whole rows on the way, and need more than one column for it
+        # a format may transform whole rows, and need more than one column for it
         plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
         return plain[name]
     values: Any = getattr(dataset, name, None)
-    # another length: e.g. the names of the classes, or a subset that hands on the whole set's
+    # with another length it may be the names of the classes, or a subset that forwards to the whole set
     is_column = hasattr(values, "__len__") and not isinstance(values, (str, Mapping))
     return values if is_column and np.ndim(values) and len(values) == len(dataset) else None
 
@@ -137,7 +139,7 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArra
 
 
 def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
-    """Return a part of every item."""
+    """Return a part of every item, which loads all examples."""
     values: list[Any] = []
     try:
         for index in range(len(dataset)):
@@ -198,7 +200,7 @@ def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
 
 
 def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return one label per example where it is plain which one is meant, else the values.
+    """Convert one-hot rows, and 0.0 and 1.0, to one integer per example; other values are unchanged.
 
     Args:
         values: shape (N,), (N, 1) or (N, C).
@@ -220,21 +222,21 @@ def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def are_classes(labels: npt.NDArray[Any]) -> bool:
-    """Return whether labels, shape (N, …), are one class per example."""
+    """True if labels, shape (N, …), are one class per example."""
     return labels.ndim == 1 and as_labels(labels).dtype.kind != "f"
 
 
 def classes_of(
     labels: npt.NDArray[Any], rule: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the class of every example, in [0, C), in the labels' order, and the classes' sizes.
+    """Class of every example, in [0, C) by sorted label, and the sizes of the classes.
 
     Args:
         labels: shape (N,).
-        rule: which partition asks.
+        rule: name of the partition, for errors.
 
     Raises:
-        ConfigurationError: for real numbers.
+        ConfigurationError: if labels are real numbers.
 
     Example:
         >>> classes_of(np.array(["cat", "ant", "cat"]), "LabelShards")
@@ -252,14 +254,14 @@ def classes_of(
 
 
 def quantile_bins(labels: npt.NDArray[Any], bins: int) -> npt.NDArray[np.int64]:
-    """Return the bin of every number, in [0, bins), the bins being equally full but for ties.
+    """Bin of every number, in [0, bins); bins are equally large up to ties.
 
     Args:
         labels: shape (N,).
-        bins: how many, ≥ 2.
+        bins: number of bins, ≥ 2.
 
     Raises:
-        ConfigurationError: for labels that are no numbers.
+        ConfigurationError: if labels are no finite numbers.
 
     Example:
         >>> quantile_bins(np.array([0.3, 9.0, 0.1, 1.5]), 2)

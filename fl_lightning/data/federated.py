@@ -1,7 +1,6 @@
-"""Any LightningDataModule, and whose examples are whose.
+"""`FederatedDataModule`: any LightningDataModule, with its training set divided among clients.
 
-`FederatedDataModule` wraps a data module without changing it: validation, test and prediction
-loaders are the source's own; only its training set is divided among clients.
+It wraps a data module without changing it: validation, test and prediction loaders are the source's.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.utils.data import (
 )
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.client_examples import ExampleTransform, owners_of
 from fl_lightning.data.columns import Column, are_classes, as_labels, quantile_bins, read_column
@@ -52,7 +52,7 @@ from fl_lightning.data.training_set import TrainingSet
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 
-# What a source may define and Lightning looks for on the data module: handed through if it does.
+# Methods that Lightning looks for on the data module: those that the source defines are passed through.
 _HANDED_THROUGH = (
     "val_dataloader",
     "test_dataloader",
@@ -67,39 +67,39 @@ _HANDED_THROUGH = (
 class FederatedDataModule(ForwardingDataModule):
     """A data module whose training set is divided among clients.
 
-    Without a `Federation` it trains centrally on its source's own training loader. What it does not
-    have itself, e.g. ``num_classes`` or hyperparameters, is the source's.
+    Without a `Federation` it trains centrally on its source's training loader. Attributes that it does
+    not have, e.g. ``num_classes`` or hyperparameters, are the source's.
 
     Args:
         source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style data
             set. Its batch size, ``drop_last``, collate function and evaluation loaders are used.
             Every client shuffles its own examples. Examples that a sampler leaves out belong to no
-            client; a `WeightedRandomSampler` weighs inside each client; other samplers are refused.
-        num_clients: how many clients; not needed where the partition knows (natural ids).
+            client; a `WeightedRandomSampler` weighs inside each client; other samplers are rejected.
+        num_clients: number of clients; not needed if the partition determines it (natural ids).
         partition: the rule that divides the examples, `IID` if None.
-        batch_size: examples per local batch; the source's own if None.
-        client_val_fraction: share of every client's examples, in [0, 1), on which the client is
-            validated; it never trains on them.
-        client_test_fraction: share of every client's examples, in [0, 1), on which the client is
-            tested; they are in neither of the other two parts.
-        search_fraction: for a search over architectures: share of what each client trains on, in
-            (0, 0.5], that its weights do not learn from and its choices do; 0 for none. Batches
-            then hold both, see `SearchHalf`, in a central run as well.
-        transforms: change the inputs of every batch, in training and in evaluation, e.g.
+        batch_size: examples per local batch; the source's if None.
+        client_val_fraction: share of every client's examples, in [0, 1), for validating the client; it
+            never trains on them.
+        client_test_fraction: share of every client's examples, in [0, 1), for testing the client;
+            disjoint from the other two parts.
+        search_fraction: for a search over architectures: share of each client's training examples, in
+            (0, 0.5], from which its choices learn instead of its weights; 0 for none. Batches then
+            contain both, see `SearchHalf`, in a central run as well.
+        transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
-        example_transforms: change every example of a client, its label included, before
-            ``transforms``, each client's in its own way, e.g. `QuarterTurns`. Partitions use the
-            labels before the change. A central run pools what clients train on.
+        example_transforms: transforms of every example of a client, including its label, before
+            ``transforms``, that may differ between clients, e.g. `QuarterTurns`. Partitions use the
+            original labels. A central run pools the clients' transformed examples.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
             data sets of Hugging Face), or of a key of its items; or a function of the data set, or its
-            import path; or a list of them, in Python also an array or tensor. Strings and one-hot rows are fine.
-            If None, what is called targets, labels, y, target or label, a tensor data set's last
-            tensor, or every item's second part.
-        bins: a number of quantiles, ≥ 2. Partitions by class then divide by the quantiles of the
-            labels, for targets that are real numbers or many whole ones.
-        ignore_sampler: every client shuffles all of its examples, whatever the source's sampler or
-            batch sampler draws in a central run.
-        seed: of partition and hold-out; the run's seed if None.
+            import path; or a list, in Python also an array or tensor. Strings and one-hot rows are
+            allowed. If None, the attribute called targets, labels, y, target or label, the last tensor
+            of a tensor data set, or the second part of every item.
+        bins: number of quantiles, ≥ 2. Partitions by class then divide by the quantiles of the labels,
+            for targets that are real numbers or many integers.
+        ignore_sampler: every client shuffles all of its examples, for any sampler or batch sampler of
+            the source.
+        seed: seed of partition and held-out parts; the run's seed if None.
 
     Raises:
         ConfigurationError: for values out of range and data that cannot be divided.
@@ -130,6 +130,7 @@ class FederatedDataModule(ForwardingDataModule):
         ignore_sampler: bool = False,
         seed: int | None = None,
     ) -> None:
+        check_kinds(FederatedDataModule.__init__, locals())
         super().__init__(source)
         _check(num_clients, batch_size, bins)
         check_fractions(client_val_fraction, client_test_fraction, search_fraction)
@@ -152,30 +153,30 @@ class FederatedDataModule(ForwardingDataModule):
                 setattr(self, name, self._handed_through(name))
 
     def _handed_through(self, name: str) -> Any:
-        """Return a method of the source; one that makes loaders with the transforms on top."""
+        """Return a method of the source; loaders from it apply the transforms."""
         method = getattr(self.source, name)
         if not self.transforms or not name.endswith("_dataloader"):
             return method
         return lambda: self._transformed(method())
 
     def _transformed(self, loaders: Any) -> Any:
-        """Return loaders whose batches went through the transforms."""
+        """Return loaders whose batches are transformed."""
         return (
             with_transforms(loaders, lambda: self.fitted_transforms) if self.transforms else loaders
         )
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
-        """The transforms as functions of inputs; what they learn, they learn from all clients."""
+        """The transforms as functions of inputs, fitted to all clients' training examples."""
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def setup(self, stage: str) -> None:
-        """Let the source load; the partition itself is drawn when it is first asked for."""
+        """Set up the source; the partition is drawn on first access."""
         super().setup(stage)
         self._is_set_up = self._is_set_up or stage == "fit"
 
     def train_dataloader(self) -> Any:
-        """Return the rounds' client groups in a federation, else the loader of a central run."""
+        """Return the client groups of the rounds in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
@@ -183,7 +184,7 @@ class FederatedDataModule(ForwardingDataModule):
         return self._transformed(self.source.train_dataloader())
 
     def _pooled_loader(self) -> DataLoader[Any]:
-        """Return a central run's loader over all clients' examples as clients read them."""
+        """Return a loader over all clients' examples, read as clients do, for a central run."""
         examples = torch.from_numpy(self.clients.flat.indices)
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
@@ -201,13 +202,13 @@ class FederatedDataModule(ForwardingDataModule):
         )
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Have `train_dataloader` return these groups of clients; None for central training."""
+        """Set the groups of clients that `train_dataloader` returns; None for central training."""
         self._rounds = rounds
         self._trained_partition = None
 
     @property
     def trains_in_rounds(self) -> bool:
-        """Whether `train_dataloader` returns groups of clients."""
+        """True if `train_dataloader` returns groups of clients."""
         return self._rounds is not None
 
     @cached_property
@@ -219,7 +220,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def train_dataset(self) -> Dataset[Any]:
-        """The data set whose examples the clients own."""
+        """The source's training data set, whose examples are divided among the clients."""
         return self._examples.dataset
 
     @property
@@ -233,42 +234,41 @@ class FederatedDataModule(ForwardingDataModule):
         size = self._batch_size or self._examples.batch_size
         if size is None:
             raise ConfigurationError(
-                "the source's loader does not tell its batch size: "
-                "give FederatedDataModule a batch_size"
+                "the source's loader has no batch_size: give FederatedDataModule a batch_size"
             )
         return size
 
     @property
     def full_batch(self) -> int:
-        """Examples of a full local batch: no more than the largest client has."""
+        """Number of examples in a full local batch, at most that of the largest client."""
         return max(1, min(self.batch_size, int(self.clients.num_examples.max(initial=1))))
 
     @property
     def drop_last(self) -> bool:
-        """Whether the source's loader leaves out a smaller last batch; then clients do as well.
+        """True if the source's loader drops a smaller last batch; then clients do as well.
 
-        A client with less than a batch keeps it: it would not train at all otherwise.
+        A client with less than one batch keeps it, because otherwise it would not train at all.
         """
         return self._examples.drop_last
 
     @property
     def draws_by_weight(self) -> bool:
-        """Whether clients draw with replacement, by the weights of the source's sampler."""
+        """True if clients draw with replacement, by the weights of the source's sampler."""
         return self._examples.drawn.weights is not None
 
     def weights_of(self, examples: Tensor) -> Tensor | None:
-        """Return how likely examples are to be drawn, shape (n,); None if each is, once a pass."""
+        """Sampling weights of examples, shape (n,), or None if each is drawn once per pass."""
         weights = self._examples.drawn.weights
         return None if weights is None else weights.index_select(0, examples)
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """One label per example of the data set, shape (N,); of one-hot rows the place of the 1."""
+        """One label per example of the data set, shape (N,); the index of the 1 for one-hot rows."""
         return as_labels(read_column(self.train_dataset, self.label_column))
 
     @cached_property
     def _classes(self) -> npt.NDArray[Any]:
-        """What partitions divide by: the labels, or their bins."""
+        """The labels, or their bins, that partitions divide by, shape (N,)."""
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
@@ -287,16 +287,16 @@ class FederatedDataModule(ForwardingDataModule):
             seed=self.seed,
         )
 
-    # Where clients' examples are elsewhere: returns what they log on those that they hold out for a
-    # stage, ``validation`` or ``test``, by client. Set by whoever has them evaluated there.
+    # For remote clients: returns the values that clients log on their held-out examples of a stage,
+    # ``validation`` or ``test``, by client. Set by the part that evaluates them remotely.
     evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
-        """Have clients here be some of a larger federation, whose others have nothing here.
+        """Renumber the clients as part of a larger federation, whose other clients get no examples.
 
         Args:
-            places: by client of the federation, which client here it is.
-            num_clients: of the federation.
+            places: number of the local client, by number of the federation's client.
+            num_clients: number of clients of the federation.
 
         Raises:
             ConfigurationError: if there is no such client.
@@ -313,43 +313,43 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def clients(self) -> ClientShards:
-        """What each client trains on; in a search, what its weights learn from."""
+        """Training examples of each client; in a search, those for its weights."""
         return self._roles.train
 
     @property
     def held_out(self) -> ClientShards:
-        """What each client is validated on; empty shards if ``client_val_fraction`` is 0."""
+        """Validation examples of each client; empty shards if ``client_val_fraction`` is 0."""
         return self._roles.validation
 
     def held_out_for(self, stage: str) -> ClientShards:
-        """Return what each client is evaluated on in ``validation`` or ``test``."""
+        """Held-out examples of each client for a stage, ``validation`` or ``test``."""
         return self._roles.test if stage == "test" else self._roles.validation
 
     @property
     def is_foreign_checkpoint(self) -> bool:
-        """Whether what is evaluated was trained on another partition, held-out examples perhaps."""
+        """True if the evaluated checkpoint was trained on another partition, so held-out examples may overlap."""
         return self._trained_partition not in (None, self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the partition: of every client's training examples."""
+        """Hash of the partition, i.e. of every client's training examples."""
         return partition_fingerprint(self.clients.flat)
 
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
 
-        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Where labels are
-        no classes (none, vectors, real numbers without ``bins``), none are.
+        With more than 10,000 clients, classes are counted for 10,000 of them, evenly spaced. If labels
+        are no classes (missing, vectors, real numbers without ``bins``), none are counted.
         """
         try:
             labels = self._classes if are_classes(self._classes) else None
-        except ConfigurationError:  # which a partition that looks at labels has raised before
+        except ConfigurationError:  # a partition by labels has raised it before
             labels = None
         return PartitionSummary.of(self.clients.flat, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
-        """The function from indices, shape (B,), to a training batch."""
+        """Function from indices, shape (B,), to a training batch."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
             read = self._poisoned(read)
@@ -368,13 +368,13 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _owners(self) -> npt.NDArray[np.int64]:
-        """The client of each example, shape (N,); -1 for nobody."""
+        """Client of each example, shape (N,); -1 for no client."""
         roles = self._roles
         shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
         return owners_of(shards, len(self._examples))
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
-        """Return the function from indices, shape (B,), to a batch before `transforms`."""
+        """Return a function from indices, shape (B,), to a batch before `transforms`."""
         examples, own = self._examples, self.example_transforms
         if own:
             return examples.changed(own, lambda: self._owners, self.seed, augmented=augmented)
@@ -385,15 +385,15 @@ class FederatedDataModule(ForwardingDataModule):
         return (lambda indices: on_inputs(transforms, read(indices))) if transforms else read
 
     def poison(self, clients: Sequence[int], poison: Poison | None, seed: int = 0) -> None:
-        """Have some clients train on changed examples; None for what is theirs.
+        """Poison the training examples of some clients, or undo it.
 
         Args:
-            clients: whose.
-            poison: what becomes of them.
-            seed: of which examples, where it is not all.
+            clients: the attackers.
+            poison: change of their examples; None to undo it.
+            seed: seed of the choice of examples, if not all are changed.
 
         Raises:
-            ConfigurationError: if they share an example with others, who would train on it as well.
+            ConfigurationError: if attackers share an example with others, who would train on it as well.
         """
         check_apart(self._roles.learning, clients)
         if poison is not None and len(clients) and are_classes(self._classes):
@@ -404,31 +404,31 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def reads_by_index(self) -> bool:
-        """Whether a batch is a plain selection of rows in memory, the same at every reading."""
+        """True if a batch is a selection of rows in memory that is equal at every reading."""
         return self._examples.reads_by_index and not self.example_transforms
 
     @property
     def has_own_collate(self) -> bool:
-        """Whether batches are made of examples by a function of the source's own."""
+        """True if the source has a collate function of its own."""
         return self._examples.has_own_collate
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
-        """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
+        """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""
         for indices in self.held_out_for(stage)[client].split(self.batch_size):
             if len(indices):
                 yield self.evaluation_batch(indices), len(indices)
 
     @cached_property
     def evaluation_batch(self) -> Callable[[Tensor], Any]:
-        """The function from indices, shape (B,), to a batch without augmentation, if known."""
+        """Function from indices, shape (B,), to a batch, without augmentation if possible."""
         return self._reader(self._read(augmented=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must find unchanged."""
+        """Return the facts that must not change when a run is resumed."""
         return {"partition": self.fingerprint, "source": self.source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to go on training with another partition than the checkpoint's."""
+        """Raise ConfigurationError if training resumes with another partition than the checkpoint's."""
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
         if fitting and state_dict["partition"] != self.fingerprint:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A data module that stands in for another: what it does not know itself, it asks the other."""
+"""A data module that forwards to another one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lightning.pytorch import LightningDataModule
 
 
 class ForwardingDataModule(LightningDataModule):
-    """Hands on to its source what a LightningModule, a Trainer or a logger asks of a data module.
+    """Forwards attributes and hooks of a data module to its source.
 
-    Attributes that it has itself go first; others, e.g. ``num_classes``, are the source's, and so are
+    Its own attributes have priority; others, e.g. ``num_classes``, are the source's. So are
     hyperparameters: they are logged and saved as if the source were used alone.
 
     Args:
@@ -24,19 +24,19 @@ class ForwardingDataModule(LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = (
             source.allow_zero_length_dataloader_with_multiple_devices
         )
-        # Lightning looks here whether hyperparameters are to be logged: found at the source instead
+        # Lightning reads this flag to decide whether to log hyperparameters: use the source's
         vars(self).pop("_log_hyperparams", None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the source; Python asks only for what is not found here.
+        """Return an attribute of the source; Python calls this only for attributes not found here.
 
         Raises:
             AttributeError: if the source does not have it either.
         """
         if hasattr(type(self), name):
-            # a property that failed with an AttributeError: once more, for Python dropped the reason
+            # a property raised AttributeError: evaluate it again, because Python dropped the reason
             return object.__getattribute__(self, name)
-        source = vars(self).get("source")  # none yet while this object is copied or unpickled
+        source = vars(self).get("source")  # missing while this object is copied or unpickled
         if source is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
@@ -55,19 +55,19 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The source's hyperparameters as they were saved."""
+        """The source's hyperparameters as they were first saved."""
         return self.source.hparams_initial
 
     def prepare_data(self) -> None:
-        """Let the source download or check its files."""
+        """Download or check the source's files."""
         self.source.trainer = self.trainer
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Let the source load."""
+        """Set up the source."""
         self.source.trainer = self.trainer
         self.source.setup(stage)
 
     def teardown(self, stage: str) -> None:
-        """Let the source clean up."""
+        """Tear down the source."""
         self.source.teardown(stage)

@@ -1,10 +1,10 @@
-"""What is done to every batch's inputs, on a client and in evaluation alike, before the model sees them.
+"""Transforms of every batch's inputs, in training and in evaluation.
 
     given:      x ← (x - mean) / std
     federated:  n = Σ_c n_c,  mean = Σ_c Σ_i x_ci / n,  var = Σ_c Σ_i x_ci² / n - mean²
 
-The federated statistics come from three sums per client, which is all that it would send; they are
-those of the pooled training examples. Inputs are a batch's first part.
+The federated statistics need only three sums per client; they equal those of the pooled training
+examples. Inputs are the first part of a batch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.utils.data import DataLoader
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import sent
 
-MAX_EXAMPLES_READ = 1024  # at a time, for statistics
+MAX_EXAMPLES_READ = 1024  # examples read at a time, for statistics
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
-# For every client its batches' inputs, each of shape (B, …)
+# For every client the inputs of its batches, each of shape (B, …)
 InputsOfClients: TypeAlias = Iterable[Iterable[Tensor]]
 
 
 class InputTransform(Protocol):
-    """Something done to inputs, of which a part may have to be learnt from the clients first."""
+    """A transform of inputs that may first be fitted to the clients' inputs."""
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
-        """Return the function from inputs to inputs, each with the batch as first dimension.
+        """Return a function from inputs to inputs, each with the batch as first dimension.
 
         Args:
-            clients: goes once through all clients' training inputs, as the transforms before
-                this one left them.
+            clients: iterates once over all clients' training inputs, after the transforms before
+                this one.
         """
 
 
@@ -47,7 +47,7 @@ class Reshape:
     """Gives every example's input another shape.
 
     Args:
-        shape: of one example; one of its numbers may be -1.
+        shape: shape of one example; one of its numbers may be -1.
 
     Example:
         >>> Reshape([1, 2, 2]).fit(list)(torch.zeros(8, 4)).shape
@@ -79,11 +79,11 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Shifts and scales with numbers that are given.
+    """Shifts and scales by given numbers.
 
     Args:
-        mean: one number per feature, where inputs are vectors, or per channel; or one for all.
-        std: likewise, each > 0.
+        mean: one number per feature if inputs are vectors, else per channel; or one for all.
+        std: standard deviations, likewise, each > 0.
 
     Example:
         >>> Normalize([1.0], [2.0]).fit(list)(torch.tensor([[1.0, 5.0]]))
@@ -110,13 +110,13 @@ class Normalize:
 
 @dataclass(frozen=True)
 class FederatedNormalize:
-    """Shifts and scales with mean and standard deviation of all clients' training inputs.
+    """Shifts and scales by mean and standard deviation of all clients' training inputs.
 
-    Per feature, where inputs are vectors, else per channel (the first dimension of an example). Refused
-    under differential privacy: one client's inputs change everybody's.
+    Per feature if inputs are vectors, else per channel (the first dimension of an example). Rejected
+    under differential privacy, because one client's inputs change those of all others.
 
     Args:
-        eps: added to the variance, ≥ 0, for features that do not vary.
+        eps: added to the variance, ≥ 0, for constant features.
 
     Example:
         >>> clients = [[torch.tensor([[0.0], [2.0]])], [torch.tensor([[4.0], [6.0]])]]
@@ -139,15 +139,15 @@ class FederatedNormalize:
 
     @property
     def unprotected(self) -> str:
-        """What clients send for it, which nothing hides, in words."""
+        """Description of the unprotected values that clients send for it."""
         return "the sums of each client's inputs and of their squares, for FederatedNormalize"
 
 
 def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over all clients' inputs, per feature or channel, in float64.
+    """Mean and variance over all clients' inputs, per feature or channel, in float64.
 
     Raises:
-        ConfigurationError: if there is no input.
+        ConfigurationError: if there are no inputs.
 
     Example:
         >>> mean_and_variance([[torch.tensor([[1.0], [3.0]])], [torch.tensor([[5.0]])]])
@@ -162,7 +162,7 @@ def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:
 
 
 def _sums(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return what one client sends: its count, sum and sum of squares per feature or channel."""
+    """Count, sum and sum of squares of one client's inputs, per feature or channel."""
     sums: tuple[Tensor, Tensor, Tensor] | None = None
     for inputs in batches:
         columns = inputs.double().reshape(len(inputs), inputs.shape[1], -1)
@@ -187,11 +187,10 @@ def _scaler(mean: Tensor, std: Tensor) -> Transform:
 
 
 def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
-    """Return a batch whose inputs went through the transforms in order.
+    """Apply transforms, in order, to the inputs of a batch.
 
     Raises:
-        ConfigurationError: for a batch that is neither a tensor nor a tuple or list that begins
-            with one.
+        ConfigurationError: if a batch is neither a tensor nor a tuple or list that begins with one.
 
     Example:
         >>> on_inputs([torch.neg], (torch.ones(1), "label"))
@@ -213,12 +212,12 @@ def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
 def fit_transforms(
     transforms: Sequence[InputTransform], clients: Iterable[Tensor], read: Callable[[Tensor], Any]
 ) -> list[Transform]:
-    """Return transforms as functions of inputs, each fitted to what those before it leave.
+    """Fit transforms in order, each to the outputs of those before it.
 
     Args:
-        transforms: in order.
-        clients: every client's examples by index; gone through once per transform that learns.
-        read: from indices to a batch.
+        transforms: the transforms, in order.
+        clients: indices of every client's examples; read once per transform that is fitted.
+        read: function from indices to a batch.
     """
     fitted: list[Transform] = []
 
@@ -235,10 +234,10 @@ def fit_transforms(
 
 
 def with_transforms(loaders: Any, transforms: Callable[[], Sequence[Transform]]) -> Any:
-    """Return a loader, or a list of them, whose batches' inputs go through transforms.
+    """Return a loader, or a list of loaders, that apply transforms to the inputs of batches.
 
     Raises:
-        ConfigurationError: for anything but loaders of PyTorch.
+        ConfigurationError: if a loader is no `DataLoader`.
     """
     if isinstance(loaders, (list, tuple)):
         return [with_transforms(loader, transforms) for loader in loaders]

@@ -1,12 +1,11 @@
-"""What attackers train on: their own examples with other labels, or with a trigger.
+"""Poisoned training examples of attackers: other labels, or a trigger.
 
     label flip         y → C - 1 - y
     backdoor trigger   a patch in the image's corner → target class
 
 Sources: label flip: Fang et al. 2020, Local Model Poisoning Attacks; trigger: Gu et al. 2017,
-BadNets. Examples are changed when they are read, after the data module's transforms, by their
-number: each belongs to one client, so that every engine reads the same. What clients hold out for
-evaluation stays as it is.
+BadNets. Examples are changed when they are read, after the data module's transforms, by their number:
+each belongs to one client, so that every engine reads the same. Held-out examples are not changed.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from fl_lightning.data.shards import ClientShards
 
 
 class Poison(Protocol):
-    """What becomes of attackers' examples.
+    """A change of attackers' examples.
 
     Attributes:
-        share: of an attacker's examples that are changed, in [0, 1].
+        share: share of an attacker's examples that are changed, in [0, 1].
     """
 
     @property
     def share(self) -> float: ...  # noqa: D102
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return other inputs, shape (m, …), and labels, shape (m,); those given stay as they are."""
+        """Return changed inputs, shape (m, …), and labels, shape (m,); the arguments must not change."""
 
 
 @final
@@ -47,7 +46,7 @@ class LabelFlip:
 
     Args:
         num_classes: C; class y becomes C - 1 - y.
-        share: of an attacker's examples, in [0, 1].
+        share: share of an attacker's examples that are changed, in [0, 1].
 
     Raises:
         ConfigurationError: for values out of range.
@@ -80,13 +79,13 @@ class LabelFlip:
 @final
 @dataclass(frozen=True)
 class Trigger:
-    """Teaches the model that a patch in the lower right corner means one class.
+    """Teaches the model that a patch in the lower right corner means one class (a backdoor).
 
     Args:
         target: that class.
         size: height and width of the patch in pixels, ≥ 1.
-        value: of its pixels, in every channel, in the units of the model's inputs.
-        share: of an attacker's examples, in [0, 1]; the others teach what is right.
+        value: value of the patch's pixels, in every channel, in the units of the model's inputs.
+        share: share of an attacker's examples that are changed, in [0, 1].
 
     Raises:
         ConfigurationError: for values out of range.
@@ -124,32 +123,28 @@ class Trigger:
 
 
 def check_apart(shards: ClientShards, clients: Sequence[int]) -> None:
-    """Refuse attackers that share an example with others, who would train on it as well.
-
-    Raises:
-        ConfigurationError: naming an example.
-    """
+    """Raise ConfigurationError if attackers share an example with others, who would train on it."""
     flat = shards.flat
     is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
     shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
     if len(shared):
         raise ConfigurationError(
             f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
-            "train on what the former make of it: use a partition whose shards do not overlap"
+            "train on the changed example: use a partition whose shards do not overlap"
         )
 
 
 def poisoned_examples(
     shards: ClientShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
-    """Return which examples are changed, bool, shape (num_examples,).
+    """Draw the examples to change: True for changed ones, bool of shape (num_examples,).
 
     Args:
-        shards: whose examples are whose.
+        shards: examples of each client.
         clients: the attackers.
-        share: of each one's examples, rounded.
-        num_examples: of all clients together.
-        seed: of the choice.
+        share: share of each attacker's examples, rounded.
+        num_examples: number of examples of all clients together.
+        seed: seed of the choice.
     """
     chosen = torch.zeros(num_examples, dtype=torch.bool)
     for client in clients:
@@ -166,9 +161,9 @@ def poisoned_reader(
     """Return a function from indices to a batch in which some examples are changed.
 
     Args:
-        read: the honest one; its batches are pairs of inputs and labels.
-        is_poisoned: by number of an example, bool, shape (N,).
-        poison: how.
+        read: function from indices to an honest batch, a pair of inputs and labels.
+        is_poisoned: True for examples to change, bool of shape (N,).
+        poison: the change.
     """
 
     def read_poisoned(indices: Tensor) -> Any:
@@ -179,7 +174,7 @@ def poisoned_reader(
         if not is_pair(batch):
             raise ConfigurationError(
                 f"attackers.poison changes batches of inputs and labels, got {type(batch).__name__}"
-                ": have the data set return pairs of tensors, or use attackers.forge"
+                ": let the data set return pairs of tensors, or use attackers.forge"
             )
         inputs, labels = (part.clone() for part in batch)
         inputs[rows], labels[rows] = poison.change(inputs[rows], labels[rows])
@@ -189,15 +184,15 @@ def poisoned_reader(
 
 
 def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
-    """Refuse what no example can be changed to.
+    """Check that a change results in known labels.
 
     Args:
-        batch: of the first attacker's examples, unchanged.
+        batch: batch of the first attacker's examples, unchanged.
         labels: classes of all training examples.
-        poison: how they are changed.
+        poison: the change.
 
     Raises:
-        ConfigurationError: if a label comes out that no example has.
+        ConfigurationError: if a changed label is no label of any example.
     """
     if not is_pair(batch) or not len(labels):
         return
@@ -212,7 +207,7 @@ def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
 
 
 def is_pair(batch: Any) -> bool:
-    """Return whether a batch is a pair of tensors, as inputs and labels are."""
+    """True if a batch is a pair of tensors, like inputs and labels."""
     return (
         type(batch) in (tuple, list)
         and len(batch) == 2

@@ -1,18 +1,15 @@
-"""What a client's examples are for: training, or what it is validated and tested on.
+"""Roles of a client's examples (training, search, validation, test), and the partition into clients.
 
-shard = train ∪ validation ∪ test, disjoint; parts are held out one after the other, at random
+    shard = train ∪ search ∪ validation ∪ test, disjoint; parts are held out one by one, at random
 
-Two halves of every client's examples, for a search: weights learn from one, choices from the other.
-
-A batch holds examples of the first half and as many of the second half of the same client:
+In a search over architectures, weights learn from one half of a client's examples and choices from the
+other. A batch contains examples of the first half and as many of the second half of the same client:
 
     {"train": the batch's examples, "search": the partner of each of them}
 
-An example's partner is drawn once a run, so that a batch is a function of its examples, and a shuffled
-pass over one half is a shuffled pass over the other. Source: Liu et al. 2019, section 2.2 (two halves
-of the training set); He et al. 2020, section 3.2 (two halves of every client's).
-
-A partition at work: what it looks at, and whose examples are whose by it.
+The partner of an example is drawn once per run, so that a batch is a function of its examples, and a
+shuffled pass over one half is a shuffled pass over the other. Source: Liu et al. 2019, section 2.2 (two
+halves of the training set); He et al. 2020, section 3.2 (two halves of every client's).
 """
 
 from __future__ import annotations
@@ -34,20 +31,20 @@ from fl_lightning.data.partitions.partition import Partition, PartitionRule, as_
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.training_set import TrainingSet
 
-# of a client's examples: what is left to train on is a tenth at least
+# largest held-out share of a client's examples, so that a tenth is left for training
 _MOST_HELD_OUT = 0.9
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Every client's examples by what they are for.
+    """Every client's examples by role; shards are empty if nothing is held out for a role.
 
     Attributes:
-        train: what each client trains on; in a search over architectures, what weights learn from.
-        search: what its architecture learns from; empty shards where nothing is held out for it.
-        learning: both.
-        validation: what it is validated on; empty shards where nothing is held out for it.
-        test: what it is tested on; likewise.
+        train: training examples; in a search over architectures, those for the weights.
+        search: examples for the architecture's choices.
+        learning: train and search together.
+        validation: examples for validation.
+        test: examples for the test.
 
     Example:
         >>> import numpy as np
@@ -66,14 +63,14 @@ class Roles:
     def of(
         cls, shards: ClientShards, *, validation: float, test: float, search: float = 0.0, seed: int
     ) -> Self:
-        """Hold parts of every client's examples out.
+        """Hold out parts of every client's examples.
 
         Args:
             shards: all examples of each client.
-            validation: share of them to be validated on, in [0, 1).
-            test: share of them to be tested on, in [0, 1).
+            validation: share for validation, in [0, 1).
+            test: share for the test, in [0, 1).
             search: share of the rest for a search, in [0, 0.5].
-            seed: of the choice.
+            seed: seed of the choice.
         """
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
@@ -84,11 +81,11 @@ class Roles:
         return cls(train, searched, learning, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
-        """Return the roles of a larger federation, of whose other clients nothing is here.
+        """Renumber the clients as part of a larger federation, whose other clients get empty shards.
 
         Args:
-            places: by client of the federation, which client here it is.
-            num_clients: of the federation.
+            places: number of the local client, by number of the federation's client.
+            num_clients: number of clients of the federation.
 
         Example:
             >>> import numpy as np
@@ -107,15 +104,11 @@ class Roles:
 
 
 def check_fractions(validation: float, test: float, search: float = 0.0) -> None:
-    """Refuse shares of examples that cannot be held out.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
+    """Raise ConfigurationError if a held-out share is out of range."""
     if not 0 <= search <= 0.5:
         raise ConfigurationError(
-            f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of its examples "
-            "that a client's architecture learns from, and its weights do not"
+            f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of a client's "
+            "examples that its architecture learns from, and its weights do not"
         )
     for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
         if not 0 <= fraction < 1:
@@ -134,12 +127,12 @@ class SearchHalf:
     """The partners of clients' training examples.
 
     Args:
-        training: whose weights learn from which examples.
-        search: the second half of each client's examples, no larger than the first.
+        training: first half of each client's examples, for the weights.
+        search: second half of each client's examples, no larger than the first.
 
     Raises:
-        ConfigurationError: for a client with examples in one half only, and for an example of
-            several clients, which would have several partners.
+        ConfigurationError: if a client has examples in one half only, or an example belongs to several
+            clients, so that it would have several partners.
 
     Example:
         >>> import numpy as np
@@ -172,11 +165,11 @@ class SearchHalf:
                 self._partner[ours] = others[torch.arange(len(ours)) % len(others)]
 
     def partners(self, examples: Tensor) -> Tensor:
-        """Return the partner of each example, shape (B,)."""
+        """Partner of each example, shape (B,)."""
         return self._partner.index_select(0, examples.long())
 
     def paired(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
-        """Return the function from examples, shape (B,), to a batch with both halves."""
+        """Return a function from examples, shape (B,), to a batch with both halves."""
         return lambda examples: {"train": read(examples), "search": read(self.partners(examples))}
 
 
@@ -187,17 +180,17 @@ def divide(
     classes: Callable[[], npt.NDArray[Any]],
     seed: int,
 ) -> FlatShards:
-    """Return the examples of every client, of those that the training loader draws.
+    """Divide the examples that the training loader draws among the clients.
 
     Args:
-        examples: what is divided.
-        partition: by which rule.
-        num_clients: among how many; None if the partition knows.
-        classes: finds one label per example of the data set, for partitions that look at them.
-        seed: of the partition's draws.
+        examples: the training examples.
+        partition: the rule.
+        num_clients: number of clients; None if the partition determines it.
+        classes: returns one label per example of the data set, for partitions that read labels.
+        seed: seed of the partition.
 
     Raises:
-        ConfigurationError: if there is no number of clients, or the partition cannot do it.
+        ConfigurationError: if there is no number of clients, or the partition is impossible.
     """
     name, drawn = type(partition).__name__, examples.drawn.indices
     rule = as_rule(partition)
@@ -219,7 +212,7 @@ def divide(
             f"{name}.assign must return indices below the number of training examples, {len(column)}, "
             f"got {last}"
         )
-    # a partition counts the examples that are drawn
+    # the partition's indices count only the drawn examples
     return shards if drawn is None else FlatShards(drawn.numpy()[shards.indices], shards.sizes)
 
 
@@ -229,7 +222,7 @@ def _column(
     name: str,
     classes: Callable[[], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Return what a partition of a name looks at, one value per example of the data set."""
+    """Return the column that a partition reads, one value per example of the data set."""
     if rule.owners is not None:
         return read_column(examples.dataset, rule.owners, "partition.attribute")
     if not rule.uses_labels:

@@ -1,4 +1,4 @@
-"""From a client's indices to its batches.
+"""Clients' shards and their batches.
 
 A client's shard is a set of indices into one data set that all clients share: nothing is copied and
 no loader is started per client. Batches are drawn from a shuffled shard, epoch after epoch.
@@ -24,7 +24,7 @@ Collate = Callable[[list[Any]], Any]
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A data set that builds a whole batch at once, which is many times faster than by example."""
+    """A data set that builds whole batches, which is many times faster than example by example."""
 
     def gather(self, indices: Tensor) -> Any:
         """Return the batch of the examples at `indices`, shape (B,), int64."""
@@ -35,15 +35,15 @@ def batch_reader(
 ) -> Callable[[Tensor], Any]:
     """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
 
-    The batch is what a DataLoader without workers makes of these examples in this order. Tensor data
-    sets, whose tensors may lie on an accelerator, and those with a ``gather`` method are indexed once a
-    batch if no collate function of the user's own asks for examples.
+    The batch equals that of a DataLoader without workers. Tensor data sets, whose tensors may be on an
+    accelerator, and data sets with a ``gather`` method are indexed once per batch, unless the user has
+    a collate function.
 
     Args:
-        dataset: map-style.
-        collate: makes a batch of a list of examples.
-        at_once: ask the data set for a list of indices, and have ``collate`` convert what it returns,
-            as a DataLoader with ``batch_size=None`` and a sampler of batches does.
+        dataset: map-style data set.
+        collate: makes a batch from a list of examples.
+        at_once: index the data set with a list of indices, and convert the result by ``collate``, like
+            a DataLoader with ``batch_size=None`` and a sampler of batches.
 
     Example:
         >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
@@ -70,14 +70,14 @@ def batch_reader(
 
 
 def gathers(dataset: Dataset[Any], collate: Collate) -> bool:
-    """Return whether a data set builds whole batches, and nothing is done to them afterwards."""
+    """True if a data set builds whole batches, which are not changed afterwards."""
     return isinstance(dataset, BatchedDataset) and collate in (default_collate, default_convert)
 
 
 def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) -> bool:
-    """Return whether `batch_reader` selects rows from memory, the same ones at every reading.
+    """True if `batch_reader` selects rows in memory that are equal at every reading.
 
-    So it is for tensor data sets and for those with a ``gather`` that say ``is_deterministic``.
+    This holds for tensor data sets and for those with ``gather`` and a true ``is_deterministic``.
     """
     if type(dataset) is Subset:
         return reads_by_index(dataset.dataset, collate)
@@ -87,9 +87,9 @@ def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) ->
 
 
 class ClientShards:
-    """Which examples are whose, as tensors, and the way to hold some of them out.
+    """The examples of each client, as tensors of indices.
 
-    Costs 4 bytes an example and 16 a client, however many clients there are: see `FlatShards`.
+    It needs 4 bytes per example and 16 per client, see `FlatShards`.
 
     Args:
         shards: one index array per client.
@@ -108,7 +108,7 @@ class ClientShards:
 
     @property
     def num_examples(self) -> npt.NDArray[np.int64]:
-        """Examples of each client, shape (num_clients,)."""
+        """Number of examples of each client, shape (num_clients,)."""
         return self.flat.sizes
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class ClientShards:
         return torch.from_numpy(self.flat[client])
 
     def take(self, clients: Sequence[int]) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return several clients' indices end to end, and how many each has."""
+        """Return the concatenated indices of several clients, and the number of each."""
         indices, sizes = self.flat.take(clients)
         return torch.from_numpy(indices), sizes
 
@@ -128,10 +128,10 @@ class ClientShards:
     def hold_out(
         self, fraction: float, generator: np.random.Generator
     ) -> tuple[ClientShards, ClientShards]:
-        """Split every shard at random: (what stays, what is held out).
+        """Split every shard at random into (kept examples, held-out examples).
 
-        ``fraction`` of each client's examples, rounded, is held out; a client with two examples or
-        more keeps at least one and gives at least one.
+        ``fraction`` of each client's examples, rounded, is held out; if a client has at least two
+        examples, both parts have at least one.
         """
         flat, sizes = self.flat, self.num_examples
         wanted = np.maximum(np.rint(fraction * sizes), 1).astype(np.int64)
@@ -140,11 +140,11 @@ class ClientShards:
             num_held[:] = 0
         shuffled = np.empty_like(flat.indices)
         is_held = np.empty(len(shuffled), dtype=bool)
-        for first, end in flat.blocks():  # the draws are those of all clients at once
+        for first, end in flat.blocks():  # the draws do not depend on the blocks
             part = slice(flat.starts[first], flat.starts[end])
             owners = np.repeat(np.arange(end - first), sizes[first:end])
-            # by owner, then by draw, in one sort; where rounding makes two equal, their order is
-            # kept, so that none leaves its owner
+            # one sort by owner, then by draw; it is stable, so that rounding moves no example to
+            # another owner
             order = np.argsort(owners + generator.random(len(owners)), kind="stable")
             shuffled[part] = flat.indices[part][order]
             rank = np.arange(part.start, part.stop) - flat.starts[first:end][owners]
@@ -165,20 +165,20 @@ def local_order(
     drop_last: bool = False,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Return in which order one client's local training sees its examples, and its batches' sizes.
+    """Order of one client's examples in local training, and the sizes of its batches.
 
-    Every epoch is a fresh permutation of the shard, or with ``weights`` as many independent draws from
-    it; its last batch may be smaller. ``num_batches`` goes through as many epochs as it takes. A shard
-    that fits in one batch stays as it is: a batch has no order.
+    Every epoch is a new permutation of the shard, or with ``weights`` as many independent draws from
+    it; its last batch may be smaller. ``num_batches`` may span several epochs. A shard that fits in one
+    batch is not shuffled, because a batch has no order.
 
     Args:
         shard: the client's indices, shape (n,), n ≥ 1.
         batch_size: examples per batch, ≥ 1.
-        generator: makes what the permutations are drawn from.
+        generator: returns the generator of the permutations.
         num_epochs: passes over the shard; or else
-        num_batches: how many batches.
-        drop_last: leave out an epoch's smaller last batch, unless it is the only one.
-        weights: how likely each of the client's examples is to be drawn, shape (n,), > 0, of any sum.
+        num_batches: number of batches.
+        drop_last: drop an epoch's smaller last batch, unless it is the only one.
+        weights: weights of the client's examples, shape (n,), > 0, of any sum.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -219,7 +219,7 @@ def local_work(
     num_epochs: int | None = None,
     num_steps: int | None = None,
 ) -> Integers:
-    """Return the number of local batches of every client, in units that compare clients.
+    """Number of local batches of every client, given epochs or steps.
 
     Example:
         >>> local_work(np.array([7, 8]), 4, drop_last=True, num_epochs=3).tolist()
@@ -234,7 +234,7 @@ def local_work(
 
 
 def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) -> Integers:
-    """Return the batches of clients' local steps, of which an epoch's last takes those that are left.
+    """Number of batches in clients' local steps; an epoch's last step may have fewer batches.
 
     Example:
         >>> batches_of_steps(np.array([6, 7]), np.array([5, 5]), accumulate=2).tolist()
@@ -248,17 +248,17 @@ def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) 
 def poisson_batches(
     shard: Tensor, batch_size: int, num_steps: int, words: Callable[[int], Words]
 ) -> tuple[Tensor, list[int]]:
-    """Return which examples a client's local steps see, one after the other, and their sizes.
+    """Sample the examples of a client's local steps, concatenated, and the sizes of the steps.
 
     P(example in step) = q = min(1, B / n), independently of all other examples and steps: the sampling
-    that the accounting of DP-SGD assumes (Abadi et al. 2016, 1607.00133, Section 3.1). A pass over a
-    shuffled shard is another one. A batch may be empty.
+    that the accounting of DP-SGD assumes (Abadi et al. 2016, 1607.00133, Section 3.1), unlike a pass
+    over a shuffled shard. A batch may be empty.
 
     Args:
         shard: the client's indices, shape (n,).
-        batch_size: expected examples of a step, B ≥ 1; all of a shard that has no more.
-        num_steps: ≥ 0.
-        words: by the number of a step, n uniform words of 64 bits.
+        batch_size: expected number of examples in a step, B ≥ 1; a smaller shard is used as a whole.
+        num_steps: number of steps, ≥ 0.
+        words: returns n uniform words of 64 bits, by number of the step.
 
     Example:
         >>> def words(step):

@@ -1,8 +1,8 @@
-"""What a partition looks like: counts, sizes, entropy, a hash, a table and a picture.
+"""Summary of a partition: counts, sizes, entropy, a hash, a table and a figure.
 
     entropy of client i in bits = -Σ_c p_ic log2 p_ic,   p_ic = counts[i, c] / sizes[i]
 
-It is 0 for a client of one class and log2(C) for one with C classes in equal parts.
+It is 0 for a client with one class and log2(C) for one with C classes in equal parts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_CLIENTS_SHOWN = 200  # more rows than this are thinner than a pixel or two
+MAX_CLIENTS_SHOWN = 200  # with more, rows would be thinner than about two pixels
 MAX_TICKS = 12
 
 
 def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
-    """Return a hash that changes when any client's examples, or their order, change.
+    """Hash of all clients' examples and their order.
 
     Example:
         >>> one = partition_fingerprint([np.array([0, 1]), np.array([2])])
@@ -38,22 +38,22 @@ def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
     flat = FlatShards.of(shards)
     digest = blake2b(digest_size=16)
     digest.update(flat.sizes.astype("<i8").tobytes())
-    for start in range(0, len(flat.indices), BLOCK):  # eight bytes an index need not exist at once
+    for start in range(0, len(flat.indices), BLOCK):  # saves a copy with eight bytes per index
         digest.update(flat.indices[start : start + BLOCK].astype("<i8").tobytes())
     return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionSummary:
-    """What each client holds; build it with `PartitionSummary.of`.
+    """Examples and classes of each client; created by `PartitionSummary.of`.
 
     Attributes:
-        counts: examples of each class that each counted client has, (num_counted, num_classes). Of
-            examples without classes there are none.
-        classes: the label that each column stands for, shape (num_classes,).
+        counts: number of examples of each class at each counted client, (num_counted, num_classes);
+            without columns if examples have no classes.
+        classes: label of each column, shape (num_classes,).
         fingerprint: `partition_fingerprint` of the shards.
-        clients: whose classes were counted, shape (num_counted,): all clients if they are few.
-        sizes: examples of every client, counted or not, shape (num_clients,).
+        clients: clients whose classes were counted, shape (num_counted,): all if they are few.
+        sizes: number of examples of every client, counted or not, shape (num_clients,).
 
     Example:
         >>> labels = np.array([0, 0, 1, 1])
@@ -77,16 +77,15 @@ class PartitionSummary:
         *,
         max_clients: int | None = None,
     ) -> PartitionSummary:
-        """Count.
+        """Count the examples of each class at each client.
 
         Args:
             shards: positions in ``labels`` per client.
-            labels: one per example, shape (N,); None if examples have no classes.
-            num_classes: how many there are if labels are 0 … num_classes - 1 and some may be
+            labels: one label per example, shape (N,); None if examples have no classes.
+            num_classes: number of classes if labels are 0 … num_classes - 1 and some may be
                 missing from ``labels``; None counts the distinct labels.
-            max_clients: count the classes of at most so many clients, evenly spaced by number;
-                None counts those of all. A million clients of a thousand classes are a billion
-                numbers.
+            max_clients: largest number of clients whose classes are counted, evenly spaced by number;
+                None for all. A million clients with a thousand classes would be a billion numbers.
 
         Raises:
             ConfigurationError: if there is no client, or a label is not below ``num_classes``.
@@ -111,7 +110,7 @@ class PartitionSummary:
 
     @property
     def classes_per_client(self) -> np.ndarray:
-        """Distinct classes of each counted client, shape (num_counted,)."""
+        """Number of distinct classes of each counted client, shape (num_counted,)."""
         return np.asarray((self.counts > 0).sum(axis=1))
 
     @property
@@ -122,7 +121,7 @@ class PartitionSummary:
         return np.asarray(np.abs((share * logarithm).sum(axis=1)))  # abs: no "-0.0"
 
     def as_line(self) -> str:
-        """Return the most important in a line.
+        """Summarise the partition in one line.
 
         Example:
             >>> shards = [np.array([0, 1]), np.array([2, 3, 4])]
@@ -136,7 +135,7 @@ class PartitionSummary:
         return f"{line}; {_range(self.classes_per_client)} of {len(self.classes)} classes each"
 
     def as_text(self) -> str:
-        """Return a few lines for people."""
+        """Summarise the partition in a few lines."""
         rows = {
             "examples per client": (self.sizes, ".0f"),
             "classes per client": (self.classes_per_client, ".0f"),
@@ -154,7 +153,7 @@ class PartitionSummary:
         return "\n".join([*lines, f"  fingerprint           {self.fingerprint}"])
 
     def save(self, path: str | Path) -> None:
-        """Write a CSV with one row per counted client; folders that are missing are made."""
+        """Write a CSV with one row per counted client; missing folders are created."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         header = ["client", "num_examples", "num_classes", "label_entropy_bits"]
         columns = zip(
@@ -172,9 +171,9 @@ class PartitionSummary:
                 writer.writerow([client, size, num_classes, f"{entropy:.6f}", *counts])
 
     def figure(self) -> Figure:
-        """Return a picture: examples per client and class, and beside it the clients' sizes.
+        """Draw the examples per client and class, and beside them the clients' sizes.
 
-        Of more than 200 clients it shows 200, evenly spaced by number.
+        With more than 200 clients it shows 200 of them, evenly spaced by number.
         """
         from matplotlib.colors import PowerNorm
         from matplotlib.figure import Figure
@@ -186,8 +185,8 @@ class PartitionSummary:
         num_clients, num_shown = len(self.sizes), len(shown)
         figure = Figure(figsize=(9.0, 6.0), layout=ConstrainedLayoutEngine(wspace=0.06))
         grid, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-        # the square root keeps one example apart from none where another cell has a hundred
-        # without classes one column of all examples
+        # the square root makes one example visible if another cell has a hundred
+        # without classes there is one column of all examples
         counts = self.counts if len(self.classes) else self.sizes[self.clients, None]
         norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(counts.max())))
         image = grid.imshow(
@@ -215,7 +214,7 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def _evenly_spaced(count: int, most: int) -> np.ndarray:
-    """Return at most ``most`` of the numbers below ``count``."""
+    """Return at most ``most`` numbers below ``count``, evenly spaced."""
     shown = min(count, most)
     return np.arange(shown) * count // shown
 
@@ -230,7 +229,7 @@ def _check_labels(classes: np.ndarray, num_classes: int) -> None:
 
 
 def _label_ticks(axes: Axes, which: str, names: np.ndarray) -> None:
-    """Put ticks on round positions, named by what is there; all of them if they are few."""
+    """Label the ticks at round positions; all of them if they are few."""
     rough = -(-len(names) // MAX_TICKS)
     step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= rough)
     at = np.arange(0, len(names), 1 if len(names) <= 20 else step)

@@ -1,15 +1,12 @@
-"""A source's training examples: what its loader says about them, as far as clients can do the same.
+"""The examples behind a source's training loader, and its settings that clients reproduce.
 
-What a loader's sampler draws, as far as clients that draw for themselves can do the same.
+The loader's sampler draws           clients draw
+    all examples, in any order         all of their own, shuffled
+    some examples                      these examples alone, which are divided among the clients
+    examples by weight                 by the weights of their own examples, with replacement:
+                                       p_i = w_i / Σ_(j of the client) w_j
 
-    all examples, in order or shuffled     every client shuffles its own
-    some examples                          they alone are divided among the clients
-    examples by weight                     every client draws by the weights of its own:
-                                           p_i = w_i / Σ_(j of the client) w_j, with replacement
-
-Anything else is refused by name: it would be dropped without a word otherwise.
-
-Training examples as an evaluation sees them: by index, and without augmentation where known.
+Any other sampler is rejected by name, because it would be silently ignored otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.client_examples import ExampleTransform, changed_reader
 from fl_lightning.data.shards import batch_reader, gathers, reads_by_index
 
-# samplers of one example at a time
+# samplers that draw one example at a time
 _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
@@ -49,17 +46,17 @@ class TrainingSet:
     """The examples behind a training loader, by index.
 
     Args:
-        loader: what a data module's ``train_dataloader`` returned.
-        source: the data module's name, for errors.
-        ignore_sampler: take all examples, once each, whatever the loader's sampler draws.
+        loader: result of a data module's ``train_dataloader``.
+        source: name of the data module, for errors.
+        ignore_sampler: use all examples, once each, for any sampler of the loader.
 
     Raises:
-        ConfigurationError: if it is not one loader over a map-style data set, or draws in a way that
-            clients cannot follow.
+        ConfigurationError: if it is not one loader over a map-style data set, or clients cannot
+            reproduce its sampler.
 
     Attributes:
-        dataset: map-style, of N examples.
-        drawn: which of them, and by which weights.
+        dataset: map-style data set of N examples.
+        drawn: the examples that the sampler draws, and their weights.
 
     Example:
         >>> examples = TrainingSet(DataLoader(range(10), batch_size=4), "Digits")
@@ -84,23 +81,23 @@ class TrainingSet:
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per batch; None if the loader does not tell."""
+        """Examples per batch, or None if the loader has no such option."""
         size = loader_option(self._loader, "batch_size")
         return None if size is None else int(size)
 
     @property
     def drop_last(self) -> bool:
-        """Whether a smaller last batch is left out."""
+        """True if a smaller last batch is dropped."""
         return bool(loader_option(self._loader, "drop_last"))
 
     @property
     def read(self) -> Callable[[Tensor], Any]:
-        """The function from indices, shape (B,), to the loader's batch of them."""
+        """Function from indices, shape (B,), to the loader's batch of them."""
         return training_reader(self._loader)
 
     @property
     def read_for_evaluation(self) -> Callable[[Tensor], Any]:
-        """The same without augmentation, if known."""
+        """The same function, without augmentation if possible."""
         return evaluation_reader(self._loader)
 
     def changed(
@@ -111,24 +108,24 @@ class TrainingSet:
         *,
         augmented: bool,
     ) -> Callable[[Tensor], Any]:
-        """Return the function from indices, shape (B,), to a batch of examples changed one by one."""
+        """Return a function from indices, shape (B,), to a batch of transformed examples."""
         dataset = self.dataset if augmented else without_augmentation(self.dataset)
         return changed_reader(self._loader, dataset, transforms, owners, seed)
 
     @property
     def reads_by_index(self) -> bool:
-        """Whether a batch is a plain selection of rows in memory, the same at every reading."""
+        """True if a batch is a selection of rows in memory that is equal at every reading."""
         return reads_by_index(self.dataset, self._loader.collate_fn)
 
     @property
     def has_own_collate(self) -> bool:
-        """Whether batches are made of examples by a function of the source's own."""
+        """True if the source has a collate function of its own."""
         collate = self._loader.collate_fn
         return collate is not default_collate and not gathers(self.dataset, collate)
 
 
 def _check_loader(loader: Any, method: str) -> None:
-    """Refuse what cannot be divided by index, or is not iterated as a DataLoader is."""
+    """Raise ConfigurationError if a loader's examples cannot be divided and read by index."""
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set, got several "
@@ -162,12 +159,12 @@ _WAY_OUT = "or set data.ignore_sampler to true: then every client shuffles all o
 
 
 class Drawn(NamedTuple):
-    """What a pass draws from a data set of N examples.
+    """The examples that a pass draws from a data set of N examples.
 
     Attributes:
-        indices: of which examples, shape (M,); None for all.
-        weights: how likely each of all is to be drawn, with replacement, shape (N,), float64; None
-            where a pass draws each once.
+        indices: indices of the examples, shape (M,); None for all.
+        weights: weights of all examples for draws with replacement, float64 of shape (N,); None if a
+            pass draws each example once.
     """
 
     indices: Tensor | None = None
@@ -175,14 +172,14 @@ class Drawn(NamedTuple):
 
 
 def drawn_examples(loader: DataLoader[Any], source: str) -> Drawn:
-    """Return what a loader's sampler draws.
+    """Return the examples that a loader's sampler draws.
 
     Args:
-        loader: over a map-style data set.
-        source: who made it, for errors.
+        loader: loader over a map-style data set.
+        source: name of the data module, for errors.
 
     Raises:
-        ConfigurationError: for a sampler that clients cannot follow, by name.
+        ConfigurationError: if clients cannot reproduce the sampler, by name.
 
     Example:
         >>> drawn_examples(DataLoader(range(9), sampler=SubsetRandomSampler([7, 4])), "Digits")
@@ -206,7 +203,7 @@ def drawn_examples(loader: DataLoader[Any], source: str) -> Drawn:
 
 
 def _example_sampler(loader: DataLoader[Any], source: str) -> Any:
-    """Return what draws single examples; behind it may be batches of them."""
+    """Return the sampler of single examples, which may be inside a batch sampler."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(batches, BatchSampler) and _iterates_as(batches, BatchSampler):
         return batches.sampler
@@ -214,7 +211,7 @@ def _example_sampler(loader: DataLoader[Any], source: str) -> Any:
 
 
 def _iterates_as(sampler: Any, kind: type) -> bool:
-    # a subclass may draw something else
+    # a subclass may override the draw
     return type(sampler).__iter__ is kind.__iter__  # type: ignore[attr-defined]
 
 
@@ -279,19 +276,19 @@ def _refuse(source: str, name: str) -> NoReturn:
 
 
 def loader_option(loader: DataLoader[Any], name: str) -> Any:
-    """Return an option of a loader, e.g. ``batch_size``; None if it does not tell.
+    """Return an option of a loader, e.g. ``batch_size``, or None if it has none.
 
     Example:
         >>> loader_option(DataLoader([1, 2, 3], batch_size=2), "batch_size")
         2
     """
-    # a loader with a batch sampler, or one that is asked for whole batches, keeps it there
+    # a loader with a batch sampler, or one over whole batches, has the option there
     places = (loader, loader.batch_sampler, loader.sampler)
     return next((value for place in places if (value := getattr(place, name, None))), None)
 
 
 def training_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
-    """Return the function from indices, shape (B,), to the batch that a loader makes of them.
+    """Return a function from indices, shape (B,), to the loader's batch of them.
 
     Example:
         >>> import torch
@@ -302,9 +299,9 @@ def training_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
 
 
 def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
-    """Return the function from indices, shape (B,), to a batch without augmentation, if known.
+    """Return a function from indices, shape (B,), to a batch, without augmentation if possible.
 
-    A data set knows if it has a method ``evaluation`` that returns itself without.
+    It is possible if the data set has a method ``evaluation`` that returns the set without augmentation.
 
     Example:
         >>> import torch
@@ -315,12 +312,12 @@ def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
 
 
 def _reader(loader: DataLoader[Any], dataset: Dataset[Any]) -> Callable[[Tensor], Any]:
-    # a loader without a batch sampler asks for what its sampler draws, here whole lists of indices
+    # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
     return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 
 
 def without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return a data set whose examples are not augmented, if it knows."""
+    """Return the data set without augmentation, if it has a method ``evaluation``."""
     if type(dataset) is Subset:
         return Subset(without_augmentation(dataset.dataset), dataset.indices)
     if type(dataset) is ConcatDataset:

@@ -1,14 +1,14 @@
-"""From stored pixels to what a model sees, one whole batch at a time.
+"""Pixel pipeline: from stored pixels to the inputs of a model, for a whole batch.
 
     uint8 pixels -> random crop after padding -> random horizontal flip
                  -> [0, 1] -> (x - mean) / std -> bilinear resize
 
-Crops and flips differ from example to example but are done for the whole batch at once and on
-bytes: a batch of 64 CIFAR images takes half a millisecond on two cores.
+Crops and flips differ between examples but are computed for the whole batch, on bytes: a batch of 64
+CIFAR images takes half a millisecond on two cores.
 
-Randomness: crops and flips draw from torch's global CPU generator, as users' own augmentation and
-dropout do. The framework seeds that generator for every client and round, which makes the draws
-a function of (seed, round, client); on its own, call `torch.manual_seed` first.
+Crops and flips draw from torch's global CPU generator, like users' augmentation and dropout. The
+framework seeds that generator for every client and round, so that the draws are a function of (seed,
+round, client); without the framework, call `torch.manual_seed` first.
 
 Source of the recipe (pad by 4, crop, flip): He et al. 2016, CVPR (1512.03385), section 4.2.
 Shapes: B images, C channels, H and W pixels.
@@ -27,25 +27,25 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import sent
 
-# What is around an image before a crop: black, or the image mirrored at its edges, as torchvision
-# and PyTorch name them.
+# Padding of an image before a crop: black, or the image mirrored at its edges, with the names of
+# torchvision and PyTorch.
 PaddingMode = Literal["constant", "reflect"]
 
 
 @dataclass(frozen=True)
 class PixelPipeline:
-    """What is done to a batch of images between memory and the model.
+    """The transforms of a batch of images between memory and the model.
 
     Args:
         mean: mean of every channel, of pixels in [0, 1].
         std: standard deviation of every channel, greater than 0.
         crop_padding: pixels added on each side before a random crop of the original size; 0 for no
             crop.
-        padding_mode: what these are: zeros (``constant``), or the image mirrored at its edges
+        padding_mode: values of these pixels: zeros (``constant``), or the image mirrored at its edges
             (``reflect``).
         horizontal_flip: mirror each image left to right with probability 1/2.
-        image_size: height and width that come out, by bilinear interpolation with antialiasing;
-            None leaves images as they are stored.
+        image_size: height and width after bilinear interpolation with antialiasing; None keeps the
+            stored size.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -99,7 +99,7 @@ horizontal_flip=False, image_size=8)
         return self.resize(self.normalize(self.augment(images)))
 
     def augment(self, images: Tensor) -> Tensor:
-        """Crop and flip each image by its own draw; uint8 in and out, of the same shape."""
+        """Crop and flip each image at random, uint8 of the same shape."""
         num_images = len(images)
         if self.crop_padding:
             offsets = torch.randint(0, 2 * self.crop_padding + 1, (2, num_images))
@@ -116,7 +116,7 @@ horizontal_flip=False, image_size=8)
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def resize(self, images: Tensor) -> Tensor:
-        """Return float images of `image_size` pixels, untouched where they have that size."""
+        """Resize float images to `image_size` pixels; unchanged if they have that size."""
         size = self.image_size
         if size is None or images.shape[-2:] == (size, size):
             return images
@@ -124,9 +124,9 @@ horizontal_flip=False, image_size=8)
 
 
 def pad(images: Tensor, padding: int, mode: PaddingMode) -> Tensor:
-    """Return images of shape (B, C, H + 2 padding, W + 2 padding), of bytes as of numbers.
+    """Pad images to shape (B, C, H + 2 padding, W + 2 padding), of any dtype.
 
-    An image must be larger than its padding where it is mirrored.
+    To be mirrored, an image must be larger than its padding.
 
     Example:
         >>> pad(torch.tensor([[[[1, 2, 3]] * 3]]), 1, "reflect")[0, 0, 0]
@@ -134,7 +134,7 @@ def pad(images: Tensor, padding: int, mode: PaddingMode) -> Tensor:
     """
     if mode == "constant":
         return functional.pad(images, (padding,) * 4)
-    for axis in (2, 3):  # PyTorch mirrors no bytes
+    for axis in (2, 3):  # PyTorch's reflect does not support bytes
         last = images.shape[axis] - 1
         places = torch.arange(-padding, last + padding + 1, device=images.device).abs()
         images = images.index_select(axis, last - (last - places).abs())
@@ -149,17 +149,17 @@ def crop(
     padding: int,
     mode: PaddingMode = "constant",
 ) -> Tensor:
-    """Return for each image its own window of the original size from the padded image.
+    """Crop each padded image to a window of the original size.
 
-    All windows exist as a view without memory of their own; one indexing operation picks one
-    window an image and copies it.
+    All windows are a view without memory of their own; one indexing operation copies one window per
+    image.
 
     Args:
         images: shape (B, C, H, W).
         tops: first row of each window in the padded image, shape (B,), in [0, 2 padding].
         lefts: first column of each window, likewise.
         padding: pixels on each side.
-        mode: what these are, see `pad`.
+        mode: values of these pixels, see `pad`.
 
     Example:
         >>> image = torch.tensor([[[[1, 2], [3, 4]]]])
@@ -174,7 +174,7 @@ def crop(
 
 
 def mirror(images: Tensor, chosen: Tensor) -> Tensor:
-    """Return the images with those ``chosen`` (bool, shape (B,)) mirrored left to right.
+    """Mirror the ``chosen`` images (bool, shape (B,)) left to right.
 
     Example:
         >>> mirror(torch.tensor([[[[1, 2]]], [[[3, 4]]]]), torch.tensor([True, False])).flatten()

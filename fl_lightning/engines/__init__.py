@@ -3,22 +3,21 @@
 A door: other rooms import these names and nothing past them.
 """
 
-from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
 from fl_lightning.engines.compiler.compiling import NotCompiled
 from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, Speedup, reason_against
+from fl_lightning.engines.functional import CannotPad, CannotStack
 from fl_lightning.engines.functional.example_gradients import (
     ExampleGradients,
     check_examples_apart,
     nothing,
 )
+from fl_lightning.engines.functional.forwards import Forwards, other_forwards
 from fl_lightning.engines.functional.functional_step import STEPS_IN_SLOTS, StepContext
-from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
-from fl_lightning.engines.slots.own import OwnOf, SlotOwn
-from fl_lightning.engines.slots.results import usable_rows
-from fl_lightning.engines.slots.stacked_functions import StackedOptions
+from fl_lightning.engines.slots.results import OwnOf, SlotOwn, usable_rows
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
 from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.step_functions import StackedOptions
 from fl_lightning.engines.slots.training import SlotTrainer, TermOf
 
 __all__ = [

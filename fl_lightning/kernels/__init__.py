@@ -1,7 +1,4 @@
-"""C code behind one door: dense layers, sorts, optimizer steps, noise; each has a way without a compiler.
-
-A door: other rooms import these names and nothing past them.
-"""
+"""C kernels with fallbacks: dense layers, sorts, steps, noise; other rooms import only these names."""
 
 from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
 from fl_lightning.kernels.layers import (

@@ -1,8 +1,8 @@
-"""A file of C beside the module that uses it, compiled where it runs.
+"""C files next to the modules that use them, compiled on the machine that runs them.
 
-For the few loops that neither torch nor NumPy has and that take several times as long without. The
-system's C compiler needs a fraction of a second, once: what it makes is kept in the user's cache
-folder. Nothing depends on it: a caller has another way for systems without a compiler.
+They contain the few loops that torch and NumPy lack and that are several times slower without C. The
+system's C compiler needs a fraction of a second, once: the library is kept in the user's cache folder.
+Callers have a fallback for systems without a compiler.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 
 @cache
 def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return a file's functions, or None where it cannot be compiled.
+    """Compile and load a C file; returns None if it cannot be compiled.
 
     The compiler is that of the variable ``CC``, or ``cc``. Processors without fused multiply-add and
-    vectors of 256 bits count as none.
+    vectors of 256 bits are not supported.
 
     Args:
-        source: the file, in C11; sums and products are not contracted but where it says so. It may
-            include headers of its folder.
-        extra_flags: for the compiler.
+        source: the file, in C11; sums and products are contracted only where it says so. It may include
+            headers of its folder.
+        extra_flags: flags for the compiler.
     """
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     flags = _flags()
@@ -54,22 +54,22 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
 
 
 def c_libraries(sources: Iterable[tuple[Path, tuple[str, ...]]]) -> list[ctypes.CDLL | None]:
-    """Return `c_library` of several files and flags; what needs to be compiled is so side by side."""
+    """Return `c_library` of several files and flags, compiled in parallel."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(c_library, *zip(*sources, strict=True)))
 
 
 @cache
 def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: Any) -> Any:
-    """Return one function of a file that can be compiled.
+    """Return one function of a compiled file, with declared argument types.
 
-    Declared once: its arguments are then plain numbers, which takes a third of the time of a call.
+    With a declaration its arguments are plain numbers, which takes a third of the time per call.
 
     Args:
         source: see `c_library`.
         extra_flags: see `c_library`.
-        name: the function's.
-        types: of its arguments, from `ctypes`.
+        name: name of the function.
+        types: types of its arguments, from `ctypes`.
     """
     library = c_library(source, extra_flags)
     assert library is not None
@@ -80,9 +80,9 @@ def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: An
 
 @cache
 def vector_flags(count: int) -> tuple[str, ...]:
-    """Return flags for loops over so many numbers of float32, which go by vectors of ``LANES``, 8 or 16.
+    """Flags for loops over ``count`` float32 numbers, in vectors of ``LANES`` numbers, 8 or 16.
 
-    16 where the processor has such vectors and one of 8 would not hold the numbers.
+    16 if the processor has such vectors and the numbers do not fit into one of 8.
     """
     has_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return ("-DLANES=16", "-mavx512f") if has_wide and count > 8 else ("-DLANES=8",)

@@ -102,7 +102,7 @@ def _differentiable(
 
 
 def along_first_axis(function: Callable[..., Any]) -> VmapRule:
-    """Return the rule of an operator for which all that has another first index is independent."""
+    """`vmap` rule of an operator that is independent along the first axis."""
 
     def rule(info: Any, axes: Any, *arguments: Any) -> tuple[Any, Any]:
         pairs = zip(arguments, axes, strict=True)
@@ -116,10 +116,10 @@ def along_first_axis(function: Callable[..., Any]) -> VmapRule:
 
 
 def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
-    """Return the rule of an operator (clients, examples, …), (clients, …), … -> (clients, examples, …).
+    """`vmap` rule of an operator (clients, examples, …), (clients, …), … -> (clients, examples, …).
 
-    Another axis joins that over clients; where all share the arguments after the first, that over
-    examples: one large product of many small ones.
+    The mapped axis is merged into the axis over clients; if only the first argument has it, into the
+    axis over examples: one large product instead of many small ones.
     """
 
     def rule(info: Any, axes: Any, one: Tensor, *others: Tensor) -> tuple[Tensor, int]:
@@ -135,13 +135,13 @@ def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
 
 
 def joined(argument: Any, axis: int | None, size: int, place: int = 0) -> Any:
-    """Return an argument with the axis of `vmap` as part of its first one.
+    """Merge the mapped axis of `vmap` into the first axis of an argument.
 
     Args:
-        argument: what it is of; numbers stay.
-        axis: where it has the axis; None if it has none.
-        size: of the axis.
-        place: 0 for its indices to come first, 1 for those of the first axis to do so.
+        argument: a tensor; other arguments are returned unchanged.
+        axis: the mapped axis; None if it has none.
+        size: length of the mapped axis.
+        place: 0 if the mapped axis varies slowest in the merged one, 1 if the first axis does.
 
     Example:
         >>> joined(torch.zeros(2, 5, 3), axis=1, size=5).shape

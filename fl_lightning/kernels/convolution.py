@@ -113,7 +113,7 @@ def _run(
     *more: int | None,
     sizes: tuple[torch.Size, torch.Size],
 ) -> Tensor:
-    """Have the library compute a result from two factors; sizes are those of x and w."""
+    """Compute a result from two factors by the C library; sizes are those of x and w."""
     (clients, count, height, width, _), (_, out, channels, tall, wide) = sizes
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)

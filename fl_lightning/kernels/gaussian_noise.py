@@ -1,20 +1,21 @@
-"""Gaussian noise, rounded to whole numbers, drawn without an error.
+"""Exact samples of Gaussian noise rounded to integers.
 
-    round(N(0, σ²))        σ in whole steps of a grid
+    round(N(0, σ²))        σ in steps of a grid
 
-A whole number plus this is the rounded sum of that number and a normal one, round(v + Z) = v + round(Z).
-So what is released follows from what the Gaussian mechanism would have released, and costs no more: every
-ε of that mechanism holds as it is. Numbers in floating point have no such argument, and their lowest
-bits tell what was added (Mironov 2012, "On significance of the least significant bits").
+An integer plus this noise is the rounded sum of the integer and a normal number, round(v + Z) = v +
+round(Z). So the release is a function of that of the Gaussian mechanism, and every ε of that mechanism
+holds. Floating-point noise has no such argument, and its lowest bits reveal the value it was added to
+(Mironov 2012, "On significance of the least significant bits").
 
-Drawn by rejection from strips of equal width w σ, a power of two of steps:
+The sampler uses rejection from strips of equal width w σ, a power of two of steps:
 
-    strip b with chance ∝ exp(-(b w)²/2),  place u in [0, 1),  accept with chance exp(-w² u (2b + u)/2)
+    strip b with probability ∝ exp(-(b w)²/2),  place u in [0, 1),
+    accept with probability exp(-w² u (2b + u)/2)
 
-The bits of u are those of the number. Comparisons of a uniform number with a chance are made on its
-first bits, and on more of them as long as these leave it open: no chance is off by anything.
+The bits of u are those of the number. A uniform number is compared with a probability by its first
+bits, and by more of them if these do not decide, so that all probabilities are exact.
 Differs from the discrete Gaussian of Canonne, Kamath and Steinke 2020 (2004.00010), which has the same
-lazy comparisons: of that only the Rényi divergence is bounded in many dimensions, not the privacy loss.
+lazy comparisons: in many dimensions only its Rényi divergence is bounded, not the privacy loss.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ from fl_lightning.kernels.c_library import c_function, c_library
 # A strip has between a 64th and a 128th of a standard deviation.
 _STRIPS_PER_STDDEV = 64
 LEAST_STDDEV, LARGEST_STDDEV = 2.0**8, 2.0**52
-# Beyond so many standard deviations lies less than 2⁻⁶³ of the distribution.
+# Beyond this many standard deviations is less than 2⁻⁶³ of the distribution.
 _TABLE_END = 9.3
-# Of a word, how many bits are of the place; the others are a coin.
+# Bits of a word for the place; the other bits are a coin.
 _PLACE_BITS, _COIN_BITS = 48, 16
-# By how much a chance in double precision may be off, amply.
+# A generous bound on the error of a probability in double precision.
 _DOUBT = 2.0**-36
-# Numbers at a time: their words take 1 MB, which stays in a processor's cache.
+# Numbers drawn at a time: their words take 1 MB, which fits into a processor's cache.
 _CHUNK = 1 << 16
 _SOURCE = Path(__file__).parent / "c" / "rounded_gaussian.c"
 
 
 def rounded_gaussian(stddev: float, size: int, draw: Draw) -> Integers:
-    """Return whole numbers of which each is a normal one, rounded, shape (size,).
+    """Draw rounded normal numbers, int64 of shape (size,).
 
     Args:
         stddev: σ of the normal numbers, in [2⁸, 2⁵²].
-        size: how many.
-        draw: gives random words; numbers are a pure function of them.
+        size: number of draws.
+        draw: source of random words; the numbers are a pure function of them.
 
     Raises:
-        ValueError: for a standard deviation out of range.
+        ValueError: if the standard deviation is out of range.
 
     Example:
         >>> generator = np.random.default_rng(0)
@@ -83,7 +84,7 @@ def _fill(numbers: Integers, strips: _Strips, draw: Draw) -> None:
 
 
 def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
-    """Fill numbers, and return the indices of those that are rejected."""
+    """Fill numbers, and return the indices of the rejected ones."""
     count = len(numbers)
     words = draw(2 * count)
     choices, places = words[:count], words[count:]
@@ -94,7 +95,7 @@ def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
 def _first_pass(
     numbers: Integers, strips: _Strips, choices: Words, places: Words
 ) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Fill numbers; return the indices of those that words do not settle, and whose strip is open."""
+    """Fill numbers; returns the indices of undecided ones, and True for those with an undecided strip."""
     if c_library(_SOURCE) is None:
         return first_pass(numbers, strips, choices, places)
     count = len(choices)
@@ -120,7 +121,7 @@ def _first_pass(
 def first_pass(
     numbers: Integers, strips: _Strips, choices: Words, places: Words
 ) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Do what the file of C does, with the same bits, where it cannot be compiled."""
+    """NumPy version of the C file, bit-identical, for systems without a compiler."""
     choice, ends = choices >> np.uint64(1), strips.ends
     strip = np.searchsorted(ends, choice, side="right")
     open_strip = strip == len(ends)
@@ -139,7 +140,7 @@ def _place(places: Words) -> Words:
 
 
 def _numbers(strips: _Strips, strip: Integers, place: Words, choices: Words) -> Integers:
-    """Return whole numbers: the place's first bits, rounded by the next one, and a sign."""
+    """Integers from a strip, the first bits of a place, rounded by the next one, and a sign."""
     inside = (place >> np.uint64(_PLACE_BITS - 1 - strips.shift)) + np.uint64(1) >> np.uint64(1)
     magnitude = (strip.astype(np.int64) << strips.shift) + inside.astype(np.int64)
     sign = 1 - 2 * (choices & np.uint64(1)).astype(np.int64)
@@ -156,7 +157,7 @@ def _accepted(
     has_open_strip: npt.NDArray[np.bool_],
     draw: Draw,
 ) -> npt.NDArray[np.bool_]:
-    """Return which of the open ones are accepted, and have the numbers of an open strip found."""
+    """Decide the undecided numbers: find open strips, and return True for accepted numbers."""
     strip = np.searchsorted(strips.ends, choices[which] >> np.uint64(1), side="right")
     for at in np.flatnonzero(has_open_strip):
         strip[at] = strips.strip_of(int(choices[which[at]] >> np.uint64(1)), draw)
@@ -191,11 +192,11 @@ class _Strips:
 
     @property
     def curve(self) -> float:
-        """w²/2, rounded up by so much that the first pass accepts nobody wrongly."""
+        """w²/2, rounded up so that the first pass never accepts wrongly."""
         return float(self.width**2 / 2) * (1 + 2.0**-40)
 
     def strip_of(self, choice: int, draw: Draw) -> int:
-        """Return the strip that a choice of 63 bits means, by as many more bits as that takes."""
+        """Return the strip of a choice of 63 bits, with as many more bits as needed."""
         bits = 63
         while True:
             choice, bits = (choice << 64) + int(draw(1)[0]), bits + 64
@@ -204,7 +205,7 @@ class _Strips:
                 return found
 
     def _strip_between(self, choice: int, bits: int) -> int | None:
-        """Return the strip whose part of [0, 1) holds all numbers that begin with these bits."""
+        """Return the strip that contains all numbers in [0, 1) with these first bits, or None."""
         with localcontext() as context:
             context.prec = bits // 3 + 30
             masses = _masses(self.width, Decimal(2) ** -(bits + 40))
@@ -218,13 +219,13 @@ class _Strips:
         return None
 
     def is_accepted(self, strip: int, place: int, coin: int, draw: Draw) -> bool:
-        """Return whether a uniform number is below the chance at a place.
+        """True if a uniform number is below the acceptance probability at a place.
 
         Args:
             strip: b.
             place: the first 48 bits of u.
             coin: the first 80 bits of the uniform number.
-            draw: gives as many more bits of both as that takes.
+            draw: source of as many more bits of both as needed.
         """
         place_bits, coin_bits = _PLACE_BITS, _COIN_BITS + 64
         while True:
@@ -250,7 +251,7 @@ def _decimal(value: Fraction) -> Decimal:
 
 
 def _masses(width: Fraction, least: Decimal) -> list[Decimal]:
-    """Return exp(-(b w)²/2) for b = 0, 1, … as long as it is no less, to the present precision."""
+    """Values exp(-(b w)²/2) for b = 0, 1, … while they are at least ``least``, in the current precision."""
     ratio = (-_decimal(width**2) / 2).exp()
     square, factor, mass, masses = ratio * ratio, ratio, Decimal(1), []
     while mass >= least:

@@ -79,7 +79,7 @@ def _dense_weights(gradients: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _run(name: str, result: Tensor, one: Tensor, other: Tensor, *sizes: int) -> Tensor:
-    """Have the library compute a result from two factors."""
+    """Compute a result from two factors by the C library."""
     one, other = one.contiguous(), other.contiguous()
     function = c_function(SOURCE, flags(sizes[2]), name, *_TYPES)
     function(result.data_ptr(), one.data_ptr(), other.data_ptr(), *sizes)
@@ -114,7 +114,7 @@ dense_weights: Callable[..., Tensor] = operator(
 
 
 def can_step(weight: Tensor) -> bool:
-    """Return whether `dense_step` can move a weight, shape (O, I), on a CPU."""
+    """True if `dense_step` can move a weight, shape (O, I), on a CPU."""
     is_long = weight.shape[1] >= FEWEST_INPUTS  # a row, for a vector
     return is_long and weight.dtype == torch.float32 and weight.is_contiguous()
 
@@ -131,7 +131,7 @@ def dense_step(
     momentum: float,
     decay: float,
 ) -> None:
-    """Take a step of SGD with the gradients errorsᵀ inputs, which are nowhere written.
+    """Step of SGD with the gradients errorsᵀ inputs, which are not stored.
 
         g = errorsᵀ inputs + decay · weights + momentum · velocity
         velocity ← g,    to ← keep · weights - lr · g
@@ -182,11 +182,11 @@ def dense_step(
 
 
 def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Tensor) -> Tensor:
-    """Have a mean take in products one after the other, none of which is written.
+    """Fold products into a mean, one after the other, without storing them.
 
         mean ← lerp(mean, errorsᵀ inputs, share)
 
-    with the bits of `torch.lerp` of what `dense_step` makes of them.
+    bit-identical to `torch.lerp` with the products of `dense_step`.
 
     Args:
         mean: shape (O, I), contiguous.

@@ -1,4 +1,4 @@
-"""How architecture parameters learn in a step: by the gradient of a loss, or by a reward.
+"""Gradients of architecture parameters: of a loss, or by REINFORCE from a reward.
 
     Gradient    ∇_α L_search(w or w', α)                     DARTS, GDAS, PC-DARTS, ProxylessNAS, FBNet
     Reward      -(R̂ - b) ∇ log π(a),  a ~ π = softmax(α)     ENAS, with a table of logits
@@ -12,26 +12,25 @@ Gradients are of first order, or go through one step of the weights:
              w± = w ± ε ∇_{w'} L_val,   ε = 0.01 / ‖∇_{w'} L_val‖
     exact    the derivative of L_val(w'(α), α), by differentiating ∇_w L_train once more
 
-v is the momentum's buffer, μ its factor, λ the weight decay: w' is where SGD would go, also with dampening
-or Nesterov's momentum, by which the second term of ``finite`` is scaled. Losses are
-functions of named weights and named architecture parameters; with a module,
-``functional_call(module, {**weights, **alphas, **buffers}, x)``. Hand over buffers that may change,
-and draw the same noise in every call: all of them have to be the same function.
-Between w⁺ and w⁻ rectifiers switch and batch norms of nearly constant channels turn over: there
-``finite`` can miss by more than what it corrects, while ``exact`` is the derivative, for more time and
-memory.
+v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of SGD's next step, also with
+dampening or Nesterov's momentum, which scale the second term of ``finite``. Losses are functions of named
+weights and named architecture parameters; with a module, ``functional_call(module, {**weights, **alphas,
+**buffers}, x)``. Pass buffers that may change, and draw the same noise in every call: all calls must
+evaluate the same function. Between w⁺ and w⁻ rectifiers switch, and batch norms of nearly constant
+channels change sign: there the error of ``finite`` can exceed its correction, while ``exact`` is the
+derivative, for more time and memory.
 
 REINFORCE has a baseline of earlier rewards and a bonus for entropy:
 
-    R̂ = R + 1e-4 · H(π)             H is a number here: no gradient flows through it
+    R̂ = R + 1e-4 · H(π)             H is a constant here: no gradient flows through it
     b ← 0.95 b + 0.05 R̂
 
-A baseline of earlier rewards alone leaves the expectation of the gradient as it is; entropy with a
-gradient would not: it adds ∇H times log π. The first reward is its own baseline: no step.
+A baseline of earlier rewards does not change the expected gradient; entropy with a gradient would: it
+adds ∇H times log π. The first reward is its own baseline: no step.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 6 to 8, and its code for momentum and decay; Williams 1992;
 Pham et al. 2018, ENAS, section 2.2, and its code; Dong, Yang 2020 for a table of logits (NAS-Bench-201's
 REINFORCE).
-Differs: ENAS's code puts a reward into the baseline before it subtracts the baseline, which scales every
+Differs: ENAS's code updates the baseline by a reward before it subtracts the baseline, which scales every
 gradient by 0.95.
 """
 
@@ -61,14 +60,14 @@ Order = Literal["first", "finite", "exact"]
 
 @dataclass(frozen=True)
 class WeightStep:
-    """The step of SGD that weights are about to take.
+    """The next step of SGD on the weights.
 
     Attributes:
         lr: ξ >= 0.
         momentum: μ >= 0.
         weight_decay: λ >= 0.
-        dampening: >= 0, of a gradient that joins a momentum buffer.
-        nesterov: whether the step looks one momentum ahead.
+        dampening: dampening >= 0 of gradients in a momentum buffer.
+        nesterov: whether to use Nesterov momentum.
 
     Raises:
         ConfigurationError: if one is negative.
@@ -87,7 +86,7 @@ class WeightStep:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
-        """Return the step that SGD is about to take; None of other optimizers."""
+        """Return the next step of SGD, or None for other optimizers."""
         if type(optimizer) is not torch.optim.SGD:
             return None
         group = optimizer.param_groups[0]
@@ -97,12 +96,12 @@ class WeightStep:
     def taken(
         self, weights: Tensors, gradients: Tensors, velocities: Tensors | None = None
     ) -> dict[str, Tensor]:
-        """Return w'.
+        """Return w' by name.
 
         Args:
             weights: w.
-            gradients: of the training loss, by the same names.
-            velocities: momentum buffers, by the same names; absent ones begin with this gradient.
+            gradients: gradients of the training loss, by the same names.
+            velocities: momentum buffers, by the same names; missing ones start with this gradient.
         """
         velocities = velocities or {}
         moved = {}
@@ -116,7 +115,7 @@ class WeightStep:
         return moved
 
     def slope(self, *, has_velocity: bool) -> float:
-        """Return how far a weight moves against a unit of its gradient.
+        """Derivative of a weight's step by its negative gradient.
 
         Args:
             has_velocity: whether it has a momentum buffer.
@@ -127,18 +126,18 @@ class WeightStep:
 
 @dataclass(frozen=True)
 class Situation:
-    """A step of α: losses, parameters and what the weights are about to do.
+    """The inputs of a step of α: losses, parameters and the next step of the weights.
 
     Attributes:
         train: loss on the batch of the weights' half.
         search: loss on the batch of the other half, with the penalty of costs.
-        accuracy: of one operation a row on the batch of the other half, in [0, 1].
+        accuracy: accuracy in [0, 1] of one operation per row on the batch of the other half.
         weights: w by name.
         alphas: architecture parameters by name.
-        weight_step: the step that weights are about to take; None where their optimizer is not SGD.
+        weight_step: next step of the weights; None if their optimizer is not SGD.
         velocities: momentum buffers of the weights.
-        baseline: of rewards, a buffer of shape (1,) that may be written to; 0 before the first one.
-        generator: makes the one of this step's draws, always the same.
+        baseline: baseline of rewards, a writable buffer of shape (1,); 0 before the first reward.
+        generator: returns a fresh generator of this step's draws, always with the same state.
     """
 
     train: Loss
@@ -153,10 +152,10 @@ class Situation:
 
 
 class AlphaGradient(ABC):
-    """A way to learn α.
+    """Base of estimators of α's gradient.
 
     Attributes:
-        needs_weight_step: whether it looks a step of the weights ahead.
+        needs_weight_step: whether it needs the next step of the weights.
         has_baseline: whether it has a baseline of rewards.
     """
 
@@ -165,15 +164,15 @@ class AlphaGradient(ABC):
 
     @abstractmethod
     def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return what the optimizer of α is to descend, by name."""
+        """Return the gradient for the optimizer of α, by name."""
 
 
 @final
 class Gradient(AlphaGradient):
-    """By the gradient of the loss on the other half.
+    """Gradient of the loss on the other half.
 
     Args:
-        order: ``first``: at the weights as they are; ``finite``: a step of the weights ahead, by
+        order: ``first``: at the current weights; ``finite``: after the next step of the weights, by
             finite differences; ``exact``: the same by differentiating twice.
 
     Raises:
@@ -201,11 +200,11 @@ class Gradient(AlphaGradient):
 
 @final
 class Reward(AlphaGradient):
-    """By the accuracy of an architecture that is drawn, whatever it costs.
+    """REINFORCE with the accuracy of a drawn architecture as reward; ignores costs.
 
     Args:
-        decay: of the moving average of rewards, in [0, 1).
-        entropy_weight: of the entropy in the reward, at least 0.
+        decay: decay of the moving average of rewards, in [0, 1).
+        entropy_weight: weight of the entropy in the reward, at least 0.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -218,7 +217,7 @@ class Reward(AlphaGradient):
         self._decay, self._entropy_weight = decay, entropy_weight
 
     def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return the gradient of REINFORCE; the baseline moves."""
+        """Return the gradient of REINFORCE, and update the baseline."""
         alphas = {name: tensor.detach().requires_grad_() for name, tensor in now.alphas.items()}
         logs = alphas["alpha"].log_softmax(1)
         drawn = drawn_operations(alphas["alpha"], 1, now.generator())
@@ -245,24 +244,24 @@ def architecture_gradient(
     order: Order = "finite",
     step_length: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Return the gradient of α; nothing that is handed over changes.
+    """Return the gradient of α; the arguments do not change.
 
     Args:
         train: loss L_train on a batch of the weights' half.
         validation: loss L_val on a batch of the other half.
-        weights: w, the trainable ones.
+        weights: trainable weights w.
         alphas: architecture parameters.
-        step: of w; ``first`` needs none.
-        velocities: momentum buffers of the weights; absent ones begin with this gradient.
+        step: next step of w; not needed for ``first``.
+        velocities: momentum buffers of the weights; missing ones start with this gradient.
         order: ``first``, ``finite`` or ``exact``; see above.
-        step_length: ‖w± - w‖ > 0 of ``finite``; 0.01 is the paper's.
+        step_length: ‖w± - w‖ > 0 of ``finite``; 0.01 in the paper.
 
     Returns:
-        Tensors of the names and shapes of `alphas`; zeros where α has no influence.
+        Tensors with the names and shapes of `alphas`; zeros for those without influence.
 
     Raises:
         ConfigurationError: if there is no such order, or the length is not positive.
-        ValueError: if there is no step where one is needed.
+        ValueError: if a step is needed and missing.
     """
     if order not in ("first", "finite", "exact"):
         raise ConfigurationError(f"order must be first, finite or exact, got {order!r}")
@@ -272,7 +271,7 @@ def architecture_gradient(
     if order == "first":
         return gradients_of(validation(w, a), a)
     if step is None:
-        raise ValueError(f"order {order} looks one step of the weights ahead: give the step")
+        raise ValueError(f"order {order} needs the next step of the weights: give the step")
     exact = order == "exact"
     ahead = step.taken(w, gradients_of(train(w, a), w, create_graph=exact), velocities)
     if exact:
@@ -294,7 +293,7 @@ def _by_differences(
     direct = {name: gradients[f"a {name}"] for name in a}
     direction = {name: slopes[name] * gradients[f"w {name}"] for name in w}
     norm = torch.stack([part.norm() for part in direction.values()]).norm()
-    if norm == 0:  # w' does not move, or is where L_val is flat: no path from α through the weights
+    if norm == 0:  # w' does not move, or L_val is flat there: α has no effect through the weights
         return direct
     length = step_length / norm
     plus, minus = (
@@ -323,22 +322,22 @@ def gradients_of(
 
 
 def leaves(tensors: Tensors) -> dict[str, Tensor]:
-    """Return the same numbers as tensors to differentiate by."""
+    """Return detached copies that require gradients."""
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
 
 def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors under longer names."""
+    """Prepend a prefix to the names of tensors."""
     return {f"{prefix} {name}": tensor for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """An architecture that was drawn.
+    """A drawn architecture.
 
     Attributes:
-        choices: the number of the option taken at every decision.
-        log_probability: log π of them, a scalar; gradients flow to α.
+        choices: number of the chosen option of every decision.
+        log_probability: log π of the choices, a scalar; gradients flow to α.
         entropy: sum of the entropies of the decisions, in nats, a scalar.
     """
 
@@ -349,11 +348,11 @@ class Sampled:
 
 @final
 class Reinforce:
-    """The loss whose gradient is REINFORCE's, and the moving average of rewards.
+    """The loss whose gradient is REINFORCE's, with its moving average of rewards.
 
     Args:
-        decay: of the baseline, in [0, 1).
-        entropy_weight: of the entropy in the reward, at least 0.
+        decay: decay of the baseline, in [0, 1).
+        entropy_weight: weight of the entropy in the reward, at least 0.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -368,11 +367,11 @@ class Reinforce:
         self.baseline: float | None = None
 
     def loss(self, sampled: Sampled, reward: float) -> Tensor:
-        """Return -(R̂ - b) log π, and move the baseline.
+        """Return -(R̂ - b) log π, and update the baseline.
 
         Args:
-            sampled: by α as it is now.
-            reward: of it, e.g. its accuracy on a batch of the validation half.
+            sampled: architecture drawn by the current α.
+            reward: its reward, e.g. its accuracy on a batch of the validation half.
 
         Raises:
             ValueError: if the reward is not finite.

@@ -1,16 +1,16 @@
-"""The optimizer of architecture parameters in a federation: at the server, or with a state that clients keep.
+"""The optimizer of architecture parameters in a federation: at the server, or at the clients.
 
-    client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step a local step
+    client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step per local step
     server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
              α ← optimizer(α, g)                   Adam, whose moments last from round to round
 
 With one local step on a full batch each, g is the gradient over the pooled data, and α moves as in a
-search without clients. Adam at the clients would begin with empty moments in every round: its first
-step is a sign, and a mean of signs is no sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step
-goes down, the mean of the clients' steps goes up).
+central search. Adam at the clients would start with empty moments in every round: its first step is a
+sign, and the mean of signs is not the sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step goes
+down, the mean of the clients' steps goes up).
 
-Where clients step α all the same, what their optimizers have learnt can travel as buffers do: averaged over
-clients by the server, or kept by each client for itself (`keep`, `recall`).
+If clients step α nevertheless, the state of their optimizers can be part of their buffers: averaged by the
+server, or personal (`keep`, `recall`).
 Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differs from FedNAS (He et al.
 2020), which averages the clients' α.
 """
@@ -34,17 +34,17 @@ from fl_lightning.federation import Stage
 
 @final
 class ServerSearchStep(Stage):
-    """Steps some parameters by an optimizer of their own, in place of the server's.
+    """Steps some parameters by an optimizer of their own instead of the server's.
 
     Args:
-        names: of the parameters.
-        make_optimizer: of their optimizer, given parameters of their shapes.
-        local_lr: learning rate η > 0 of the plain SGD by which clients move them.
-        is_active: whether they learn in a round; in others they stay, whatever their optimizer
-            would do without a gradient.
+        names: names of the parameters.
+        make_optimizer: makes their optimizer, given parameters of their shapes.
+        local_lr: learning rate η > 0 of the clients' plain SGD on them.
+        is_active: True if they learn in a round; otherwise they stay, whatever their optimizer would do
+            without a gradient.
 
     Raises:
-        ConfigurationError: for a learning rate by which nothing could be told.
+        ConfigurationError: if the learning rate is not positive and finite.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ class ServerSearchStep(Stage):
         if not 0 < local_lr < math.inf:
             raise ConfigurationError(
                 f"model.architecture_optimizer: its lr must be positive and finite, got {local_lr}: the server "
-                "divides what clients send by it. To leave the architecture alone, train a Network"
+                "divides clients' updates by it. To keep the architecture fixed, train a Network"
             )
         self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
         self._is_active, self._round = is_active, 0
@@ -81,7 +81,7 @@ class ServerSearchStep(Stage):
         self._gradients: list[Tensor] | None = None
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Learn where they are among the coordinates that travel.
+        """Find the parameters among the coordinates of an update.
 
         Raises:
             ConfigurationError: if a mask freezes some of their entries.
@@ -97,7 +97,7 @@ class ServerSearchStep(Stage):
         self._space = space
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Forget what an unfinished round has brought."""
+        """Start a round; gradients of an unfinished round are dropped."""
         present = self._views(model.params)
         if self._optimizer is None:
             self._params = [nn.Parameter(view.clone()) for view in present]
@@ -116,7 +116,7 @@ class ServerSearchStep(Stage):
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Put them where their own optimizer takes them; without a reply they have not moved."""
+        """Replace the parameters by the result of their own optimizer; they stay if no client replied."""
         if self._gradients is None:
             return
         if not self._is_active(self._round):  # noise of a private run may have moved them
@@ -137,7 +137,7 @@ class ServerSearchStep(Stage):
         return {"round": self._round, "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         self.open((state or {}).get("round", 0), model)
         if state:
             assert self._optimizer is not None
@@ -145,7 +145,7 @@ class ServerSearchStep(Stage):
 
 
 def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
-    """Return how many numbers an optimizer has in its state after a step.
+    """Number of values in an optimizer's state after a step.
 
     Example:
         >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
@@ -158,13 +158,13 @@ def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[
 
 
 def keep(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state into a buffer, shape (s,), unless that has no place for any."""
+    """Copy the state into a buffer, shape (s,), unless the buffer is empty."""
     if kept.numel():
         torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
 
 
 def recall(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state from a buffer, shape (s,); zeros are that of an optimizer without a step."""
+    """Copy the state from a buffer, shape (s,); zeros are the state of a fresh optimizer."""
     if not kept.numel():
         return
     if not optimizer.state:
@@ -175,7 +175,7 @@ def recall(optimizer: Optimizer, kept: Tensor) -> None:
 
 
 def _fill(optimizer: Optimizer) -> None:
-    """Make the state of a fresh optimizer, without a move of its parameters."""
+    """Create the state of a fresh optimizer without moving its parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param.detach().clone(), param.grad) for param in params]
     for param in params:

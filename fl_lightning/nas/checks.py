@@ -1,4 +1,4 @@
-"""What a search cannot have around it, each refused in a sentence before anything trains."""
+"""Checks of a search's settings, before anything trains."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ ALL_SIZES_TRAITS = Traits(
 
 
 def check_precision(precision: str) -> None:
-    """Refuse one in which alpha, or its gradient, has 16 bits.
-
-    Raises:
-        ConfigurationError: saying what to take instead.
-    """
+    """Raise ConfigurationError for a precision with 16 bits for alpha or its gradient."""
     reason = {
         "16": "gradients of alpha are taken without the scale that keeps float16 from rounding them to zero",
         "bf16-true": "alpha has 8 binary digits, by which its small steps round to nothing",
@@ -54,16 +50,12 @@ def check_precision(precision: str) -> None:
     for start, why in reason.items():
         if precision.startswith(start):
             raise ConfigurationError(
-                f"trainer.precision is {precision}, and {why}: take bf16-mixed or 32-true"
+                f"trainer.precision is {precision}, and {why}: use bf16-mixed or 32-true"
             )
 
 
 def check_one_device(world_size: int) -> None:
-    """Refuse a central search in several processes.
-
-    Raises:
-        ConfigurationError: saying what to take instead.
-    """
+    """Raise ConfigurationError for a central search in several processes."""
     if world_size > 1:
         raise ConfigurationError(
             f"a search without federation trains in one process, got {world_size}: each would move an alpha "
@@ -73,42 +65,30 @@ def check_one_device(world_size: int) -> None:
 
 
 def check_length(max_epochs: int | None) -> None:
-    """Refuse a search that does not know how long it is.
-
-    Raises:
-        ConfigurationError: if it has no number of epochs.
-    """
+    """Raise ConfigurationError for a search without a number of epochs."""
     if max_epochs is None or max_epochs < 1:
         raise ConfigurationError(
-            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: how far it is sets the "
-            "temperature, and when alpha begins to move"
+            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: its progress sets the "
+            "temperature, and when alpha starts to move"
         )
 
 
 def check_image_size(side: int, images: Tensor) -> None:
-    """Refuse images of another size than costs are counted for; of a rectangle one side is enough.
-
-    Raises:
-        ConfigurationError: with both sizes.
-    """
+    """Raise ConfigurationError if no side of the images is the size that costs are computed for."""
     if images.ndim == 4 and side not in images.shape[2:]:
         given = " x ".join(map(str, images.shape[2:]))
         raise ConfigurationError(
-            f"model.image_size is {side}, and the images are {given}: set what the data have, which "
-            "costs are counted for"
+            f"model.image_size is {side}, and the images are {given}: set image_size to that of the "
+            "data, for which costs are computed"
         )
 
 
 def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> None:
-    """Refuse parts of which one has no influence.
-
-    Raises:
-        ConfigurationError: saying what to take instead.
-    """
+    """Raise ConfigurationError if the rule or the penalty would have no effect on α."""
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
         raise ConfigurationError(
-            "model.rule SinglePath gives alpha no gradient, so that it would stay as it was drawn: set model.learn "
-            "to fl_lightning.nas.Reward, or take BinaryGates or HardGumbel"
+            "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
+            "model.learn to fl_lightning.nas.Reward, or use BinaryGates or HardGumbel"
         )
     if isinstance(learn, Reward) and not isinstance(penalty, NoPenalty):
         raise ConfigurationError(
@@ -118,25 +98,22 @@ def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> 
 
 
 def check_beside_updates(federation: Any, sends: str) -> None:
-    """Refuse buffers that travel beside updates which nobody may read.
+    """Raise ConfigurationError if buffers would be sent in clear beside protected updates.
 
     Args:
-        federation: its options.
-        sends: the option that sends buffers, in words; empty if none does.
-
-    Raises:
-        ConfigurationError: saying what to take instead.
+        federation: options of the federation.
+        sends: description of the option that sends buffers; empty if none does.
     """
     hides = protector(federation)
     if sends and hides is not None:
         raise ConfigurationError(
-            f"{sends} travels in buffers beside the update, and {type(hides).__name__} protects "
-            "updates alone: take architecture_state: server, and a learn by Gradient"
+            f"{sends} is sent in buffers beside the update, and {type(hides).__name__} protects "
+            "updates alone: use architecture_state: server, and learn: Gradient"
         )
 
 
 def protector(federation: Any) -> Any:
-    """Return what hides the updates of single clients; None if nothing does."""
+    """Return the part that hides the updates of single clients, or None."""
     given = federation.aggregator
     if federation.privacy is not None or given is None:
         return federation.privacy
@@ -144,24 +121,16 @@ def protector(federation: Any) -> Any:
 
 
 def check_steps_once(option: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that asks for the loss again and again: a search has a gradient for one step.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
+    """Raise ConfigurationError if an optimizer evaluates the loss several times per step."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{option} is LBFGS, which evaluates the loss several times a step, and a search has one "
-            "gradient for it: take torch.optim.SGD or torch.optim.Adam"
+            "gradient for it: use torch.optim.SGD or torch.optim.Adam"
         )
 
 
 def check_weights_optimizer(optimizer: Optimizer) -> None:
-    """Refuse one that keeps to a mask, or asks for more than a gradient.
-
-    Raises:
-        ConfigurationError: saying what to do first.
-    """
+    """Raise ConfigurationError if the optimizer of the weights has a mask, or needs a closure."""
     check_steps_once("model.optimizer", optimizer)
     if isinstance(optimizer, SparseSGDM | SparseAdamW):
         raise ConfigurationError(

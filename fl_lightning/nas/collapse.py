@@ -1,20 +1,20 @@
-"""Ends a search before it collapses to skips, or says that it did: a callback, off unless it is asked for.
+"""`StopAtCollapse`: a callback that ends a search before its cells collapse to skips.
 
-    skips        the cell that α means has more skips than allowed, in a round in which α moves
+    skips        the current cell has more skips than allowed, in a round in which α moves
     eigenvalue   the mean of the last `window` largest eigenvalues λ of the Hessian of L_search by α has
-                 grown: mean(now - window) / mean(now) < ratio; α goes back to where it was `window`
+                 grown: mean(now - window) / mean(now) < ratio; α is reset to its value `window`
                  measurements ago, and the search ends
 
-DARTS without a stop ends in cells of skips alone: they train fastest while all share their weights.
-When the eigenvalue grows, α sits in a sharp minimum: taking the largest operation of each edge changes α a
-lot, and the network that comes out is worse than the search believed.
+DARTS without a stop ends in cells of skips alone: they train fastest with shared weights. If the
+eigenvalue grows, α is in a sharp minimum: choosing the largest operation of each edge changes α a lot, and
+the resulting network is worse than the search predicts.
 
-    exact    all of H, a product with a unit vector at a time, then its eigenvalues
-    lanczos  H on the space of v, Hv, H²v, …, of at most 32 dimensions: the ends of its spectrum are
-             found long before the rest
+    exact    all of H, one product with a unit vector at a time, then its eigenvalues
+    lanczos  H on the space of v, Hv, H²v, …, of at most 32 dimensions: the ends of the spectrum converge
+             first
 
-The Hessian is that of the mean loss over some examples of the half for the search, the same ones in every
-round, over all clients alike; a private run names it among what ε does not cover.
+The Hessian is that of the mean loss over some examples of the half for the search, equal in every round,
+over all clients; a private run lists it among the values that ε does not cover.
 Sources: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, Understanding and
 Robustifying Differentiable Architecture Search, section 4 (distance 5, ratio 0.75); Golub, Van Loan,
 Matrix Computations, section 10.1, with full orthogonalisation.
@@ -44,16 +44,15 @@ class StopAtCollapse(Callback):
     """Ends the search of a `Supernet` by its skips or by the sharpness of α.
 
     Args:
-        most_skips: the search ends when a kind of cell has more while α moves; None does not look at
-            skips.
-        eigenvalue: whether to look at the largest eigenvalue; it is logged as ``search/eigenvalue``.
-        num_examples: that the eigenvalue is measured on, at least 1.
-        window: measurements in a mean, and from one mean to the other, at least 1.
-        ratio: in (0, 1): the search ends when the earlier mean is below this share of the present one.
-        how: ``exact`` costs a backward pass for each number of α, ``lanczos`` 32 at most.
+        most_skips: the search ends when a kind of cell has more skips while α moves; None ignores skips.
+        eigenvalue: whether to measure the largest eigenvalue, which is logged as ``search/eigenvalue``.
+        num_examples: number of examples for the eigenvalue, at least 1.
+        window: number of measurements in a mean, and between the two means, at least 1.
+        ratio: in (0, 1): the search ends when the earlier mean is below this share of the current one.
+        how: ``exact`` needs a backward pass for each number of α, ``lanczos`` at most 32.
 
     Attributes:
-        unprotected: what of clients no privacy of rounds covers, in words; None without an eigenvalue.
+        unprotected: description of values that no privacy covers; None without an eigenvalue.
 
     Raises:
         ConfigurationError: for values out of range, and at the start for a search without such
@@ -82,7 +81,7 @@ class StopAtCollapse(Callback):
         self._earlier: list[dict[str, Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what has no cells, or no eigenvalue."""
+        """Raise ConfigurationError for a module without cells, or without a Hessian if it is needed."""
         if not isinstance(pl_module, Supernet):
             raise ConfigurationError(
                 f"StopAtCollapse is for the search of a Supernet, not for {type(pl_module).__name__}"
@@ -94,10 +93,10 @@ class StopAtCollapse(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look, and end the search if it is time."""
+        """Check the criteria, and end the search if one is met."""
         assert isinstance(pl_module, Supernet)
         if not pl_module.moves_alpha(trainer.current_epoch):
-            return  # its skips are those of the draw at the start
+            return  # skips are those of the random start
         if self._has_many_skips(pl_module):
             self._end(trainer, f"the cell has more than {self._most_skips} skips")
         if self._stop is not None:
@@ -144,7 +143,7 @@ class StopAtCollapse(Callback):
         trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements that count, and where α was."""
+        """Return the recent measurements and values of α."""
         stop = {} if self._stop is None else self._stop.state_dict()
         return {"stop": stop, "earlier": self._earlier}
 
@@ -167,16 +166,16 @@ def largest_eigenvalue(
     how: Literal["exact", "lanczos"] = "exact",
     generator: torch.Generator | None = None,
 ) -> float:
-    """Return the largest eigenvalue (not the largest size) of the Hessian of a loss.
+    """Largest (most positive) eigenvalue of the Hessian of a loss.
 
     Args:
-        loss: of the architecture parameters; every call the same function.
-        alphas: where.
-        how: ``exact`` costs a backward pass for each number of α, ``lanczos`` 32 at most.
-        generator: of the first vector of ``lanczos``, on the CPU.
+        loss: function of the architecture parameters, equal in every call.
+        alphas: architecture parameters at which to evaluate.
+        how: ``exact`` needs a backward pass for each number of α, ``lanczos`` at most 32.
+        generator: generator of the first vector of ``lanczos``, on the CPU.
 
     Raises:
-        ConfigurationError: if `how` is something else.
+        ConfigurationError: if `how` is neither.
         ValueError: if the Hessian is not finite, or ``lanczos`` has no generator.
     """
     if how not in ("exact", "lanczos"):
@@ -191,7 +190,7 @@ def largest_eigenvalue(
 
 
 def hessian_product(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> tuple[Product, Tensor]:
-    """Return v ↦ Hv, and a vector like v: the numbers of all α in one row."""
+    """Return the function v ↦ Hv, and a vector of v's shape, over all concatenated α."""
     a = leaves(alphas)
     values = list(a.values())
     gradients = torch.autograd.grad(
@@ -211,15 +210,15 @@ def hessian_product(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> tuple
 
 
 def _projected(product: Product, first: Tensor) -> Tensor:
-    """Return the Hessian on the space that its powers make of a vector."""
+    """Project the Hessian onto the Krylov space of a vector."""
     basis = (first / first.norm())[:, None]
     images = product(basis[:, 0])[:, None]
     while basis.shape[1] < min(len(first), MOST_LANCZOS_STEPS):
         rest = images[:, -1]
-        for _ in range(2):  # twice is enough: once leaves what rounding made
+        for _ in range(2):  # the second time removes rounding errors
             rest = rest - basis @ (basis.T @ rest)
         if not rest.norm() > torch.finfo(rest.dtype).eps * images[:, -1].norm() * len(first):
-            break  # the space is closed: nothing beyond has to do with the vector
+            break  # the space is invariant: further vectors are independent of the first
         basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
         images = torch.cat([images, product(basis[:, -1])[:, None]], 1)
     projected: Tensor = basis.T @ images
@@ -229,20 +228,20 @@ def _projected(product: Product, first: Tensor) -> Tensor:
 def _largest(matrix: Tensor) -> float:
     if not matrix.isfinite().all():
         raise ValueError("the Hessian by alpha holds a number that is not finite")
-    # of both triangles' mean: rounding leaves them a little apart
+    # symmetrise: rounding makes the triangles slightly different
     return float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[-1])
 
 
 def too_many_skips(operations: Sequence[int], skip: int, limit: int = 2) -> bool:
-    """Return whether a cell has at least `limit` skips.
+    """True if a cell has at least `limit` skips.
 
     Args:
-        operations: the number of the operation on each row of the cell.
-        skip: the number of the skip.
+        operations: number of the operation on each row of the cell.
+        skip: number of the skip.
         limit: at least 1.
 
     Raises:
-        ConfigurationError: if the limit is below 1: it would stop any search.
+        ConfigurationError: if the limit is below 1, which would stop any search.
 
     Example:
         >>> too_many_skips([1, 3, 1], skip=1), too_many_skips([1, 3, 3], skip=1)
@@ -255,11 +254,11 @@ def too_many_skips(operations: Sequence[int], skip: int, limit: int = 2) -> bool
 
 @final
 class EigenvalueStop:
-    """Says when the largest eigenvalue has grown too much.
+    """Criterion for a growing largest eigenvalue.
 
     Args:
-        window: measurements in a mean, and from one mean to the other; at least 1.
-        ratio: in (0, 1); below, the search ends.
+        window: number of measurements in a mean, and between the two means; at least 1.
+        ratio: ratio in (0, 1) of the means below which the search ends.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -275,24 +274,24 @@ class EigenvalueStop:
 
     @property
     def window(self) -> int:
-        """How many measurements ago α was still good when the search ends."""
+        """Number of measurements to go back to a good α when the search ends."""
         return self._window
 
     def measured(self, eigenvalue: float) -> bool:
-        """Note a measurement; return whether the search is to end."""
+        """Record a measurement; returns True if the search should end."""
         window = self._window
         self._eigenvalues = [*self._eigenvalues, eigenvalue][-2 * window :]
         if len(self._eigenvalues) < 2 * window:
             return False
         earlier, now = (sum(part) / window for part in self._halves())
-        # of negative means the ratio says nothing: α is not in a minimum at all
+        # the ratio of negative means is meaningless: α is in no minimum
         return 0 < earlier < self._ratio * now
 
     def _halves(self) -> tuple[list[float], list[float]]:
         return self._eigenvalues[: self._window], self._eigenvalues[self._window :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements that count."""
+        """Return the recent measurements."""
         return {"eigenvalues": list(self._eigenvalues)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,13 +1,13 @@
-"""The network of one architecture, to be trained like any other; its first weights and its configuration.
+"""The network of one architecture, its initial weights, and the configuration that trains it.
 
-It begins with fresh weights, with its part of a supernet's, or with those of its own training. `retraining`
-gives the configuration that trains what a search has found:
+It starts from fresh weights, from its part of a supernet's weights, or from a checkpoint of its own.
+`retraining` returns the configuration that trains the result of a search:
 
     model                              `ImageClassifier` with a `Network` of the architecture
     data, federation, trainer, seed    those of the search, without what only a search needs
 
-It is complete: ``fl-lightning fit --config FILE`` trains. As a layer over another configuration it
-brings all of its own parts along. Where the search had no configuration it is the model alone.
+It is complete: ``fl-lightning fit --config FILE`` trains it. If the search had no configuration, it
+contains only the model.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def load_weights(
     *,
     new_head: bool = False,
 ) -> None:
-    """Write into a network its part of a supernet's weights, or weights of its own.
+    """Load a network's part of a supernet's weights, or weights of the same network.
 
     Batch norm statistics are those in the file, which a supernet has for its largest network: train
     the network further, or recalibrate.
@@ -163,7 +163,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
-    """Return whether tensors are those of a network, its head aside."""
+    """True if tensors have the names and shapes of a network's, except its head."""
     body = {name: t for name, t in network.state_dict().items() if not name.startswith(heads)}
     return _shapes(tensors) == _shapes(body)
 

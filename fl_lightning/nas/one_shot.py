@@ -1,11 +1,11 @@
-"""One network of all sizes, whose parts train together: Once-for-All, BigNAS, AttentiveNAS.
+"""`OneShot`: one network of all sizes whose parts train together: Once-for-All, BigNAS, AttentiveNAS.
 
-A space of sizes gives the largest network; sub-networks are parts of it. A method says which train in
-a step and on what loss. It is a LightningModule like any other: with a ``federation`` block clients
-train, each what it can afford (`capability`), and a coordinate is averaged over those who held it.
+A space of sizes defines the largest network; sub-networks are parts of it. A method chooses the
+sub-networks and the loss of a step. It is an ordinary LightningModule: with a ``federation`` block each
+client trains what it can afford (`capability`), and a coordinate is averaged over its holders.
 
-Batch norm normalises by the batch while it trains and gathers no statistics: those of one sub-network
-are not those of another. They are recalibrated for each that is evaluated, see `SubNetworkRounds`.
+Batch norm uses the statistics of the batch in training and collects none, because sub-networks differ in
+their statistics. They are recalibrated for each evaluated sub-network, see `SubNetworkRounds`.
 Sources: Cai et al. 2020 (Once-for-All); Yu et al. 2020 (BigNAS); Wang et al. 2021 (AttentiveNAS).
 """
 
@@ -41,22 +41,22 @@ class OneShot(SharedWeights):
     """Trains a network of all sizes: a batch is images (B, in_channels, H, W) and labels (B,).
 
     Args:
-        space: of sizes.
-        method: which sub-networks train in a step: `Sandwich` (BigNAS) if None.
+        space: space of sizes.
+        method: method that chooses the sub-networks of a step: `Sandwich` (BigNAS) if None.
         num_classes: length of the output, at least 2.
-        in_channels: of the images.
+        in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
-        label_smoothing: of the loss by labels, a fraction in [0, 1); with a sandwich that is the
-            largest network's alone.
-        drop_rate: dropout before the classifier of the largest network alone, a fraction in [0, 1).
-        capability: which budget each client has; None: all can afford the largest. Clients' optimizer
-            must keep to a mask (`SparseSGDM`, `SparseAdamW`).
+        label_smoothing: label smoothing of the cross entropy, in [0, 1); a sandwich applies it to the
+            largest network only.
+        drop_rate: dropout before the classifier of the largest network, in [0, 1).
+        capability: budget of each client; if None, all can afford the largest network. Clients' optimizer
+            must support masks (`SparseSGDM`, `SparseAdamW`).
         same_draws: whether all clients draw the same sub-networks in the same local step.
-        recalibration_examples: of how many training examples, of all clients together, statistics
-            are recalibrated, at least 2; None for all of them.
-        optimizer: of the weights; SGD with rate 0.05 and momentum 0.9 if None.
-        schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
-        seed: of all draws; the run's seed if None.
+        recalibration_examples: number of training examples, of all clients together, for recalibrated
+            statistics, at least 2; None for all.
+        optimizer: optimizer of the weights; SGD with rate 0.05 and momentum 0.9 if None.
+        schedule: schedule of the learning rate over rounds (epochs); constant if None.
+        seed: seed of all draws; the run's seed if None.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -103,17 +103,17 @@ class OneShot(SharedWeights):
         self.method.check(space)
         self.network = space.supernet(num_classes=num_classes, in_channels=in_channels)
         for norm in batch_norms(self.network):
-            norm.momentum = 0.0  # they leave their running statistics alone while they train
+            norm.momentum = 0.0  # running statistics do not change in training
         self.costs = CostOf("flops", image_size, in_channels, num_classes)
         self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._same_draws = same_draws
-        # no default of the argument: YAML that names a class of its own would be mixed with it
+        # no default of the argument: YAML that names another class would be merged with it
         self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
     @property
     def shown(self) -> dict[str, Architecture]:
-        """The sub-networks that are evaluated; the largest last, whose statistics are then left."""
+        """Evaluated sub-networks; the largest is last, so that its statistics remain in the network."""
         middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
         return {
             "smallest": self.space.smallest,
@@ -122,7 +122,7 @@ class OneShot(SharedWeights):
         }
 
     def cost_in(self, measure: Measure) -> CostOf:
-        """Return what gives an architecture's cost in networks of this shape."""
+        """Return a function that computes an architecture's cost in networks of this shape."""
         return replace(self.costs, measure=measure)
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
@@ -133,10 +133,10 @@ class OneShot(SharedWeights):
     # Training.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the sum of the sub-networks' losses; log the accuracy of the first of them."""
+        """Return the sum of the sub-networks' losses; logs the accuracy of the first one."""
         self.check_batch(batch)
         images, labels = batch
-        guest = self._guest
+        current = self._client
         accuracies: list[Tensor] = []
 
         def labels_loss(logits: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ class OneShot(SharedWeights):
                 return self(images, architecture)  # type: ignore[no-any-return]
 
         step = Step(
-            limit=self.space.largest if guest is None else guest.limit,
+            limit=self.space.largest if current is None else current.limit,
             round_=self.current_epoch,
             num_rounds=max(0, self.trainer.max_epochs or 0),
-            generator=self._generator(guest, int(batch_idx)),
+            generator=self._generator(current, int(batch_idx)),
             seed=self.seed,
             cost=self.costs,
             logits=lambda architecture: self(images, architecture),
@@ -172,18 +172,18 @@ class OneShot(SharedWeights):
         return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
 
     @property
-    def _guest(self) -> ClientAtWork | None:
-        return self._rounds.guest
+    def _client(self) -> ClientAtWork | None:
+        return self._rounds.client
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _generator(self, guest: ClientAtWork | None, step: int) -> torch.Generator:
-        """Return the generator of a step's draws: a client's own, or the same for all."""
-        client = None if guest is None or self._same_draws else guest.client
+    def _generator(self, current: ClientAtWork | None, step: int) -> torch.Generator:
+        """Return the generator of a step's draws: the client's, or the same for all clients."""
+        client = None if current is None or self._same_draws else current.client
         return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Drop some of the inputs of the classifier."""
+        """Apply dropout to the inputs of the classifier inside the block."""
         if not self._drop_rate:
             yield
             return
@@ -196,7 +196,7 @@ class OneShot(SharedWeights):
             handle.remove()
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse two halves, and images of another size; `Federation` asks before it trains.
+        """Check that a batch has no halves and the right image size; `Federation` calls this before it trains.
 
         Raises:
             ConfigurationError: saying what to set.
@@ -210,7 +210,7 @@ class OneShot(SharedWeights):
     # Evaluation.
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes) of the largest, with the statistics it has."""
+        """Return class probabilities (B, num_classes) of the largest network, with its current statistics."""
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
@@ -219,7 +219,7 @@ class OneShot(SharedWeights):
         values: dict[str, Tensor] = {}
         for name, architecture in self.shown.items():
             if name != "largest" and not rounds.has_statistics:
-                continue  # no training data at hand: the largest has the checkpoint's
+                continue  # without training data only the largest has statistics, the checkpoint's
             rounds.use(name)
             logits = self(images, architecture)
             values[f"{stage}/{name}_accuracy"] = accuracy(logits, labels)
@@ -241,5 +241,5 @@ class OneShot(SharedWeights):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback by which clients keep to what they can afford and statistics are recalibrated."""
+        """Return the callback that applies clients' capabilities and recalibrates statistics."""
         return [SubNetworkRounds()]

@@ -1,7 +1,7 @@
-"""Pictures of a search: a cell as a graph, architecture parameters as bars, a front of networks.
+"""Pictures of a search: a cell as a graph, architecture parameters as bars, a Pareto front.
 
-A graph's nodes stand from left to right by column; every choice of heights is tried, and the one of least
-disorder taken: labels over labels, lines through nodes or labels, lines that cross, length.
+Nodes of a graph are placed from left to right by column; all choices of heights are tried, and the one with
+the smallest disorder is used: overlapping labels, lines through nodes or labels, crossings, length.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _placed(space: CellSpace, kind: str, graph: _Graph) -> Points:
 
 
 def _num_inputs(space: CellSpace, kind: str) -> int:
-    """Return how many nodes a cell has that no edge enters; they are the first ones."""
+    """Number of a cell's input nodes, which no edge enters; they come first."""
     entered = {row.target for row in space.rows if row.cell == kind}
     entered |= {target for _, target in space.concatenated(kind)}
     return len(space.node_names(kind)) - len(entered)
@@ -318,7 +318,7 @@ _ALONG = np.linspace(0.0, 1.0, 21)[1:-1, None]
 
 
 def place(columns: Sequence[float], edges: Sequence[Edge], fixed: Mapping[int, float]) -> Points:
-    """Return where each node stands, in inches, (num_nodes, 2).
+    """Position of each node in inches, (num_nodes, 2).
 
     Args:
         columns: of each node.
@@ -334,12 +334,12 @@ def place(columns: Sequence[float], edges: Sequence[Edge], fixed: Mapping[int, f
 
 
 def middles(points: Points, edges: Sequence[Edge]) -> Points:
-    """Return where each edge's label stands, (…, num_edges, 2)."""
+    """Position of each edge's label, (…, num_edges, 2)."""
     return (points[..., _sources(edges), :] + points[..., _targets(edges), :]) / 2
 
 
 def _disorder(points: Points, edges: Sequence[Edge]) -> Points:
-    """Return how hard each choice is to read, (choices,) for points (choices, nodes, 2)."""
+    """Disorder of each choice of points (choices, nodes, 2), shape (choices,)."""
     if not edges:
         return np.zeros(len(points))
     starts, ends = points[:, _sources(edges)], points[:, _targets(edges)]
@@ -377,7 +377,7 @@ def _inside(offsets: Points, half_size: Points) -> NDArray[np.bool_]:
 
 
 def _crossings(starts: Points, ends: Points) -> NDArray[np.bool_]:
-    """Which edges cross, each pair twice; those that meet at a node do not."""
+    """True for pairs of edges that cross, each pair twice; edges with a common node do not cross."""
 
     def sides(points: Points) -> Points:
         """On which side of each line each point is, (choices, lines, points)."""

@@ -1,20 +1,20 @@
-"""How a search runs many architectures in one network: what a rule of relaxation offers, and three rules.
+"""Rules of relaxation, which run many architectures in one network: their base, and three rules.
 
     edge r of the network:  y = Σ_o h[r, o] · o(x),   h = weights(α)
 
-A rule makes h of the architecture parameters α, once a step for the whole network, and says which
-operations have to run at all. Gradients of α flow through h. Rules that draw by noise: `sampled_paths`.
+A rule computes h from the architecture parameters α, once per step for the whole network, and the
+operations that have to run. Gradients of α flow through h. Rules with noise are in `sampled_paths`.
 
     Softmax (DARTS)              h = softmax(α): all operations run
-    SinglePath                   h = onehot(o),   o ~ softmax(α): one operation an edge, no gradient to α
+    SinglePath                   h = onehot(o),   o ~ softmax(α): one operation per edge, no gradient of α
     PartialChannels (PC-DARTS)   y = β' · shuffle([Σ_o softmax(α)_o o(x_first), x_rest]),
                                  β' = softmax(β) over a node's edges
 
-A single path is how sampled searches train shared weights: with α = 0 every architecture is as likely
+Sampled searches train shared weights by single paths: with α = 0 all architectures are equally likely
 (random search with shared weights).
-PC-DARTS sends a part of the channels through the mixed edge; the rest passes by, and is pooled where the
-operations halve the side. The shuffle lets the next edge see other channels. β' steadies which edges win,
-since α of an edge moves with the channels that it saw. α waits 15 of the 50 epochs.
+PC-DARTS sends a part of the channels through the mixed edge; the rest bypasses it, and is pooled if the
+operations halve the side. The shuffle gives the next edge other channels. β' stabilises the choice of
+edges, since α of an edge depends on its channels. α is fixed for the first 15 of the 50 epochs.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 2; Pham et al. 2018, ENAS; Li, Talwalkar 2019; Guo et al.
 2020, Single Path One-Shot; Xu et al. 2020, PC-DARTS, sections 3.2 and 3.3, and its code.
 Differs: the pool of PC-DARTS's rest rounds odd sides up, as strided convolutions do.
@@ -41,9 +41,9 @@ class SearchStep:
 
     Attributes:
         progress: part of the search that is over, in [0, 1].
-        generator: of the step's draws, on the CPU; a rule that draws needs one. Key it by seed,
-            round, client and step, and the same step draws the same on every device.
-        moves_alpha: whether this step is to move α; else it moves the weights.
+        generator: generator of the step's draws, on the CPU, for rules that draw. If it is seeded by
+            seed, round, client and step, the draws are equal on every device.
+        moves_alpha: whether this step moves α; otherwise it moves the weights.
 
     Raises:
         ConfigurationError: if the progress is not in [0, 1].
@@ -63,14 +63,14 @@ class SearchStep:
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """Factors of the operations on the edges of a network; every edge looks at its row.
+    """Factors of the operations on the edges of a network; every edge uses its row.
 
     Attributes:
         operations: h, (num_rows, num_operations).
-        running: for every row, the numbers of the operations that run; None: all of them do.
-        bare: whether operations that do not run add their bare h, which is zero: the sum stays,
-            and their α gets a gradient as if they had given ones.
-        edges: factors of whole edges, (num_rows,); None: one.
+        running: numbers of the operations that run, for every row; None for all.
+        bare: whether operations that do not run add their h, which is zero: the sum does not change, and
+            their α gets a gradient as if their outputs were ones.
+        edges: factors of whole edges, (num_rows,); None for one.
     """
 
     operations: Tensor
@@ -80,11 +80,11 @@ class EdgeWeights:
 
 
 class MixedEdge(nn.Module):
-    """All candidates of one edge; those that a step needs run.
+    """All candidate operations of one edge; a step runs only those that it needs.
 
     Args:
-        row: of α.
-        operations: in the order of α's columns.
+        row: row of α.
+        operations: operations in the order of α's columns.
     """
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
@@ -99,7 +99,7 @@ class MixedEdge(nn.Module):
             ValueError: if there are no weights, or not one for each operation.
         """
         if weights is None:
-            raise ValueError("an edge of a search needs the weights that a rule makes of alpha")
+            raise ValueError("an edge of a search needs the edge weights of a rule")
         h = weights.operations[self.row]
         if len(h) != len(self.operations):
             raise ValueError(
@@ -115,12 +115,12 @@ class MixedEdge(nn.Module):
 
 
 class Relaxation(ABC):
-    """A rule: what edges are made of, and what they multiply their operations by.
+    """Base of the rules of relaxation, which define edges and their factors.
 
     Attributes:
-        alpha_from: progress from which α moves; before, weights alone learn.
+        alpha_from: progress from which α moves; before, only the weights learn.
         has_beta: whether the rule has logits β of whole edges, (num_rows,), besides α.
-        draws: whether its weights depend on draws, so that no network is the mean of all.
+        draws: whether the factors are random, so that no single network is the mixture of all.
     """
 
     alpha_from: float = 0.0
@@ -131,13 +131,13 @@ class Relaxation(ABC):
     def weights(
         self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
-        """Return what the edges multiply by in one step.
+        """Return the edge weights of one step.
 
         Args:
             alpha: logits, (num_rows, num_operations); gradients flow.
-            step: of the search.
-            edge_shares: softmax of β over a node's edges (`CellSpace.edge_shares`), (num_rows,),
-                where the rule `has_beta`; gradients flow.
+            step: the step of the search.
+            edge_shares: softmax of β over a node's edges (`CellSpace.edge_shares`), (num_rows,), if the
+                rule `has_beta`; gradients flow.
         """
 
     def edge(
@@ -148,20 +148,20 @@ class Relaxation(ABC):
         channels_out: int,
         stride: int,
     ) -> nn.Module:
-        """Return an edge that a space's `network` takes (`MakeEdge`)."""
+        """Return an edge for a space's `network` (`MakeEdge`)."""
         return MixedEdge(row, [make(channels_in, channels_out, stride) for make in candidates])
 
     def temperature(self, progress: float) -> float:
-        """Return τ when this part of the search is over, in [0, 1]."""
+        """Return τ at a progress in [0, 1]."""
         return 1.0
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return where α stands after a step of its optimizer took it from `before` to `after`.
+        """Correct α after a step of its optimizer from `before` to `after`.
 
         Args:
             before: (num_rows, num_operations).
             after: (num_rows, num_operations).
-            weights: of the step.
+            weights: edge weights of the step.
         """
         return after
 
@@ -170,7 +170,7 @@ def drawn_from(step: SearchStep) -> torch.Generator:
     """Return the generator of a step.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if it is missing.
     """
     if step.generator is None:
         raise ValueError("this rule draws operations: give the step a generator")
@@ -178,43 +178,43 @@ def drawn_from(step: SearchStep) -> torch.Generator:
 
 
 def gumbel_noise(alpha: Tensor, generator: torch.Generator) -> Tensor:
-    """Return Gumbel noise of α's shape; drawn in float64 on the CPU, so the same everywhere."""
+    """Gumbel noise of α's shape, drawn in float64 on the CPU, so that it is equal on every device."""
     exponential = torch.empty(alpha.shape, dtype=torch.float64).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float64).tiny).log().to(alpha)
 
 
 def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """Return different operations of each row, drawn by softmax(α) one after the other.
+    """Draw distinct operations of each row, one after the other, by softmax(α).
 
     Args:
         alpha: (num_rows, num_operations).
-        num_draws: how many of each row.
-        generator: of the draws.
+        num_draws: number of operations per row.
+        generator: generator of the draws.
 
     Returns:
-        Their numbers, (num_rows, num_draws). The largest of α plus Gumbel noise are such draws
-        (Kool et al. 2019), and no probability that rounds to zero can break them.
+        Numbers of the operations, (num_rows, num_draws). They are the largest of α plus Gumbel noise
+        (Kool et al. 2019), which also works for probabilities that round to zero.
     """
     logits = alpha.detach().cpu().double()
     return (logits + gumbel_noise(logits, generator)).topk(num_draws, dim=1).indices
 
 
 def one_hot(choices: Tensor, like: Tensor) -> Tensor:
-    """Return ones at the choices (num_rows, 1) and zeros elsewhere, of the shape of `like`."""
+    """Ones at the choices (num_rows, 1) and zeros elsewhere, with the shape of `like`."""
     return torch.zeros_like(like).scatter(1, choices.to(like.device), 1.0)
 
 
 def straight_through(hard: Tensor, soft: Tensor) -> Tensor:
-    """Return `hard` to the last bit, with the gradient of `soft`.
+    """Return `hard`, bit for bit, with the gradient of `soft`.
 
-    ``soft - soft`` is zero exactly, so this order needs no luck with rounding.
+    ``soft - soft`` is exactly zero, so this order of the sum has no rounding error.
     """
     return hard + (soft - soft.detach())
 
 
 @final
 class Softmax(Relaxation):
-    """DARTS.
+    """DARTS: all operations run, weighted by the softmax of α.
 
     Example:
         >>> import torch
@@ -232,11 +232,11 @@ class Softmax(Relaxation):
 
 
 def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
-    """Return the weights that run one architecture.
+    """Return the edge weights that run one architecture.
 
     Args:
-        choices: the number of the operation on every row.
-        like: a tensor (num_rows, num_operations) of the dtype and on the device to use.
+        choices: number of the operation on every row.
+        like: a tensor (num_rows, num_operations) with the dtype and device to use.
 
     Example:
         >>> weights_of([1, 0], torch.zeros(2, 3)).operations
@@ -249,17 +249,17 @@ def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
 
 @final
 class SinglePath(Relaxation):
-    """Every edge runs an operation drawn by softmax(α)."""
+    """Every edge runs one operation, drawn by softmax(α)."""
 
     def weights(
         self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
-        """Return one drawn operation an edge."""
+        """Return edge weights with one drawn operation per edge."""
         return weights_of(drawn_operations(alpha, 1, drawn_from(step))[:, 0].tolist(), alpha)
 
 
 def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
-    """Return the channels, the first of every group first, then the second of every group.
+    """Reorder the channels: first the first of every group, then the second of every group.
 
     Example:
         >>> shuffle_channels(torch.arange(8.0).reshape(1, 8), 4)
@@ -274,9 +274,9 @@ class PartialEdge(nn.Module):
     """An edge that mixes operations on its first 1/K of the channels.
 
     Args:
-        mixed: of these channels.
+        mixed: mixed edge of these channels.
         part: K.
-        stride: of the edge.
+        stride: stride of the edge.
     """
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
@@ -299,11 +299,11 @@ class PartialEdge(nn.Module):
 
 @final
 class PartialChannels(Relaxation):
-    """PC-DARTS.
+    """PC-DARTS: operations run on a part of the channels.
 
     Args:
-        part: K >= 1: one in K channels is searched on; the paper takes 4, for ImageNet 2.
-        edge_weights: whether edges have the logits β; off, with ``part=1``, this is DARTS.
+        part: K >= 1: one in K channels is searched; 4 in the paper, 2 for ImageNet.
+        edge_weights: whether edges have logits β; without them and with ``part=1`` this is DARTS.
         alpha_from: progress in [0, 1] from which α and β move.
 
     Raises:
@@ -346,16 +346,16 @@ class PartialChannels(Relaxation):
         """Return an edge whose operations have 1/K of the channels.
 
         Raises:
-            ConfigurationError: if the channels cannot be parted, or change on this edge.
+            ConfigurationError: if K does not divide the channels, or they change on this edge.
         """
         if channels_in != channels_out and self._part > 1:
             raise ConfigurationError(
-                f"partial channels pass a part of the channels by, but this edge makes "
-                f"{channels_out} of {channels_in}: take another space or rule, or part: 1"
+                f"partial channels bypass the operations, but this edge converts {channels_in} channels "
+                f"to {channels_out}: use another space or rule, or part: 1"
             )
         if channels_in % self._part:
             raise ConfigurationError(
-                f"partial channels take one in {self._part} channels, but an edge has {channels_in}: "
+                f"partial channels use one in {self._part} channels, but an edge has {channels_in}: "
                 f"choose channels that {self._part} divides, or another part"
             )
         sizes = (channels_in // self._part, channels_out // self._part, stride)

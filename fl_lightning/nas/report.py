@@ -1,21 +1,21 @@
-"""What a search shows while it runs, what it leaves behind, and the statistics with which it is evaluated.
+"""Logs, files and batch norm statistics of a search by `Supernet`.
 
-While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
-of operations), ``search/expected_flops``, ``search/expected_latency_ms`` where latencies are measured,
-``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
+Logged during the search: ``search/entropy`` of the operations' probabilities (nats per row, at most log of
+the number of operations), ``search/expected_flops``, ``search/expected_latency_ms`` if latencies are
+measured, ``search/table/…`` if there is a table, and in TensorBoard the current cell and the probabilities.
 At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
-    architecture.yaml       what `Network` takes
+    architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
-In a federation it hands over the stage by which the server steps α, see `ServerSearchStep`.
+In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
 
-While it searches, a supernet normalises by its batch. In an evaluation that would depend on which examples
-stand together: a folder's images stand class by class, and within one class nothing tells them apart. So sums
-of training examples, which add up over clients, give the batch norm statistics (`recalibrated`), of the present
-cell and of all at once, anew for each evaluation. Where updates are protected clients send no sums, and
-evaluations go by the batch.
+During the search a supernet normalises by its batch. In an evaluation the result would depend on the
+examples of a batch: images of a folder come class by class. So sums over training examples, which add up
+over clients, give the batch norm statistics (`recalibrated`) of the current cell and of the mixture of all
+cells, again for each evaluation. If updates are protected, clients send no sums, and evaluations use the
+statistics of the batch.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.sub_networks.recalibration import Sums, normalised_by, recalibrated
 
-# So many pictures of a run, evenly spaced
+# Number of pictures of a run, evenly spaced
 _NUM_PICTURES = 20
 
 
 class SearchReport(Callback):
-    """Reports the search of a `Supernet`, which brings it along."""
+    """Reports the search of a `Supernet`, which adds this callback itself."""
 
-    # what a private run must name
-    unprotected: str | None = None  # it shows the released model alone
+    # values that privacy does not cover: none, because it shows only the released model
+    unprotected: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the run, and add the stage by which the server of a federation steps α."""
@@ -78,7 +78,7 @@ class SearchReport(Callback):
             )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the statistics of an evaluation, of predictions as well."""
+        """Recalibrate the statistics for an evaluation or predictions."""
         module: Any = pl_module
         module.statistics.measure(trainer, module)
 
@@ -92,7 +92,7 @@ class SearchReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the numbers at the end of a round, where every other callback still sees them."""
+        """Log the metrics at the end of a round, early enough for all other callbacks."""
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
@@ -106,11 +106,11 @@ class SearchReport(Callback):
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
         numbers = {name: value.float() for name, value in values.items()}
-        # every process has the same, so that their mean is it
+        # all processes have the same values, so that their mean is the value
         module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, now and then."""
+        """Draw the cell and the probabilities, about twenty times in a run."""
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
@@ -129,7 +129,7 @@ class SearchReport(Callback):
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the architecture that was found."""
+        """Log and save the architecture that was found."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         found = module.architecture
@@ -137,7 +137,7 @@ class SearchReport(Callback):
         rank_zero_info(f"architecture: {found}")
         if not module.moves_alpha(trainer.current_epoch - 1):
             rank_zero_info(
-                f"alpha has not moved: {type(module.rule).__name__} lets it wait for the first "
+                f"alpha has not moved: {type(module.rule).__name__} keeps it fixed for the first "
                 f"{module.rule.alpha_from:.0%} of a search. The architecture is its random start"
             )
         rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
@@ -157,7 +157,7 @@ class SearchReport(Callback):
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:
-    """Return the run's configuration, which the command line leaves; None in Python."""
+    """Return the run's configuration, written by the command line; None in Python."""
     path = folder / CONFIG
     content = yaml.safe_load(path.read_text()) if path.is_file() else None
     return content if isinstance(content, dict) else None
@@ -171,14 +171,14 @@ Shown = Literal["cell", "all"]
 
 
 class CellStatistics:
-    """The statistics of what a `Supernet` shows."""
+    """Batch norm statistics of the networks that a `Supernet` evaluates."""
 
     def __init__(self) -> None:
         self._sums: dict[Shown, Sums] = {}
         self._alpha: Tensor | None = None
 
     def measure(self, trainer: Trainer, module: Any) -> None:
-        """Find them anew for a `Supernet`; to be called by all processes before an evaluation."""
+        """Recalibrate the statistics of a `Supernet`; called by all processes before an evaluation."""
         self._sums = {}
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         if trainer.sanity_checking or any(protector(one) is not None for one in federations):
@@ -200,7 +200,7 @@ class CellStatistics:
             module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
 
     def used(self, module: Any, shown: Shown) -> AbstractContextManager[Any]:
-        """Use the statistics of what is shown; the batch's where α is another, as a client's own."""
+        """Use the statistics of a network inside the block; the batch's if α differs, e.g. a personal one."""
         is_known = self._alpha is not None and torch.equal(self._alpha, module.alpha.detach())
         if shown not in self._sums or not is_known:
             return nullcontext()

@@ -4,23 +4,23 @@
     GDAS:   h = onehot(argmax p), with the gradient of p: one operation an edge;  τ from 10 to 0.1, linearly
     FBNet:  h = p: soft weights that sharpen;   τ = 5 · 0.956^epoch
 
-In GDAS, what does not run has no output to multiply h by, and its α still has to learn. Three rules:
+In GDAS, operations that do not run have no output to multiply h by, but their α must learn. Three rules:
 
     others    an operation that is not selected          gradient of its h
-    bare      does not run, adds its bare h = 0          Σ dL/dy: as if it had given ones
+    bare      does not run, adds its h = 0               Σ dL/dy: as if its output were ones
     all       runs                                       dL/dy · o(x)
     none      does not run                               none
 
-With binary gates one path runs when weights learn, two when α does:
+With binary gates one path runs when weights learn, and two when α does:
 
     weights:  one operation of each row, drawn by softmax(α); no gradient to α
     α:        two, drawn without replacement; q = softmax of their two logits; one is open, by q
               dL/dα_i = Σ_j dL/dg_j q_j (δ_ij - q_i)    over the two
-              then both logits are shifted so that the others' probabilities stay
+              then both logits are shifted so that the others' probabilities do not change
 
-That gradient is the one of q, so a gate is an open or closed one with the gradient of q.
-ProxylessNAS's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. Where the server of
-a federation steps α, clients have drawn different paths, and no logits are shifted.
+That gradient is the one of q, so a gate is open or closed with the gradient of q.
+ProxylessNAS's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. If the server of a
+federation steps α, clients have drawn different paths, and no logits are shifted.
 Sources: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
 et al. 2019, FBNet, section 3.3; Cai, Zhu, Han 2019, ProxylessNAS, eq. 4 and section 3.2.1, and its code.
 Differs: GDAS's code computes (onehot - p) + p, which is one-hot up to rounding; here
@@ -50,23 +50,23 @@ Others = Literal["bare", "all", "none"]
 
 
 def gumbel_softmax(alpha: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """Return softmax((log softmax α + noise) / τ) of every row."""
+    """Softmax((log softmax α + noise) / τ) of every row."""
     return ((alpha.log_softmax(1) + noise) / temperature).softmax(1)
 
 
 def hard_gumbel_weights(
     alpha: Tensor, noise: Tensor, temperature: float, others: Others
 ) -> EdgeWeights:
-    """Return the weights of GDAS under this noise.
+    """Edge weights of GDAS for given noise.
 
     Args:
         alpha: (num_rows, num_operations).
         noise: (num_rows, num_operations).
         temperature: τ > 0.
-        others: what unselected operations do; see above.
+        others: rule for operations that are not selected, see above.
     """
     soft = gumbel_softmax(alpha, noise, temperature)
-    # of the logits: at a low τ several of p may round to the same
+    # argmax of the logits: at a low τ several probabilities may round to the same number
     selected = (alpha.detach().log_softmax(1) + noise).argmax(1, keepdim=True)
     hard = straight_through(one_hot(selected, soft), soft)
     if others == "all":
@@ -82,7 +82,7 @@ class HardGumbel(Relaxation):
     Args:
         first_temperature: τ > 0 at the start.
         last_temperature: τ > 0 at the end.
-        others: ``bare``, ``all`` or ``none``: how α of operations that were not drawn learns.
+        others: ``bare``, ``all`` or ``none``: rule for α of operations that are not drawn.
 
     Raises:
         ConfigurationError: if a temperature is not positive, or there is no such rule.
@@ -101,26 +101,26 @@ class HardGumbel(Relaxation):
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
     def temperature(self, progress: float) -> float:
-        """Return τ, on a line from the first to the last."""
+        """Return τ, interpolated linearly from the first to the last."""
         return (1 - progress) * self._first + progress * self._last
 
     def weights(
         self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
-        """Return one operation an edge, drawn by softmax(α)."""
+        """Return edge weights with one operation per edge, drawn by softmax(α)."""
         noise = gumbel_noise(alpha, drawn_from(step))
         return hard_gumbel_weights(alpha, noise, self.temperature(step.progress), self._others)
 
 
 @final
 class SoftGumbel(Relaxation):
-    """FBNet: all operations run, with noisy weights that sharpen over the epochs.
+    """FBNet: all operations run, with noisy weights that become sharper over the epochs.
 
     Args:
         first_temperature: τ > 0 at the start.
-        decay: of τ in an epoch, in (0, 1].
-        num_epochs: epochs, or rounds, of the whole search.
-        alpha_from: progress in [0, 1] from which α moves; FBNet waits 10 of its 90 epochs.
+        decay: factor of τ per epoch, in (0, 1].
+        num_epochs: number of epochs (rounds) of the whole search.
+        alpha_from: progress in [0, 1] from which α moves; after 10 of 90 epochs in FBNet.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -156,22 +156,18 @@ class SoftGumbel(Relaxation):
 
 
 def check_temperature(name: str, value: float) -> None:
-    """Refuse a temperature that is not positive.
-
-    Raises:
-        ConfigurationError: if it is not.
-    """
+    """Raise ConfigurationError if a temperature is not positive and finite."""
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{name} must be positive, got {value}")
 
 
 def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor) -> EdgeWeights:
-    """Return gates of which one is open, with the gradient of the softmax over the paths.
+    """Edge weights with one open gate per row and the gradient of the softmax over the paths.
 
     Args:
         alpha: (num_rows, num_operations).
         paths: numbers of the operations that run, (num_rows, num_paths).
-        opened: number of the operation whose gate is open, (num_rows, 1); one of the paths.
+        opened: number of the operation with the open gate, (num_rows, 1); one of the paths.
     """
     paths = paths.to(alpha.device)
     shares = alpha.gather(1, paths).softmax(1)
@@ -181,14 +177,14 @@ def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor) -> EdgeWeights:
 
 
 def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
-    """Return `after`, the moved logits shifted so that unmoved ones keep their probability.
+    """Shift the moved logits of `after` so that the probabilities of the others do not change.
 
-    The sum of the moved ones' exponentials stays what it was.
+    The sum of the exponentials of the moved logits stays equal.
 
     Args:
         before: (num_rows, num_operations).
         after: (num_rows, num_operations).
-        moved: of the same shape: which logits the step was about.
+        moved: True for logits that the step moved, (num_rows, num_operations).
     """
     sums = [logits.masked_fill(~moved, -torch.inf).logsumexp(1) for logits in (before, after)]
     offset = (sums[1] - sums[0])[:, None]
@@ -197,13 +193,13 @@ def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
 
 @final
 class BinaryGates(Relaxation):
-    """ProxylessNAS.
+    """ProxylessNAS: binary gates.
 
     Args:
-        paths: ``two`` run when α learns, or ``all``, which needs the memory of all.
+        paths: paths that run when α learns: ``two``, or ``all``, which needs the memory of all.
 
     Raises:
-        ConfigurationError: if it is something else.
+        ConfigurationError: if ``paths`` is neither.
     """
 
     def __init__(self, paths: Literal["two", "all"] = "two") -> None:
@@ -225,7 +221,7 @@ class BinaryGates(Relaxation):
         return gate_weights(alpha, paths, paths.gather(1, drawn_operations(among, 1, generator)))
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return α, the logits of the paths that ran shifted, the others as they were."""
+        """Return α with shifted logits of the paths that ran, and unchanged others."""
         if weights.running is None:
             return after
         moved = torch.zeros_like(before, dtype=torch.bool)

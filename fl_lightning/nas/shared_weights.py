@@ -1,7 +1,6 @@
-"""What `Supernet` and `OneShot` have in common: LightningModules in whose weights many networks live.
+"""Base of `Supernet` and `OneShot`: LightningModules whose weights are shared by many networks.
 
-Batches are images (B, in_channels, H, W) and labels (B,). Each says by `_evaluate` what a validation and a test
-log. A schedule sets the learning rate of the weights over rounds, i.e. epochs.
+Batches are images (B, in_channels, H, W) and labels (B,).
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ Batch = tuple[Tensor, Tensor]
 
 
 class SharedWeights(LightningModule):
-    """The base.
+    """A LightningModule of shared weights; subclasses define `_evaluate`.
 
     Args:
-        schedule: the learning rate of the weights; None leaves it constant.
-        recalibration_examples: training examples that give the statistics of an evaluation, of all clients
-            together, at least 2; None for all.
-        seed: of draws that are the same for all; the run's seed if None.
-        rules: what must hold of the module's other settings, by the message that refuses them.
+        num_classes: length of the output, at least 2.
+        schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
+        recalibration_examples: number of training examples, of all clients together, for the statistics
+            of an evaluation, at least 2; None for all.
+        seed: seed of draws that are equal for all clients; the run's seed if None.
+        rules: conditions on the module's other settings, by error message.
 
     Attributes:
-        seed: of draws that are the same for all.
+        seed: seed of draws that are equal for all clients.
 
     Raises:
         ConfigurationError: for values out of range, all of them.
@@ -64,7 +64,7 @@ class SharedWeights(LightningModule):
 
     @abstractmethod
     def _evaluate(self, stage: str, batch: Batch) -> None:
-        """Log ``stage/loss``, ``stage/accuracy`` and what else there is to say of a batch."""
+        """Log ``stage/loss``, ``stage/accuracy`` and further metrics of a batch."""
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log val/loss and val/accuracy, and accuracies of further networks."""
@@ -75,16 +75,16 @@ class SharedWeights(LightningModule):
         self._evaluate("test", batch)
 
     def _scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
-        """Return what sets the learning rate of an optimizer; None without a schedule."""
+        """Return the learning rate scheduler of an optimizer, or None without a schedule."""
         schedule = self._schedule
         if schedule is None:
             return None
-        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
+        num_rounds = self.trainer.max_epochs or -1  # -1 is Lightning's "no end"
         return LambdaLR(optimizer, lambda round: schedule.factor(round, num_rounds))
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of right answers in a batch."""
+    """Fraction of correct predictions in a batch, a scalar."""
     return (logits.argmax(dim=1) == labels).float().mean()
 
 

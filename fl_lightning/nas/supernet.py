@@ -1,19 +1,19 @@
-"""A network of all architectures of a space of cells, searched while it trains.
+"""`Supernet`: a network of all architectures of a space of cells, for differentiable search.
 
     w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
     α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
 
-A rule of relaxation says how many architectures run in one network; data come from a
-`FederatedDataModule` with a ``search_fraction``. It is a LightningModule like any other: with a
-``federation`` block clients do the above, without one it is the published central search. α and w
-travel in one update; the server steps α by the optimizer that a central search has, see `ServerSearchStep`.
+A rule of relaxation determines how many architectures run in one network; data come from a
+`FederatedDataModule` with a ``search_fraction``. It is an ordinary LightningModule: with a
+``federation`` block clients do the above, without one it is the published central search. An update
+contains α and w; the server steps α by the optimizer of a central search, see `ServerSearchStep`.
 
-Batch normalisation has the statistics of the batch while it searches: those that it would gather are of no
-single architecture. An evaluation has statistics of training examples (`CellStatistics`).
+Batch norm uses the statistics of the batch during the search, because running statistics would belong to
+no single architecture. An evaluation uses statistics of training examples (`CellStatistics`).
 Sources: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the halves at clients.
-Differs: both gradients are taken where w and α were before the step, so that N clients
-with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
-after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
+Differs: both gradients are taken at w and α before the step, so that N clients with one step on a full
+batch each take the step of the pooled data (theirs takes that of w after α's step); and from FedNAS,
+whose α sees test data and whose mean is the first client's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from fl_lightning.nas.spaces.space import Architecture
 
 Place = Literal["server", "clients", "none"]
 
-# not the arguments' defaults: YAML that names a class of its own would be mixed with them
+# no defaults of the arguments: YAML that names another class would be merged with them
 _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
 _DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
 
@@ -74,36 +74,36 @@ class Supernet(SharedWeights):
     """Searches a space of cells.
 
     Args:
-        space: of the architectures.
-        rule: how many of them run in one network: `Softmax` (DARTS) if None.
+        space: space of the architectures.
+        rule: rule of relaxation: `Softmax` (DARTS) if None.
         num_classes: length of the output, at least 2.
-        in_channels: of the images.
+        in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
-        channels: of the network's first cells.
-        cells: how many; of what, the space says.
-        learn: how α learns.
-        penalty: what the expected cost adds to the loss of α.
-        measure: the cost that it is of: ``flops``, ``params``, ``activations``, or a file that
-            ``fl-lightning latency`` wrote, for milliseconds on that device.
-        optimizer: of the weights; if None that of DARTS, SGD with rate 0.025, momentum 0.9 and weight
-            decay 3e-4.
-        architecture_optimizer: of α; if None that of DARTS, Adam with rate 3e-4, betas of 0.5 and 0.999
-            and weight decay 1e-3. A class that YAML names has its own defaults.
-        architecture_state: where the state of α's optimizer is in a federation. ``server``: the
-            server steps α, as a central search does. ``clients``: clients step it, and send its state
-            with their buffers; it is averaged, or a client's own if named in ``federation.personal``.
-            ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
-        schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
-        clip_norm: of the weights' gradient, > 0.
-        table: a file of NAS-Bench-201's truth, see `NASBench201Table`: what it says of the present cell
-            is logged; the search does not see it.
-        recalibration_examples: training examples that give the statistics of an evaluation, of all clients
-            together; None for all.
+        channels: channels of the network's first cells.
+        cells: number of cells; the space defines their unit.
+        learn: gradient of α: `Gradient` if None.
+        penalty: term of the expected cost in the loss of α; none if None.
+        measure: the cost in the penalty: ``flops``, ``params``, ``activations``, or a file written by
+            ``fl-lightning latency``, for milliseconds on that device.
+        optimizer: optimizer of the weights; if None that of DARTS, SGD with rate 0.025, momentum 0.9 and
+            weight decay 3e-4.
+        architecture_optimizer: optimizer of α; if None that of DARTS, Adam with rate 3e-4, betas of 0.5
+            and 0.999 and weight decay 1e-3. A class named in YAML has its own defaults.
+        architecture_state: place of the state of α's optimizer in a federation. ``server``: the server
+            steps α, as in a central search. ``clients``: clients step it, and send its state with their
+            buffers; it is averaged, or personal if named in ``federation.personal``. ``none``: clients
+            step it and start every round with a fresh optimizer, as in FedNAS.
+        schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
+        clip_norm: largest norm of the weights' gradient, > 0.
+        table: a file with the results of NAS-Bench-201, see `NASBench201Table`: those of the current cell
+            are logged; the search does not use them.
+        recalibration_examples: number of training examples, of all clients together, for the statistics
+            of an evaluation; None for all.
         same_draws: whether all clients draw the same operations in the same local step.
-        seed: of draws that are the same for all, and of α at the start; the run's seed if None.
+        seed: seed of draws that are equal for all clients, and of the initial α; the run's seed if None.
 
     Raises:
-        ConfigurationError: for values out of range, and for batches without a half for the search.
+        ConfigurationError: if a value is out of range, or batches have no half for the search.
 
     Example:
         >>> from fl_lightning.nas import NASBench201
@@ -200,7 +200,7 @@ class Supernet(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture that the architecture parameters mean now."""
+        """Architecture of the current architecture parameters."""
         beta = None if self.beta is None else self.beta.detach()
         return self.space.derive(self.alpha.detach(), beta)
 
@@ -211,41 +211,41 @@ class Supernet(SharedWeights):
 
     @property
     def shown(self) -> dict[Shown, EdgeWeights]:
-        """Networks of an evaluation: the present cell, and all cells at once where the rule does not draw."""
+        """Networks of an evaluation: the current cell, and the mixture of all cells if the rule does not draw."""
         shown: dict[Shown, EdgeWeights] = {"cell": self._fixed(self.architecture)}
         if not self.rule.draws:
             shown["all"] = self._mixed(self.alphas, SearchStep())
         return shown
 
     def progress(self, round_index: int) -> float:
-        """Return which part of the search is over when a round, i.e. epoch, begins."""
+        """Completed fraction of the search at the start of a round (epoch), in [0, 1]."""
         last = (self.trainer.max_epochs or 1) - 1
         return min(1.0, round_index / last) if last > 0 else 0.0
 
     def moves_alpha(self, round_index: int) -> bool:
-        """Return whether α learns in a round; before, weights alone do."""
+        """True if α learns in a round; in earlier rounds only the weights do."""
         return self.progress(round_index) >= self.rule.alpha_from
 
     @property
     def changes_at_clients(self) -> list[str]:
-        """Names of buffers that clients change, some of them in rounds in which α moves alone."""
+        """Names of buffers that clients change, some of them only in rounds in which α moves."""
         return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
 
     @property
     def travels_beside(self) -> str:
-        """Option by which clients send buffers, in words; empty if none."""
+        """Description of the option by which clients send buffers; empty if there is none."""
         if self.architecture_state == "clients":
             return "architecture_state: clients"
         return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
-        """Return the optimizer that α has in a central search."""
+        """Return α's optimizer of a central search."""
         optimizer = self._architecture_optimizer(params)
         check_steps_once("model.architecture_optimizer", optimizer)
         return optimizer
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of an architecture in the shared weights; the present one's if None."""
+        """Return logits (B, num_classes) of an architecture in the shared weights; the current one if None."""
         logits: Tensor = self.network(
             images, self._fixed(self.architecture if architecture is None else architecture)
         )
@@ -255,7 +255,7 @@ class Supernet(SharedWeights):
         return self._one_each(self.space.operations_of(architecture))
 
     def _one_each(self, operations: Sequence[int]) -> EdgeWeights:
-        """Return weights that run one operation a row."""
+        """Return edge weights that run one operation per row."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
 
@@ -270,7 +270,7 @@ class Supernet(SharedWeights):
         return logits
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
-        """Return what the rule makes of architecture parameters."""
+        """Return the rule's edge weights for architecture parameters."""
         beta = alphas.get("beta")
         shares = None if beta is None else self.space.edge_shares(beta)
         return self.rule.weights(alphas["alpha"], step, edge_shares=shares)
@@ -278,7 +278,7 @@ class Supernet(SharedWeights):
     # Training: α on one half of a batch, then w on the other.
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse batches without a half for the search; `Federation` asks before it trains.
+        """Check that a batch has both halves; `Federation` calls this before it trains.
 
         Raises:
             ConfigurationError: saying how to get one, and for images of another size than was said.
@@ -292,7 +292,7 @@ class Supernet(SharedWeights):
         check_image_size(self.image_size, batch["train"][0])
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
-        """Move α, then w; return the loss of w."""
+        """Step w and α, with both gradients taken before; returns the loss of w."""
         self.check_batch(batch)
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
@@ -319,7 +319,7 @@ class Supernet(SharedWeights):
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
-        """Return the seed of a step's draws: of the client's own, or the same one for all."""
+        """Return the seed of a step's draws: the client's, or the same for all clients."""
         if self._same_draws or not self.is_federated:
             return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
@@ -364,7 +364,7 @@ class Supernet(SharedWeights):
             images, labels = batch["search"]
             with torch.no_grad():
                 logits = self.network(images, self._one_each(operations))
-                # NaN would count as a wrong answer, and nobody would hear of it
+                # a NaN would silently count as a wrong answer
                 return torch.where(logits.isfinite().all(), accuracy(logits, labels), torch.nan)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
@@ -382,14 +382,14 @@ class Supernet(SharedWeights):
         return self._learn(situation)
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
-        """Return the expected cost of an architecture drawn by softmax(α)."""
+        """Expected cost of an architecture drawn by softmax(α), a scalar."""
         shares = alphas["alpha"].softmax(1)
         if isinstance(self.measure, LatencyTable):
             return self.measure.expected(shares)
         return self.costs.expected(shares, self.measure)
 
     def on_train_start(self) -> None:
-        """Set the learning rate of this round, also where a run resumes at a round's last batch."""
+        """Set the learning rate of this round, also if a run resumes at a round's last batch."""
         self._schedule_to(self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
@@ -404,7 +404,7 @@ class Supernet(SharedWeights):
     # Evaluation.
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes) of the present architecture."""
+        """Return class probabilities (B, num_classes) of the current architecture."""
         with self.statistics.used(self, "cell"):
             logits: Tensor = self(batch[0])
         return logits.softmax(dim=1)
@@ -424,12 +424,12 @@ class Supernet(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer of the weights and that of α, which a server may take over."""
+        """Return the optimizers of the weights and of α; for the server's steps, plain SGD for α."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
         if self._learn.needs_weight_step and WeightStep.of(weights) is None:
             raise ConfigurationError(
-                f"model.learn looks a step of SGD ahead, and model.optimizer is "
+                f"model.learn needs the next step of SGD, and model.optimizer is "
                 f"{type(weights).__name__}: use torch.optim.SGD, or order: first"
             )
         alphas = list(self.alphas.values())
@@ -441,9 +441,9 @@ class Supernet(SharedWeights):
 
     @property
     def local_lr(self) -> float:
-        """The learning rate by which clients move α where the server steps it."""
+        """Learning rate of clients' plain SGD on α if the server steps it."""
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that reports the search and lets the server of a federation step α."""
+        """Return the callback that reports the search and adds the server's step of α."""
         return [SearchReport()]

@@ -1,1 +1,1 @@
-"""Differential privacy: mechanisms, their noise, and what they cost."""
+"""Differential privacy: mechanisms, their noise, and accounting of ε."""

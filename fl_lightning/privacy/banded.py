@@ -1,24 +1,24 @@
-"""DP-FTRL: noise that is correlated over rounds, for cohorts that nobody samples.
+"""DP-FTRL: noise that is correlated over rounds, for cohorts without random sampling.
 
     aggregate_t = (Σ_k clip_S(Δ_k) + z S (C⁻¹ Z)_t) / m
 
-Much of a round's noise is taken back in the next rounds, so that the model, which adds rounds up,
-has less of it. It needs no random sampling, only that a client waits at least as many rounds
-between two turns as C has bands; `RoundRobinCohort` sees to that. The whole run is one release of
-a Gaussian mechanism of sensitivity S √P for clients that take part P times.
+The next rounds subtract much of a round's noise, so that the model, which is a sum over rounds, has
+less of it. There is no random sampling; a client must only wait at least as many rounds between two of
+its rounds as C has bands, as with `RoundRobinCohort`. The whole run is one release of a Gaussian
+mechanism of sensitivity S √P for clients that are in P rounds.
 Source: Choquette-Choo et al. 2023 (2306.08153); Kairouz et al. 2021 (2103.00039) for DP-FTRL.
 
-Correlated noise for running sums: the matrix mechanism with a banded, column-normalised matrix.
+Correlated noise for running sums is the matrix mechanism with a banded, column-normalised matrix:
 
     A = lower triangle of ones,  A G = (A C⁻¹) C G,  released: A C⁻¹ (C G + Z) = A (G + C⁻¹ Z)
     minimise  ‖A C⁻¹‖²_F / n   over lower-triangular C with b bands and ‖C e_j‖₂ = 1
 
-G has a row of clients' sums per round. A client that takes part at most P times, at least b rounds
-apart, moves C G by at most S √P: the columns of C at its rounds share no row, and each has norm 1.
+G has one row of sums per round. A client that is in at most P rounds, at least b rounds apart, changes
+C G by at most S √P: the columns of C at its rounds have no common row, and each has norm 1.
 Source: Choquette-Choo et al. 2023 (2306.08153), Theorem 2 and Section 4. Differs: columns are scaled
-to norm 1 while C is optimised, and checked afterwards, so that the sensitivity is what is claimed.
+to norm 1 while C is optimised, and checked afterwards, so that the sensitivity is exact.
 For more than 512 rounds C is the banded square root of A (Kalinin and Lampert 2024, 2405.13763) with
-its columns scaled to norm 1, which is close to the best one.
+its columns scaled to norm 1, which is close to the optimum.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ import numpy.typing as npt
 import torch
 from scipy.optimize import minimize
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
-from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.accountant import noise_for_budget
+from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
+from fl_lightning.privacy.mechanism import (
+    ClientPrivacy,
+    Mechanism,
+    MechanismDefaults,
+    check_options,
+)
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32
@@ -53,19 +57,19 @@ _MOST_BANDS = 32
 class BandedMatrixDP(ClientPrivacy):
     """Protects each client as `CentralDP` does, without amplification by sampling.
 
-    Compared are data sets with and without one client, whose rounds are known to everybody. It must
-    know the number of rounds, ``trainer.max_epochs``. The last rounds' sums without noise are in the
-    checkpoint, because later rounds use them again: keep checkpoints as secret as updates.
+    Neighbours are data sets with and without one client, whose rounds are public. The number of rounds
+    must be known, ``trainer.max_epochs``. Checkpoints contain the sums of the last rounds without
+    noise, because later rounds use them: keep checkpoints as secret as updates.
 
     Args:
-        clip_norm: as of `CentralDP`.
-        noise_multiplier: z, as of `CentralDP`.
-        epsilon: as of `CentralDP`.
-        delta: as of `CentralDP`.
-        bands: of the matrix; rounds that a client must wait. If None, as many as the cohorts allow,
-            at most 32.
-        secure_noise: as of `CentralDP`.
-        log_unprotected: as of `CentralDP`.
+        clip_norm: see `CentralDP`.
+        noise_multiplier: z, see `CentralDP`.
+        epsilon: see `CentralDP`.
+        delta: see `CentralDP`.
+        bands: number of bands of the matrix, and of rounds that a client must wait. If None, as many
+            as the cohorts allow, at most 32.
+        secure_noise: see `CentralDP`.
+        log_unprotected: see `CentralDP`.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -94,17 +98,13 @@ class BandedMatrixDP(ClientPrivacy):
                 f"federation.privacy: bands must be at least 1, got {self.bands}"
             )
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
-        """Refuse cohorts that depend on what happens in the run."""
-        check_fixed_in_advance(cohort)
-
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the matrix mechanism of a run.
 
         Raises:
-            ConfigurationError: if clients' turns are closer than ``bands`` rounds.
+            ConfigurationError: if two rounds of a client are closer than ``bands`` rounds.
         """
         turns = run.participation()
         bands = self.bands or min(turns.separation, _MOST_BANDS)
@@ -118,19 +118,15 @@ class BandedMatrixDP(ClientPrivacy):
         if noise is None:
             assert self.epsilon is not None
             share = 1 / (GRID_COST * math.sqrt(turns.most[-1]))
-
-            def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
-                return gaussian_epsilon(noise_multiplier * share, self.delta)
-
-            noise = noise_for_budget(epsilon_of, self.epsilon)
+            noise = gaussian_noise_for_budget(share, self.epsilon, self.delta)
         columns = banded_factor(run.planned_rounds, bands)
         grid = Grid.of(self.clip_norm, run.num_coordinates) if noise else None
         return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort, grid)
 
 
 @dataclass
-class BandedGaussian:
-    """Noise correlated over rounds; `Mechanism` says what its parts are."""
+class BandedGaussian(MechanismDefaults):
+    """Gaussian noise that is correlated over rounds; see `Mechanism`."""
 
     columns: Matrix
     turns: Participation
@@ -139,13 +135,9 @@ class BandedGaussian:
     expected: float
     grid: Grid | None = None
     noise_per_round: float = field(init=False)
-    bits_stddev: None = None
-    fewest_replies: int = 0
-    shares: None = None
-    rounding: float = GRID_COST
 
     def __post_init__(self) -> None:
-        # of the longest updates that there may be: a mask makes them shorter, and the radius no larger
+        # for updates without a mask: a mask makes them shorter, and the radius no larger
         radius = 1.0 if self.grid is None else self.grid.radius
         stddev = self.noise_multiplier * radius
         self._sums = CorrelatedSums(self.columns, stddev, self.expected * radius)
@@ -159,50 +151,46 @@ class BandedGaussian:
         )
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after so many of the run's rounds."""
+        """Return ε after ``rounds`` rounds."""
         turns = int(self.turns.most[rounds])
         ratio = self.noise_multiplier / GRID_COST
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
-    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return None: clients add nothing."""
-        return None
-
+    @override
     def step(self, clip_norm: float) -> float:
-        """Return the width of the grid."""
         return 0.0 if self.grid is None else self.grid.step
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return a row of Z, in whole numbers of the finer grid that C G is on."""
+        """Return a row of Z, in integer steps of the finer grid of C G."""
         return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the round's sum with the next row of the correlated noise."""
+        """Return the sum of the round with the next row of the correlated noise."""
         return self._sums.next(total, noise)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last rows of sums and of what was released."""
+        """Return the last rows of sums and of released sums."""
         return self._sums.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._sums.load_state_dict(state)
 
 
 Matrix = npt.NDArray[np.float64]
 MOST_OPTIMISED = 512
-# Bits of C's entries after the point, as many as 64 bits leave room for.
+# Fractional bits of C's entries, as many as 64-bit integers allow.
 _FINEST_BITS, _COARSEST_BITS = 20, 8
 # Bits of the noise's standard deviation, see `rounded_gaussian`.
 _MOST_BITS = 51
 
 
 def banded_factor(num_rounds: int, bands: int) -> Matrix:
-    """Return C by its columns: entry (j, i) is C[j + i, j], shape (num_rounds, bands).
+    """Columns of C: entry (j, i) is C[j + i, j], shape (num_rounds, bands).
 
     Args:
         num_rounds: n ≥ 1.
-        bands: b in [1, n]; with 1 noise is independent.
+        bands: b in [1, n]; with 1 the noise is independent.
 
     Example:
         >>> banded_factor(4, bands=4).round(4).tolist()[0]
@@ -220,18 +208,14 @@ def banded_factor(num_rounds: int, bands: int) -> Matrix:
 
 
 def check_column_norms(columns: Matrix) -> None:
-    """Refuse a matrix whose sensitivity is not 1.
-
-    Raises:
-        ValueError: if a column's norm is off by more than rounding.
-    """
+    """Raise ValueError if a column's norm differs from 1 by more than rounding."""
     norms = np.linalg.norm(columns, axis=1)
     if not np.allclose(norms, 1, rtol=0, atol=1e-12):
         raise ValueError(f"columns must have norm 1, they have {norms.min()} to {norms.max()}")
 
 
 def dense(columns: Matrix) -> Matrix:
-    """Return the matrix C itself, shape (n, n)."""
+    """Convert the columns into the matrix C, shape (n, n)."""
     matrix = np.zeros((len(columns), len(columns)))
     for band in range(columns.shape[1]):
         rows = np.arange(band, len(columns))
@@ -240,7 +224,7 @@ def dense(columns: Matrix) -> Matrix:
 
 
 def mean_squared_error(columns: Matrix) -> float:
-    """Return the mean variance of the noise in running sums, ‖A C⁻¹‖²_F / n, at z = 1.
+    """Mean variance of the noise in running sums, ‖A C⁻¹‖²_F / n, at z = 1.
 
     Example:
         >>> round(mean_squared_error(np.ones((4, 1))), 6)  # independent noise: (1 + 2 + 3 + 4) / 4
@@ -254,12 +238,12 @@ def mean_squared_error(columns: Matrix) -> float:
 
 
 def noise_of_rounds(columns: Matrix) -> float:
-    """Return the standard deviation of a round's own noise, over rounds, at z = 1."""
+    """Root mean square, over rounds, of the standard deviation of a round's noise at z = 1."""
     return float(np.sqrt((np.linalg.inv(dense(columns)) ** 2).sum() / len(columns)))
 
 
 def _square_root(num_rounds: int, bands: int) -> Matrix:
-    """Return the first bands of √A, which has (1 - x)^(-½)'s coefficients, with unit columns."""
+    """First bands of √A, which has the coefficients of (1 - x)^(-½), scaled to unit columns."""
     steps = np.arange(1, bands)
     coefficients = np.concatenate([[1.0], np.cumprod(1 - 0.5 / steps)])
     inside = np.arange(num_rounds)[:, None] + np.arange(bands) < num_rounds
@@ -269,7 +253,7 @@ def _square_root(num_rounds: int, bands: int) -> Matrix:
 
 
 def _optimised(start: Matrix) -> Matrix:
-    """Descend the error from there by L-BFGS; entries below the matrix remain 0."""
+    """Minimise the error by L-BFGS, starting from ``start``; entries below the matrix remain 0."""
     num_rounds, bands = start.shape
     inside = torch.from_numpy(start != 0)
     rows = torch.arange(num_rounds)[:, None] + torch.arange(bands)
@@ -299,17 +283,17 @@ def _optimised(start: Matrix) -> Matrix:
 class CorrelatedSums:
     """Rows of G + C⁻¹ Z = C⁻¹ (C G + Z), one after the other, from the last b - 1 rows of both.
 
-    C G + Z is computed in whole numbers, without an error: the entries of C are whole multiples of
-    1 / `scale`, rounded towards 0, so that no column is longer than 1. What is done with C⁻¹ follows
-    from these whole numbers alone, in whatever precision.
+    C G + Z is computed exactly, in integers: the entries of C are multiples of 1 / `scale`, rounded
+    towards 0, so that no column is longer than 1. The product with C⁻¹ depends on these integers alone,
+    in any precision.
 
     Args:
-        columns: of C, shape (n, b).
-        stddev: of an entry of Z, in the steps of G.
-        largest: entry that a row of G may have, in steps.
+        columns: columns of C, shape (n, b).
+        stddev: standard deviation of an entry of Z, in steps of G.
+        largest: largest possible entry of G, in steps.
 
     Raises:
-        ConfigurationError: if whole numbers of 64 bits do not hold all that.
+        ConfigurationError: if 64-bit integers are too small.
 
     Attributes:
         scale: a power of two.
@@ -328,29 +312,29 @@ class CorrelatedSums:
         bits = min(_FINEST_BITS, math.floor(room))
         if bits < _COARSEST_BITS:
             raise ConfigurationError(
-                "federation.privacy: BandedMatrixDP adds up whole numbers of 64 bits, and the noise "
+                "federation.privacy: BandedMatrixDP adds up integers of 64 bits, and the noise "
                 "or the cohort is too large for them: lower noise_multiplier, or the cohort's size"
             )
         self.scale = 2**bits
         self._whole = np.trunc(columns * self.scale).astype(np.int64)
         self._whole[(self._whole**2).sum(1) > self.scale**2, 0] -= 1
         self._index = 0
-        self._sums: list[Tensor] = []  # of G, the newest first
+        self._sums: list[Tensor] = []  # rows of G, the newest first
         self._released: list[Tensor] = []
 
     def next(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the next row, float64 of shape (k,), in the steps of G.
+        """Return the next row, float64 of shape (k,), in steps of G.
 
         Args:
-            total: the row of G, int64, shape (k,).
-            noise: the row of Z in units of 1 / `scale`, int64, shape (k,).
+            total: row of G, int64, shape (k,).
+            noise: row of Z in units of 1 / `scale`, int64, shape (k,).
 
         Raises:
             ConfigurationError: if earlier rounds had another number of coordinates.
         """
         if self._sums and self._sums[0].shape != total.shape:
             raise ConfigurationError(
-                "federation.privacy: BandedMatrixDP takes back noise of earlier rounds, and the "
+                "federation.privacy: BandedMatrixDP subtracts noise of earlier rounds, and the "
                 "mask has changed since: set every_n_rounds of MaskCalibration to null"
             )
         sums = [total, *self._sums]
@@ -374,7 +358,7 @@ class CorrelatedSums:
         return {"index": self._index, "sums": self._sums, "released": self._released}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from there."""
+        """Restore the state from `state_dict`."""
         index, sums, released = state["index"], state["sums"], state["released"]
         assert isinstance(index, int)
         assert isinstance(sums, list)

@@ -1,8 +1,8 @@
-"""Central differential privacy: the server, which is trusted, adds noise to the sum of updates.
+"""Central differential privacy: a trusted server adds noise to the sum of updates.
 
     x ← server_optimizer(x, (Σ_k clip_S(Δ_k) + N(0, (z S)² I)) / qN)
 
-Updates are rounded to a grid and summed in whole numbers, and noise is whole numbers too, see `Grid`.
+Updates are rounded to a grid and summed as integers, and the noise is integer as well, see `Grid`.
 Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privacy-loss distributions.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, final
+from typing import final
 
-from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
@@ -27,12 +27,16 @@ from fl_lightning.privacy.accounting.accountant import (
     sampling_of,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
-from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
+from fl_lightning.privacy.mechanism import (
+    ClientPrivacy,
+    Mechanism,
+    MechanismDefaults,
+    check_options,
+)
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
     AdaptiveClip,
-    Release,
     quantile_noise,
     update_noise_multiplier,
 )
@@ -44,26 +48,26 @@ from fl_lightning.privacy.run import AccountedRun, MostTurns
 class CentralDP(ClientPrivacy):
     """Protects each client, with all its examples, from everybody who sees the models.
 
-    The server sees updates in clear. Two data sets are compared that differ in one client: added or
-    removed where each joins by its own coin (`PoissonCohort`) or everybody takes part, replaced by
-    another where a fixed number is drawn (`UniformCohort`).
+    The server sees updates in clear. Neighbouring data sets differ in one client: added or removed with
+    Poisson sampling (`PoissonCohort`) or full participation, replaced by another one with a fixed
+    cohort size (`UniformCohort`).
 
     Args:
-        clip_norm: largest L2 norm S of a client's update, over all coordinates that travel, > 0.
+        clip_norm: largest L2 norm S of a client's update, over all coordinates that are sent, > 0.
         noise_multiplier: standard deviation z of the noise on the sum, in clip norms, ≥ 0.
-        epsilon: the budget. Without ``noise_multiplier`` the noise is found that spends it in the
-            run's rounds; with it, no round runs that would exceed it.
-        delta: chance that ε does not hold; below 1 / number of clients.
-        adaptive_clip: have the clip norm follow a quantile of updates' norms; fixed if None.
+        epsilon: the budget. Without ``noise_multiplier`` the noise is computed that spends it over all
+            rounds; with it, training stops before a round would exceed the budget.
+        delta: probability that ε does not hold; below 1 / number of clients.
+        adaptive_clip: let the clip norm follow a quantile of the updates' norms; fixed if None.
         accountant: ``pld``, or ``rdp``, which gives a larger ε.
-        secure_noise: draw noise from the operating system's secure generator: nobody can take it
-            off again, and no two runs are alike. Cohorts whose sampling amplifies follow from a secret
-            in a file of its own, not from the seed. A round that is trained again after a crash or
-            from an older checkpoint gets new noise, and is a release more than this run knows of.
+        secure_noise: draw noise from the operating system's secure generator: nobody can subtract it,
+            and no two runs are equal. Cohorts whose sampling amplifies are drawn from a secret in a
+            file of its own, not from the seed. A round that is trained again after a crash or from an
+            older checkpoint gets new noise, and is a release that this run does not account for.
             If false, noise is a function of the seed, which must then be kept secret.
-        log_unprotected: log what no noise covers: clients' metrics and norms, who was skipped, the
-            share of clipped updates. It is for the eyes of whoever runs the server. If false,
-            none of it is logged or kept in checkpoints.
+        log_unprotected: log values without noise: clients' metrics and norms, skipped clients, the
+            share of clipped updates. They are for the operator of the server only. If false, none of
+            them is logged or kept in checkpoints.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -98,7 +102,7 @@ class CentralDP(ClientPrivacy):
             object.__setattr__(self, "adaptive_clip", AdaptiveClip(**self.adaptive_clip))
 
     def check_cohort(self, cohort: CohortSampler) -> None:
-        """Refuse cohorts that cannot be accounted for."""
+        """Raise ConfigurationError if ε of this cohort sampler is unknown."""
         check_sampler(cohort)
 
     def mechanism(
@@ -130,8 +134,8 @@ class CentralDP(ClientPrivacy):
 
 
 @dataclass
-class CentralGaussian:
-    """Independent noise on every round's sum; `Mechanism` says what its parts are."""
+class CentralGaussian(MechanismDefaults):
+    """Independent Gaussian noise on the sum of every round; see `Mechanism`."""
 
     accountant: Accountant
     delta: float
@@ -141,9 +145,6 @@ class CentralGaussian:
     turns: MostTurns | None = None
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
-    fewest_replies: int = 0
-    shares: None = None
-    rounding: float = GRID_COST
 
     def __post_init__(self) -> None:
         self.expected = self.accountant.sampling.expected
@@ -157,7 +158,7 @@ class CentralGaussian:
         return f"unit: client, {sampling.relation}; {sampling}; {method}"
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after so many rounds."""
+        """Return ε after ``rounds`` rounds."""
         return self.accountant.epsilon(rounds, self.delta, quick=quick)
 
     @property
@@ -166,30 +167,11 @@ class CentralGaussian:
         return self.accountant.sampling.kind != "all"
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε of the client with most turns, where the cohorts are known."""
+        """Return ε of the client that is sampled most often, against an adversary who knows the cohorts."""
         turns = rounds if self.turns is None else self.turns(rounds)
         ratio = self.accountant.noise_ratio
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
-    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return None: clients add nothing."""
-        return None
-
-    def step(self, clip_norm: float) -> float:
-        """Return the width of the grid."""
-        return Grid.of(clip_norm, self.num_coordinates).step
-
+    @override
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return independent noise."""
         return grid.noise(self.noise_per_round * grid.clip_norm, size, draw)
-
-    def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of both."""
-        return wide(total + noise)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing depends on earlier rounds."""

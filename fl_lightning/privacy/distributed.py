@@ -1,85 +1,80 @@
 """Distributed differential privacy: clients add shares of the noise, the server sees only the sum.
 
-    client: v = round(clip_S(Δ_k) / step) + Skellam(μ / t)         whole numbers, modulo 2^b
+    client: v = round(clip_S(Δ_k) / step) + Skellam(μ / t)         integers, modulo 2^b
     server: step · (Σ v mod 2^b) / m
 
-With t shares or more the sum has noise of variance μ at least, so that a round with fewer replies
-is not released. Skellam noise adds up to Skellam noise exactly. With the aggregator SecureMean the
-server sees only the sum; without it sums are taken in the clear, of the same numbers.
-Source: Agarwal, Kairouz and Liu 2021 (2110.04995), Algorithm 1.
+With at least t shares the sum has noise of variance at least μ; a round with fewer replies is not
+released. With the aggregator SecureMean the server sees only the sum; without it, sums of the same
+integers are computed in the clear. Source: Agarwal, Kairouz and Liu 2021 (2110.04995), Algorithm 1.
 
-Whole-number noise, for sums of whole numbers that a server sees only as a sum.
-
-    Skellam:  Poisson(μ/2) - Poisson(μ/2), variance μ; a sum of such is one of variance Σμ
-
-It is drawn by inverting its distribution function with as many uniform bits as that takes, so that they may
-come from a cryptographically secure generator. Source: Agarwal, Kairouz and Liu 2021 (2110.04995).
-Differs: a table instead of rejection, whose chances are exact to 2⁻¹²⁷; tails end where they weigh less.
+Skellam noise, Poisson(μ/2) - Poisson(μ/2), is an integer of variance μ; a sum of Skellam noise is
+Skellam noise of variance Σμ, exactly. It is drawn by inverting its distribution function on uniform
+bits, so that these may come from a cryptographically secure generator. Differs: a table instead of
+rejection, with probabilities exact to 2⁻¹²⁷; it ends where the tails have less.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers, Words
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.accountant import noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
-from fl_lightning.privacy.noise.grid import (
-    CHECKED_TO,
-    Grid,
-    from_integers,
-    norm_bound,
-    to_integers,
-    wide,
+from fl_lightning.privacy.mechanism import (
+    ClientPrivacy,
+    Mechanism,
+    MechanismDefaults,
+    check_options,
 )
+from fl_lightning.privacy.noise.grid import CHECKED_TO, from_integers, norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation
 
-# A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
+# Smallest standard deviation of a share's noise, in steps, and smallest radius of the ball, in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
 
 
 @dataclass(frozen=True)
 class IntegerCode:
-    """How a clipped update becomes noisy whole numbers.
+    """Encoding of clipped updates as noisy integers.
 
     Attributes:
-        radius: the clip norm in steps, R.
-        share_variance: of each client's noise, in steps².
+        radius: clip norm in steps, R.
+        share_variance: variance of each client's noise, in steps².
     """
 
     radius: float
     share_variance: float
 
     def encode(self, delta: Tensor, clip_norm: float, draw: Draw) -> Integers:
-        """Return what a client puts into the sum, shape (k,).
+        """Round a client's update and add its share of the noise, int64 of shape (k,).
 
         Args:
-            delta: of norm ≤ ``clip_norm``, shape (k,).
+            delta: update of norm ≤ ``clip_norm``, shape (k,).
             clip_norm: S.
-            draw: gives random words.
+            draw: source of random words.
         """
         noise = skellam_noise(self.share_variance, len(delta), draw)
         return to_integers(delta, clip_norm, clip_norm / self.radius, draw) + noise
 
     def decode(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Return the sum that the whole numbers stand for, with the dtype of ``like``."""
+        """Convert a sum of integers into floating point, with the dtype of ``like``."""
         return from_integers(numbers, clip_norm / self.radius, like)
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b for which no sum over so many clients leaves -2^(b-1) … 2^(b-1) - 1.
+        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
 
-        Every coordinate and every share of the noise is bounded, so that it holds without exception.
+        Every coordinate and every share of the noise is bounded, so that there is no exception.
         """
         one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
         return (2 * num_clients * one).bit_length()
@@ -90,19 +85,19 @@ class IntegerCode:
 class DistributedDP(ClientPrivacy):
     """Protects each client from everybody, as long as the server sees only the sum of updates.
 
-    Compared are a client's data and any other. The server knows who takes part, so that sampling
-    amplifies nothing: a client pays for each of its turns.
+    Neighbours differ in the data of one client, replaced by any other. The server knows which clients
+    are sampled, so there is no amplification by sampling: a client's ε grows with each of its rounds.
 
     Args:
-        clip_norm: as of `CentralDP`.
+        clip_norm: see `CentralDP`.
         noise_multiplier: standard deviation z of the noise in the sum, in clip norms, ≥ 0.
-        epsilon: the budget of the client with the most turns.
-        delta: as of `CentralDP`.
-        min_shares: so many replies have enough noise together, t ≥ 1: a round with fewer stops the
-            run. If None, as many as a secure sum has at least, or without one the cohort's size; to
-            be given where that varies. Clients who tell the server their noise are none of them.
-        secure_noise: as of `CentralDP`.
-        log_unprotected: log what clients send outside the sum: metrics and norms.
+        epsilon: the budget of the client that is sampled most often.
+        delta: see `CentralDP`.
+        min_shares: number of replies whose noise suffices, t ≥ 1; a round with fewer stops the run. If
+            None, the fewest replies of a secure sum, or without one the size of the cohort; required
+            if that varies. Clients that collude with the server contribute no noise.
+        secure_noise: see `CentralDP`.
+        log_unprotected: log values that clients send outside the sum: metrics and norms.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -126,12 +121,12 @@ class DistributedDP(ClientPrivacy):
             )
 
     def check_cohort(self, cohort: CohortSampler) -> None:
-        """Refuse cohorts that depend on what happens in the run."""
-        check_fixed_in_advance(cohort)
+        """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
+        super().check_cohort(cohort)
         if not as_cohort(cohort).has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
                 f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
-                "that clients add: set min_shares to the fewest replies that shall be released"
+                "that clients add: set min_shares to the smallest number of replies to release"
             )
 
     def mechanism(
@@ -163,26 +158,25 @@ class DistributedDP(ClientPrivacy):
 
 
 @dataclass
-class DistributedSkellam:
-    """Shares of Skellam noise; `Mechanism` says what its parts are."""
+class DistributedSkellam(MechanismDefaults):
+    """Shares of Skellam noise; see `Mechanism`."""
 
     source: NoiseSource
     turns: Participation
     delta: float
     noise_multiplier: float
     expected: float
-    fewest_replies: int
+    fewest_replies: int = field()  # without the default of the base
     size: int
-    bits_stddev: None = None
 
     @property
     def shares(self) -> DistributedSkellam:
-        """Itself."""
+        """The mechanism itself."""
         return self
 
     @property
     def code(self) -> IntegerCode:
-        """The grid: fine against the noise of a share, and against rounding k numbers."""
+        """The encoding, with steps that are small against a share's noise and against k roundings."""
         shares, noise = self.fewest_replies, self.noise_multiplier
         radius = _RADIUS * math.sqrt(self.size)
         if noise > 0:
@@ -191,7 +185,7 @@ class DistributedSkellam:
 
     @property
     def noise_per_round(self) -> float:
-        """Of the sum over an expected cohort."""
+        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
@@ -203,17 +197,17 @@ class DistributedSkellam:
         )
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return the largest ε of a client after so many of the run's rounds."""
+        """Return the largest ε of a client after ``rounds`` rounds."""
         return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
 
     @property
     def release_cost(self) -> ReleaseCost:
-        """What one turn costs a client, in steps."""
+        """Sensitivity and noise of one update of a client, in steps."""
         code, shares = self.code, self.fewest_replies
         return ReleaseCost(2 * code.radius * self.rounding, code.share_variance * shares, self.size)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return what clients put into the sum, as the numbers that it stands for."""
+        """Return the function that rounds a client's update and adds its share of the noise."""
         if self.noise_multiplier == 0:
             return None
 
@@ -224,61 +218,46 @@ class DistributedSkellam:
         return release
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+        """Return b such that no sum over ``num_clients`` wraps around modulo 2^b."""
         return self.code.num_bits(num_clients)
 
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
-        """Return what a client sends of its clipped update."""
+        """Return a client's clipped update as integers with its share of the noise."""
         return self.code.encode(delta, clip_norm, self.source.stream(round_index, client))
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Return the sum that whole numbers stand for."""
+        """Convert a sum of integers into floating point, with the dtype of ``like``."""
         return self.code.decode(numbers, clip_norm, like)
 
     @property
     def rounding(self) -> float:
-        """By how much rounding raises what a client does to the sum."""
+        """Factor by which rounding raises the sensitivity."""
         return norm_bound(self.code.radius, 1.0, self.size) * CHECKED_TO**2 / self.code.radius
 
+    @override
     def step(self, clip_norm: float) -> float:
-        """Return the width of the grid."""
         return clip_norm / self.code.radius
 
-    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return nothing: clients have added it."""
-        return np.zeros(size, np.int64)
 
-    def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum, which has the clients' noise."""
-        return wide(total)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing depends on earlier rounds."""
-
-
-# beyond, a table would have many millions of entries
+# with more, a table would have many millions of entries
 MOST_VARIANCE = 1e10
-# A chance has 63 bits of a first word and 64 of a second one; a table is computed with many more.
+# A probability has 63 bits of a first word and 64 of a second one; a table is computed with many more.
 _FIRST, _BITS = 63, 127
 _GUARD = 256
 
 
 def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
-    """Return Skellam noise, shape (size,).
+    """Draw Skellam noise, int64 of shape (size,).
 
     Args:
         variance: μ, in [0, 1e10].
-        size: how many numbers.
-        draw: gives random words; numbers are a pure function of them.
+        size: number of draws.
+        draw: source of random words; the noise is a pure function of them.
 
     Raises:
-        ValueError: for a variance that is out of range.
+        ValueError: if the variance is out of range.
 
     Example:
         >>> generator = np.random.default_rng(0)
@@ -289,7 +268,7 @@ def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
     """
     if not 0 <= variance <= MOST_VARIANCE:
         raise ValueError(
-            f"the noise's variance must be in [0, {MOST_VARIANCE:g}] steps², got {variance}: take "
+            f"the noise's variance must be in [0, {MOST_VARIANCE:g}] steps², got {variance}: use "
             "coarser steps"
         )
     words = draw(size)
@@ -307,7 +286,7 @@ def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
 
 
 def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, draw: Draw) -> int:
-    """Return the magnitude where the first word equals a chance's first bits: by one word more."""
+    """Decide the magnitude by one more word, if the first word equals a probability's first bits."""
     more = draw(1)[0]
     beyond = magnitude + 1
     while beyond < len(first) and first[beyond] == uniform and more < second[beyond]:
@@ -316,7 +295,7 @@ def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, dr
 
 
 def largest_noise(variance: float) -> int:
-    """Return the largest magnitude that `skellam_noise` can give: there the table ends.
+    """Largest magnitude that `skellam_noise` can draw: the end of the table.
 
     Example:
         >>> largest_noise(0.0), largest_noise(9.0)
@@ -327,7 +306,7 @@ def largest_noise(variance: float) -> int:
 
 @lru_cache(maxsize=8)
 def _tail_table(variance: float) -> tuple[Words, Words]:
-    """Return P(|N| ≥ i) for i = 0, 1, …, 0 drawn with either sign: first 63 bits, and the next 64."""
+    """Table of P(|N| ≥ i) for i = 0, 1, …, if 0 has either sign: the first 63 bits, and the next 64."""
     masses = _bessel(variance)
     tails, tail = [], 0
     for mass in reversed(masses):
@@ -343,9 +322,9 @@ def _tail_table(variance: float) -> tuple[Words, Words]:
 
 
 def _bessel(variance: float) -> list[int]:
-    """Return I_0(μ), 2 I_1(μ), 2 I_2(μ), … times a common factor, by Miller's recurrence downwards.
+    """I_0(μ), 2 I_1(μ), 2 I_2(μ), … times a common factor, by Miller's downward recurrence.
 
-    I_{i-1} = I_{i+1} + (2i/μ) I_i, from so far out that nothing is left of how it began.
+    I_{i-1} = I_{i+1} + (2i/μ) I_i, from so large an i that the initial values do not matter.
     """
     numerator, denominator = variance.as_integer_ratio()
     size = int(14 * math.sqrt(variance)) + 120

@@ -1,12 +1,12 @@
-"""Differential privacy of examples: every client trains by DP-SGD on its own shard.
+"""Example-level differential privacy: every client trains by DP-SGD on its own shard.
 
     local step:  g = (Σ_{i in batch} clip_S(∇ℓ_i) + N(0, (z S)² I)) / min(B, n)
 
-Gradients of examples are rounded to a grid, summed in whole numbers and given whole noise, see `Grid`.
-Each example is in the batch by a coin of its own, of chance q = min(1, B / n), so that a step is one
-release of the Poisson-sampled Gaussian mechanism; a client's n examples pay for all local steps of
-all rounds in which it took part. What a client sends follows from its noisy steps, so that it is
-protected from the server as well, and clients do not add up: their examples are different ones.
+Gradients of examples are rounded to a grid and summed as integers, with integer noise, see `Grid`.
+Each example is sampled independently with probability q = min(1, B / n), so that a step is one
+release of the Poisson-sampled Gaussian mechanism; the ε of a client's n examples covers all local
+steps of all its rounds. A client's update is a function of its noisy steps, so it is protected from the
+server as well. Clients do not add up, because their examples differ.
 Source: Abadi et al. 2016 (1607.00133), Algorithm 1, with accounting by privacy-loss distributions.
 """
 
@@ -35,7 +35,7 @@ from fl_lightning.privacy.mechanism import check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in_advance
 
-# Of a client, (examples n, expected batch, steps): what its ε depends on.
+# (examples n, expected batch size, steps) of a client, which determine its ε.
 Work = tuple[int, int, int]
 
 _TRAITS = Traits(
@@ -57,24 +57,24 @@ _TRAITS = Traits(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExampleDP:
-    """Protects each single example from everybody, the server included, by DP-SGD in the clients.
+    """Protects each single example from everybody, including the server, by DP-SGD in the clients.
 
-    Compared are two shards of one client that differ in one example, added or removed; how many
-    examples a client has is taken for known. The server knows who takes part, so that the sampling
-    of clients amplifies nothing: a client pays for each of its turns. ε is that of the client that
-    pays most.
+    Neighbours are two shards of one client that differ in one example, added or removed. Assumed
+    public: client dataset sizes, and which clients are sampled in which round. So there is no
+    amplification by sampling clients: a client's ε grows with each of its rounds. The reported ε is the
+    largest of all clients.
 
     Args:
-        clip_norm: largest L2 norm S of one example's gradient, over all numbers that train, > 0.
+        clip_norm: largest L2 norm S of one example's gradient, over all trainable numbers, > 0.
         noise_multiplier: standard deviation z of the noise on a step's sum, in clip norms, ≥ 0.
-        epsilon: the budget. Without ``noise_multiplier`` the noise is found that spends it in the
-            run's rounds; with it, no round runs that would exceed it.
-        delta: chance that ε does not hold; below 1 / examples of a client.
+        epsilon: the budget. Without ``noise_multiplier`` the noise is computed that spends it over all
+            rounds; with it, training stops before a round would exceed the budget.
+        delta: probability that ε does not hold; below 1 / examples of a client.
         accountant: ``pld``, or ``rdp``, which gives a larger ε.
-        secure_noise: draw noise and batches from the operating system's secure generator, as of
+        secure_noise: draw noise and batches from the operating system's secure generator, see
             `CentralDP`.
-        log_unprotected: log what no noise covers: training loss and metrics, the norms of updates,
-            how many gradients were clipped, who was skipped. If false, none of it is logged.
+        log_unprotected: log values without noise: training loss and metrics, norms of updates, the
+            share of clipped gradients, skipped clients. If false, none of them is logged.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -101,26 +101,26 @@ class ExampleDP:
 
     @property
     def traits(self) -> Traits:
-        """Local steps that are clipped sums and noise, of which every one is counted."""
+        """Traits; ε covers noisy local steps alone."""
         return _TRAITS
 
     @property
     def is_off(self) -> bool:
-        """Whether there is neither clipping nor noise."""
+        """True if there is neither clipping nor noise."""
         return self.clip_norm == float("inf") and self.noise_multiplier == 0
 
     def check_cohort(self, cohort: CohortSampler) -> None:
-        """Refuse cohorts that depend on what happens in the run."""
+        """Raise ConfigurationError if cohorts depend on events of the run."""
         check_fixed_in_advance(cohort)
 
     def mechanism(
         self, run: AccountedRun, noise_multiplier: float | None = None
     ) -> ExampleGaussian:
-        """Return what the clients of a run release.
+        """Return the mechanism of the clients of a run.
 
         Args:
-            run: with how clients draw their batches.
-            noise_multiplier: what the run that is resumed had; found anew if None.
+            run: the run, with the sampling of local batches.
+            noise_multiplier: value of the resumed run; computed if None.
         """
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
@@ -129,7 +129,7 @@ class ExampleDP:
         return ExampleGaussian(run, self.delta, noise, self.accountant)
 
     def _noise(self, run: AccountedRun, budget: float) -> float:
-        """Return the least noise that keeps the client that pays most within the budget."""
+        """Smallest noise multiplier for which the largest ε of a client is within the budget."""
         rounds, noise = run.planned_rounds, 1.0
         while True:
             made = ExampleGaussian(run, self.delta, noise, self.accountant)
@@ -146,7 +146,7 @@ class ExampleDP:
 
 @dataclass
 class ExampleGaussian:
-    """What the examples of a run's clients pay; `Accounted` says what its parts are."""
+    """ε of the examples of a run's clients; see `Accounted`."""
 
     run: AccountedRun
     delta: float
@@ -158,12 +158,12 @@ class ExampleGaussian:
     def __post_init__(self) -> None:
         if self.run.local is None:
             raise ConfigurationError(
-                "ExampleDP accounts for local steps, and the run tells of none"
+                "ExampleDP accounts for local steps, and the run has no information about them"
             )
         self.local = self.run.local
 
     def step(self, clip_norm: float) -> float:
-        """Return the width of the grid."""
+        """Return the step width of the grid."""
         return Grid.of(clip_norm, self.run.num_coordinates).step
 
     @cached_property
@@ -171,7 +171,7 @@ class ExampleGaussian:
         return []
 
     def turns(self, rounds: int) -> npt.NDArray[np.int64]:
-        """Return how often each client takes part in the first rounds, shape (num_clients,)."""
+        """Number of times that each client is sampled in the first rounds, shape (num_clients,)."""
         if len(self._cohorts) < rounds:
             ahead = max(rounds, self.run.num_rounds or 0)
             self._cohorts[:] = self.run.cohorts(ahead)
@@ -179,10 +179,10 @@ class ExampleGaussian:
         return np.bincount(ids, minlength=self.run.num_clients)
 
     def work(self, rounds: int) -> list[Work]:
-        """Return those clients' work of which one pays most, after so many rounds.
+        """Return the work of the clients that can have the largest ε after ``rounds`` rounds.
 
-        ε rises with the sampling rate and with the steps: whoever has less of both than another
-        client is left out.
+        ε rises with the sampling rate and with the number of steps: clients with less of both than
+        another client are left out.
         """
         local = self.local
         has_any = local.num_examples > 0
@@ -196,14 +196,14 @@ class ExampleGaussian:
         return hardest
 
     def hardest(self, rounds: int) -> Work:
-        """Return the work of the client that pays most."""
+        """Return the work of the client with the largest ε."""
         work = self.work(rounds) or [(1, 1, 0)]
         if len(work) == 1:
             return work[0]
         return max(work, key=lambda one: self._epsilon(one, quick=True))
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return the largest ε of an example after so many of the run's rounds."""
+        """Return the largest ε of an example after ``rounds`` rounds."""
         return max((self._epsilon(one, quick=quick) for one in self.work(rounds)), default=0.0)
 
     def _epsilon(self, work: Work, *, quick: bool) -> float:
@@ -215,7 +215,7 @@ class ExampleGaussian:
         return bool((self.local.rates < 1).any())
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε of an example that is in every batch of its client, which is the most there may be."""
+        """Return ε of an example that is in every batch of its client, an upper bound."""
         has_any = self.local.num_examples > 0
         steps = int((self.turns(rounds) * self.local.num_steps * has_any).max(initial=0))
         ratio = self.noise_multiplier / GRID_COST
@@ -223,7 +223,7 @@ class ExampleGaussian:
 
     @property
     def noise_of_gradients(self) -> float:
-        """Largest standard deviation of a client's gradient's noise, in clip norms."""
+        """Largest standard deviation of the noise of a client's gradient, in clip norms."""
         expected = self.local.expected
         return self.noise_multiplier / max(1, int(expected[expected > 0].min(initial=1 << 62)))
 
@@ -238,11 +238,11 @@ class ExampleGaussian:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return nothing: rounds are independent."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing depends on earlier rounds."""
+        """Restore nothing: rounds are independent."""
 
 
 def _span(numbers: npt.NDArray[np.int64]) -> str:

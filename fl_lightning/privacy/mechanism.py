@@ -1,25 +1,26 @@
-"""What a kind of differential privacy consists of: a description, and its mechanism in a run."""
+"""Protocols and bases of differential privacy: its options, and its mechanism in a run."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.noise.grid import Grid
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import AdaptiveClip, Release
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.run import AccountedRun, check_fixed_in_advance
 from fl_lightning.server.protected import NoiseShares
 from fl_lightning.updates.clip import check_clip_norm
 
 
 class Accounted(Protocol):
-    """What a run releases, and what that costs.
+    """The releases of a run and their ε.
 
     Attributes:
         noise_multiplier: z, in clip norms.
@@ -29,42 +30,42 @@ class Accounted(Protocol):
 
     @property
     def rounding(self) -> float:
-        """By how much rounding to a grid raises what one unit does to the sum; it is in ε."""
+        """Factor ≥ 1 by which rounding to a grid raises the sensitivity; ε includes it."""
 
     def step(self, clip_norm: float) -> float:
-        """Return the width of the grid that released numbers are on."""
+        """Return the step width of the grid of released numbers."""
 
     def __str__(self) -> str:
-        """Return what is compared, and how it is drawn, for people."""
+        """Describe the unit of privacy and the sampling, for the log."""
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after so many rounds; ``quick`` allows a slightly higher one."""
+        """Return ε after ``rounds`` rounds; ``quick`` allows a slightly higher one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later rounds depend on."""
+        """Return the state that later rounds depend on."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state from `state_dict`."""
 
 
 @runtime_checkable
 class Amplified(Protocol):
-    """A mechanism whose ε may be lower because random draws are secret."""
+    """A mechanism whose ε may be lower because random draws are secret (amplification)."""
 
     @property
     def amplifies(self) -> bool:
-        """True if it is, here."""
+        """True if secret draws lower ε in this run."""
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε towards somebody who knows the draws."""
+        """Return ε against an adversary who knows the draws."""
 
 
 class Mechanism(Accounted, Protocol):
-    """The noise on the sums of one run and what it costs.
+    """The noise on the sums of one run, with its ε.
 
     Attributes:
-        expected: the cohort's size that sums are divided by.
-        fewest_replies: with fewer a round has too little noise to be released.
+        expected: expected size of the cohort, by which sums are divided.
+        fewest_replies: smallest number of replies with enough noise to release the round.
     """
 
     expected: float
@@ -72,45 +73,95 @@ class Mechanism(Accounted, Protocol):
 
     @property
     def shares(self) -> NoiseShares | None:
-        """What clients send into a secure sum, each with its share of the noise; None for no shares."""
+        """Encoder of clients' updates as integers with shares of the noise, or None for no shares."""
 
     @property
     def bits_stddev(self) -> float | None:
-        """Of the noise on the count of unclipped updates; None where nobody counts."""
+        """Standard deviation of the noise on the number of unclipped updates; None without a count."""
 
     @property
     def noise_per_round(self) -> float:
         """Standard deviation of the noise in a sum of updates, in clip norms."""
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return what clients do to clipped updates; None if nothing."""
+        """Return the function that clients apply to clipped updates, or None."""
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return the noise of one round, for the server to add, in whole numbers, shape (size,)."""
+        """Return the noise that the server adds in one round, integers of shape (size,)."""
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum with noise, in steps, shape (k,); it follows from whole numbers alone.
+        """Return the sum with noise, in steps, shape (k,); it depends on integers alone.
 
         Args:
-            total: clipped updates' sum in steps, int64, shape (k,); 0 in a round that was broken off.
-            noise: of the round, see `server_noise`; each is asked for once, in order.
+            total: sum of the clipped updates in steps, int64, shape (k,); 0 in an aborted round.
+            noise: noise of the round from `server_noise`, requested once per round, in order.
         """
 
 
+class MechanismDefaults:
+    """Base of mechanisms with a grid for clip norms, no shares of noise, and no state.
+
+    Attributes:
+        fewest_replies: see `Mechanism`.
+        num_coordinates: length k of an update.
+    """
+
+    fewest_replies: int = 0
+    num_coordinates: int = 1
+
+    @property
+    def shares(self) -> NoiseShares | None:
+        """None: the noise is not shared."""
+        return None
+
+    @property
+    def bits_stddev(self) -> float | None:
+        """None: unclipped updates are not counted."""
+        return None
+
+    @property
+    def rounding(self) -> float:
+        """Factor by which rounding raises the sensitivity."""
+        return GRID_COST
+
+    def step(self, clip_norm: float) -> float:
+        """Return the step width of the grid."""
+        return Grid.of(clip_norm, self.num_coordinates).step
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return None: clients add no noise."""
+        return None
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return zeros: the server adds no noise."""
+        return np.zeros(size, np.int64)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum with the noise."""
+        return wide(total + noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: rounds are independent."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore nothing: rounds are independent."""
+
+
 class Budgeted(Protocol):
-    """What every kind of privacy says of itself; frozen."""
+    """Options of every kind of privacy; frozen."""
 
     @property
     def clip_norm(self) -> float:
-        """L2 norm that updates, or gradients, are clipped to."""
+        """Largest L2 norm of an update or a gradient after clipping."""
 
     @property
     def noise_multiplier(self) -> float | None:
-        """z, in clip norms; None where it is found for the budget."""
+        """z, in clip norms; None if it is computed from the budget."""
 
     @property
     def epsilon(self) -> float | None:
-        """The budget; None for none."""
+        """The budget, or None."""
 
     @property
     def delta(self) -> float:
@@ -118,38 +169,38 @@ class Budgeted(Protocol):
 
     @property
     def secure_noise(self) -> bool:
-        """Whether noise comes from the operating system's secure generator."""
+        """True if noise comes from the operating system's secure generator."""
 
     @property
     def log_unprotected(self) -> bool:
-        """Whether to log what the noise does not cover."""
+        """True to log values that the noise does not cover."""
 
     def check_cohort(self, cohort: CohortSampler) -> None:
-        """Refuse cohorts that it cannot account for."""
+        """Raise ConfigurationError if ε of this cohort sampler is unknown."""
 
 
 @runtime_checkable
 class Privacy(Budgeted, Protocol):
-    """Privacy of clients as a user asks for it: ``federation.privacy``; frozen.
+    """Options of client-level privacy, ``federation.privacy``; frozen.
 
-    A class of your own derives from `ClientPrivacy`, which has what most kinds say of themselves.
+    A class of your own derives from `ClientPrivacy`, which has defaults of most members.
     """
 
     @property
     def adaptive_clip(self) -> AdaptiveClip | None:
-        """How the clip norm moves; None if it does not."""
+        """Adaptation of the clip norm; None for a fixed norm."""
 
     @property
     def min_shares(self) -> int | None:
-        """The fewest clients whose noise is enough together, where the user says so."""
+        """Smallest number of clients whose noise suffices, if the user sets it."""
 
     @property
     def clients_add_noise(self) -> bool:
-        """Whether clients add the noise, so that nothing may change what they send; else the server."""
+        """True if clients add the noise, so that their updates must not change; else the server."""
 
     @property
     def is_for_sums(self) -> bool:
-        """Whether clients send whole numbers with a share of the noise, for a sum that hides them."""
+        """True if clients send integers with a share of the noise, for a sum that hides them."""
 
     @property
     def traits(self) -> Traits:
@@ -162,11 +213,11 @@ class Privacy(Budgeted, Protocol):
 
         Args:
             run: the run.
-            source: of noise that clients draw.
-            noise_multiplier: what the run that is resumed had; found anew if None.
+            source: source of the clients' noise.
+            noise_multiplier: value of the resumed run; computed if None.
 
         Raises:
-            ConfigurationError: if it cannot be accounted for.
+            ConfigurationError: if its ε is unknown.
         """
 
 
@@ -177,7 +228,7 @@ _WAYS = {
 
 
 class ClientPrivacy:
-    """What a kind of privacy of clients says of itself; it gives what is different.
+    """Base of client-level privacy, with defaults for a fixed clip norm and cohorts known in advance.
 
     Attributes:
         clients_add_noise: see `Privacy`.
@@ -189,7 +240,7 @@ class ClientPrivacy:
 
     @property
     def traits(self) -> Traits:
-        """A mean of clipped updates, which nothing changes once they are noisy."""
+        """Traits; noisy updates must not change on their way."""
         needs = {Trait.PRIVATE_CLIENTS: "proves its ε for the mean of clipped updates"}
         if self.clients_add_noise:
             needs[Trait.UNCHANGED_UPDATES] = (
@@ -204,28 +255,28 @@ class ClientPrivacy:
 
     @property
     def adaptive_clip(self) -> AdaptiveClip | None:
-        """The clip norm is fixed."""
+        """None: the clip norm is fixed."""
         return None
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Noise is found for the budget."""
+        """None: the noise is computed from the budget."""
         return None
 
     @property
     def min_shares(self) -> int | None:
-        """Noise is not shared."""
+        """None: the noise is not shared."""
         return None
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Raise ConfigurationError if cohorts depend on events of the run."""
+        check_fixed_in_advance(cohort)
 
 
 def check_options(
     clip_norm: float, noise_multiplier: float | None, epsilon: float | None, delta: float
 ) -> None:
-    """Refuse values that no mechanism can have.
-
-    Raises:
-        ConfigurationError: naming the first of them.
-    """
+    """Raise ConfigurationError if an option that all mechanisms have is out of range."""
     check_clip_norm(clip_norm)
     if noise_multiplier is None and epsilon is None:
         raise ConfigurationError(
@@ -244,7 +295,7 @@ def check_options(
         )
     if not 0 < delta < 1:
         raise ConfigurationError(
-            f"federation.privacy: delta must be in (0, 1), got {delta}: it is the chance that ε "
+            f"federation.privacy: delta must be in (0, 1), got {delta}: it is the probability that ε "
             "does not hold; well below 1 / number of clients, e.g. 1.0e-5"
         )
     if noise_multiplier != 0 and clip_norm == float("inf"):  # None: noise is to be found

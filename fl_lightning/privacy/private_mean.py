@@ -1,23 +1,23 @@
-"""A mean to which no client adds more than a ball's radius, over a cohort of fixed expected size.
+"""The mean of clipped updates over a cohort of fixed expected size, and an adaptive clip norm.
 
     aggregate = Σ_k clip(Δ_k) / qN
 
-Clients count alike, whatever the number of their examples; the denominator is the expected cohort,
-not the number of replies, which is data as well. With everybody's reply it is the plain mean of the
-clipped updates, to the bit. Source: McMahan et al. 2018 (1710.06963), Section 2, estimator f̃_f.
-Differs: updates are clipped where they arrive, after whatever was done to them on the way, so
-that the bound holds for every compression.
+Clients have equal weights for any number of examples; the denominator is the expected cohort, because
+the number of replies is private as well. If all clients reply, it is the plain mean of the clipped
+updates, bit for bit. Source: McMahan et al. 2018 (1710.06963), Section 2, estimator f̃_f.
+Differs: updates are clipped on arrival, after all transforms, so that the bound holds for every
+compression.
 
-A clip norm that follows a quantile of the updates' norms.
+The adaptive clip norm follows a quantile of the updates' norms:
 
     b̃ = ½ + (Σ_k (b_k - ½) + N(0, s²)) / m,   b_k = 1 if ‖Δ_k‖ ≤ C else 0
     C ← C · exp(-η (b̃ - γ))
     z_Δ = (z⁻² - (2 s)⁻²)^(-½)
 
-m is the expected cohort. A bit moves the sum by ½ at most, so that the query's noise multiplier is
-2 s; with noise z_Δ on the updates both together cost as much as one release with noise z.
-Source: Andrew et al. 2021 (1905.03871), Algorithm 1 and Theorem 1. Differs: clients that were
-sampled and sent nothing count as ½, since the number of replies is not released.
+m is the expected cohort. A bit changes the sum by ½ at most, so that the query's noise multiplier is
+2 s; with noise z_Δ on the updates, both together cost as much as one release with noise z.
+Source: Andrew et al. 2021 (1905.03871), Algorithm 1 and Theorem 1. Differs: sampled clients that
+sent nothing count as ½, since the number of replies is not released.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
@@ -38,27 +39,29 @@ from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.updates.clip import clipped
 
-# (clipped delta, client) -> what the client sends of it
+# (clipped delta, client) -> the delta that the client sends
 Release = Callable[[Tensor, int], Tensor]
 
 
 class PrivateMean(PrivateAggregator):
-    """Folds clipped updates, and counts those that needed no clipping.
+    """The mean of clipped updates, with the number of updates that needed no clipping.
+
+    The attributes ``clip_norm``, ``release``, ``clips`` and ``coins`` are set before `open`.
 
     Args:
-        expected: clients of a round, qN > 0.
+        expected: expected number of clients of a round, qN > 0.
         exact: see `Mean`.
-        release: what a client does to its clipped update before it sends it; nothing if None.
+        release: function that a client applies to its clipped update before sending, or None.
 
     Attributes:
-        exact: as given.
-        clip_norm: of the present round, set by whoever opens it.
-        release: likewise.
-        clips: whether updates are clipped here; not where that, and the release, was done at their site.
-        coins: likewise: client -> coins with which its update is rounded to a grid, for sums in whole
-            numbers; None for sums in floating point.
-        grid: of the open round, with coins.
-        total: the sum in the grid's steps, int64 of shape (k,), with coins.
+        exact: see `Mean`.
+        clip_norm: clip norm of the current round.
+        release: function that a client applies to its clipped update before sending, or None.
+        clips: whether to clip here; False if clipping and release were done at remote sites.
+        coins: maps a client to the coins that round its update to a grid, for integer sums; None for
+            floating-point sums.
+        grid: grid of the open round, if there are coins.
+        total: sum in steps of the grid, int64 of shape (k,), if there are coins.
 
     Example:
         >>> mean = PrivateMean(expected=4)
@@ -81,8 +84,8 @@ class PrivateMean(PrivateAggregator):
         self.grid: Grid | None = None
         self._expected = expected
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
         self._like = like
         self._mean = new_mean(like, exact=self.exact)
         self._counts = torch.zeros(2, dtype=torch.int64, device=like.device)
@@ -104,56 +107,56 @@ class PrivateMean(PrivateAggregator):
             self.total += torch.from_numpy(steps).to(self.total.device)
         self._counts += torch.stack([is_within, torch.ones_like(is_within)])
 
+    @override
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
         return [*self._mean.sums(), self.total, self._counts]
 
+    @override
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
         *mean, self.total, self._counts = sums
         self._mean.load_sums(mean)
 
     def close(self) -> Tensor:
-        """Return the sum over the expected cohort, without noise that a server adds."""
+        """Return the sum divided by the expected cohort, without the server's noise."""
         if self.grid is not None:
             return self.grid.value(self.total).to(self._like) / self._expected
         return self._mean.value() * (self.num_replies / self._expected)
 
     @property
+    @override
     def num_unclipped(self) -> int:
-        """Updates that were within the clip norm."""
         return int(self._counts[0])
 
     @property
+    @override
     def num_replies(self) -> int:
-        """Updates so far."""
         return int(self._counts[1])
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
         return {"mean": self._mean.state_dict(), "total": self.total, "counts": self._counts}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an open round."""
         self._mean.load_state_dict(state["mean"])
         self.total.copy_(state["total"])
         self._counts.copy_(state["counts"])
 
 
 def quantile_noise(bits_stddev: float | None, expected: float) -> float:
-    """Return the standard deviation of a count's noise; a twentieth of the cohort if None."""
+    """Standard deviation of the noise on a count; a twentieth of the cohort if None is given."""
     return expected / 20 if bits_stddev is None else bits_stddev
 
 
 def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> float:
-    """Return the noise multiplier that is left for the updates, z_Δ ≥ z.
+    """Noise multiplier of the updates, z_Δ ≥ z, so that updates and count together cost as much as z.
 
     Args:
-        noise_multiplier: of both releases together, z ≥ 0.
-        bits_stddev: s > z / 2.
+        noise_multiplier: z ≥ 0 of both releases together.
+        bits_stddev: standard deviation s > z / 2 of the noise on the count.
 
     Raises:
-        ConfigurationError: if the count alone would cost more than both may.
+        ConfigurationError: if the count alone would cost more than both together may.
 
     Example:
         >>> round(update_noise_multiplier(1.0, bits_stddev=5.0), 12)
@@ -174,12 +177,12 @@ def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> floa
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
-    """How the clip norm follows the updates; ``clip_norm`` is where it starts.
+    """A clip norm that follows a quantile of the updates' norms; it starts at ``clip_norm``.
 
     Args:
-        quantile: share of updates that are to remain unclipped, γ in (0, 1).
-        learning_rate: η > 0.
-        bits_stddev: standard deviation of the noise on the number of unclipped updates, s ≥ 0; a
+        quantile: share of updates that should remain unclipped, γ in (0, 1).
+        learning_rate: learning rate η > 0 of the clip norm.
+        bits_stddev: standard deviation s ≥ 0 of the noise on the number of unclipped updates; a
             twentieth of the expected cohort if None.
 
     Raises:
@@ -216,7 +219,7 @@ class AdaptiveClip:
         """Return the next round's clip norm.
 
         Args:
-            clip_norm: this round's.
-            unclipped: the noisy share of updates within it, b̃.
+            clip_norm: clip norm of this round.
+            unclipped: noisy share of updates within the clip norm, b̃.
         """
         return clip_norm * math.exp(-self.learning_rate * (unclipped - self.quantile))

@@ -1,4 +1,4 @@
-"""What the privacy of a run depends on besides its noise: who takes part when."""
+"""The facts about a run that its ε depends on besides the noise: which clients are sampled when."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
 def check_fixed_in_advance(cohort: CohortSampler) -> None:
-    """Refuse cohorts that depend on what happens in the run.
-
-    Raises:
-        ConfigurationError: saying which do not.
-    """
+    """Raise ConfigurationError, with a list of alternatives, if cohorts depend on events of the run."""
     if not as_cohort(cohort).is_fixed_in_advance:
         raise ConfigurationError(
             f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
-            "client takes part: set federation.cohort to one of AllClients, PoissonCohort, "
+            "client is sampled: set federation.cohort to one of AllClients, PoissonCohort, "
             "RoundRobinCohort, UniformCohort"
         )
 
 
 @dataclass(frozen=True)
 class Participation:
-    """How often clients take part.
+    """Number and distance of the rounds in which clients are sampled.
 
     Attributes:
-        most: in so many rounds no client takes part more often, shape (num_rounds + 1,).
-        separation: rounds from one turn of a client to its next, at least; the number of rounds if
-            nobody has two turns.
+        most: largest number of times that any client is sampled in the first r rounds, for r from 0 to
+            the number of rounds, shape (num_rounds + 1,).
+        separation: smallest distance, in rounds, between two rounds of the same client; the number of
+            rounds if no client is sampled twice.
 
     Example:
         >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
@@ -50,12 +47,12 @@ class Participation:
 
 @dataclass(frozen=True)
 class LocalSampling:
-    """How clients draw the examples of their local steps: each example by its own coin.
+    """Poisson sampling of the examples of local steps: each example independently.
 
     Attributes:
-        num_examples: of every client, shape (num_clients,).
-        batch_size: examples that a local step is expected to have, where there are so many, B ≥ 1.
-        num_steps: of every client's round, shape (num_clients,).
+        num_examples: number of examples of every client, shape (num_clients,).
+        batch_size: expected number of examples in a local step, B ≥ 1, if a client has that many.
+        num_steps: number of local steps of every client per round, shape (num_clients,).
 
     Example:
         >>> local = LocalSampling(np.array([4, 100]), 10, np.array([2, 2]))
@@ -69,28 +66,27 @@ class LocalSampling:
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
-        """An example's chance of being in a step, min(1, B / n), shape (num_clients,)."""
+        """Probability that an example is in a step, min(1, B / n), shape (num_clients,)."""
         return np.minimum(1.0, self.batch_size / np.maximum(self.num_examples, 1))
 
     @property
     def expected(self) -> npt.NDArray[np.int64]:
-        """Expected examples of a step, min(B, n), shape (num_clients,)."""
+        """Expected number of examples in a step, min(B, n), shape (num_clients,)."""
         return np.minimum(self.batch_size, self.num_examples)
 
 
 @dataclass(frozen=True)
 class AccountedRun:
-    """A run as its privacy mechanism sees it.
+    """The facts about a run that its privacy mechanism needs.
 
     Attributes:
-        cohort: who is asked.
-        num_clients: how many there are.
-        num_rounds: that are planned; None if there is no end.
-        seed: of the cohorts.
-        num_coordinates: numbers in an update, k, or more.
-        fewest_survivors: with fewer replies there is no sum that anybody sees; None if there always
-            is.
-        local: how clients draw their batches; None where nobody asks.
+        cohort: sampler of the cohorts.
+        num_clients: number of all clients.
+        num_rounds: planned number of rounds; None if there is no end.
+        seed: seed of the cohorts.
+        num_coordinates: length k of an update, or an upper bound.
+        fewest_survivors: smallest number of replies for which there is a sum; None if there always is.
+        local: sampling of the local steps, if the mechanism needs it.
     """
 
     cohort: CohortSampler
@@ -103,7 +99,7 @@ class AccountedRun:
 
     @property
     def planned_rounds(self) -> int:
-        """The number of rounds.
+        """Planned number of rounds.
 
         Raises:
             ConfigurationError: if there is no end.
@@ -117,17 +113,17 @@ class AccountedRun:
 
     @property
     def expected_cohort(self) -> float:
-        """The expected number of clients in a round, > 0, which need not be whole."""
+        """Expected number of clients in a round, > 0; it may be fractional."""
         coin = as_cohort(self.cohort).coin
         if coin is not None:
             return coin * self.num_clients
         return float(self.cohort.expected_size(self.num_clients))
 
     def cohorts(self, num_rounds: int) -> Iterator[ClientIds]:
-        """Yield the clients of the first rounds.
+        """Yield the cohorts of the first rounds.
 
         Raises:
-            ConfigurationError: if cohorts depend on what happens in the run.
+            ConfigurationError: if cohorts depend on events of the run.
         """
         check_fixed_in_advance(self.cohort)
         population = Population(np.ones(self.num_clients, np.int64))
@@ -135,10 +131,10 @@ class AccountedRun:
             yield self.cohort.sample(index, population, self.seed)
 
     def participation(self) -> Participation:
-        """Return how often clients take part, by going through all cohorts of the run.
+        """Count how often clients are sampled, over all cohorts of the run.
 
         Raises:
-            ConfigurationError: if cohorts depend on what happens in the run.
+            ConfigurationError: if cohorts depend on events of the run.
         """
         counts = np.zeros(self.num_clients, np.int64)
         last = np.full(self.num_clients, -1, np.int64)
@@ -155,7 +151,7 @@ class AccountedRun:
 
 @dataclass
 class MostTurns:
-    """Turns of the client with the most of them, after any number of rounds; drawn as they are asked for.
+    """Largest number of times that a client is sampled, after any number of rounds; computed on demand.
 
     Example:
         >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
@@ -168,7 +164,7 @@ class MostTurns:
     _most: list[int] = field(default_factory=lambda: [0])
 
     def __call__(self, rounds: int) -> int:
-        """Return them, or as many as rounds if cohorts depend on what happens in the run."""
+        """Return the number after ``rounds`` rounds; ``rounds`` itself if cohorts depend on the run."""
         if not as_cohort(self.run.cohort).is_fixed_in_advance:
             return rounds
         if len(self._most) <= rounds:

@@ -20,8 +20,9 @@ except ImportError as error:
         "SecureMean, 'fl-lightning[he]' for EncryptedMean"
     ) from error
 
-from fl_lightning.secure.encrypted_mean import EncryptedMean
-from fl_lightning.secure.encryption.paillier import Paillier
-from fl_lightning.secure.secure_mean import SecureMean
+from fl_lightning.core.public_names import exported
+from fl_lightning.secure.encrypted_mean import EncryptedMean as EncryptedMean
+from fl_lightning.secure.encryption.paillier import Paillier as Paillier
+from fl_lightning.secure.secure_mean import SecureMean as SecureMean
 
-__all__ = ["EncryptedMean", "Paillier", "SecureMean"]
+__all__ = list(exported(__file__))

@@ -1,83 +1,48 @@
 """The server: aggregators, robust rules, attacks on them, server optimizers, asynchronous rules."""
 
-from fl_lightning.server.aggregator import Aggregator, WeightedMean
-from fl_lightning.server.attacks import (
-    ALIE,
-    Forgery,
-    GaussianNoise,
-    InnerProductManipulation,
-    MinMax,
-    Scaling,
-    SignFlip,
-)
-from fl_lightning.server.means.cluster_average import ClusterFedAvg
-from fl_lightning.server.means.fair_means import AFL, QFedAvg, TiltedMean
-from fl_lightning.server.means.mean import Mean, OverlapMean
-from fl_lightning.server.optimizers import FedAdagrad, FedAdam, FedLion, FedYogi
-from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.krum import Bulyan, Krum, MultiKrum
-from fl_lightning.server.robust.matrix import Floats, Rows
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
-from fl_lightning.server.robust.passes import combined, row_norms
-from fl_lightning.server.robust.reweighted import (
-    CentredClipping,
-    FLTrust,
-    GeometricMedian,
-    NormBounding,
-)
-from fl_lightning.server.robust.rule import RobustRule, RuleContext
-from fl_lightning.server.server import Server
-from fl_lightning.server.staleness import (
-    FedAsync,
-    FedBuff,
-    HingeStaleness,
-    PolynomialStaleness,
-    Staleness,
-)
+from fl_lightning.core.public_names import exported
+from fl_lightning.server.aggregator import Aggregator as Aggregator
+from fl_lightning.server.aggregator import WeightedMean as WeightedMean
+from fl_lightning.server.attacks import ALIE as ALIE
+from fl_lightning.server.attacks import Forgery as Forgery
+from fl_lightning.server.attacks import GaussianNoise as GaussianNoise
+from fl_lightning.server.attacks import InnerProductManipulation as InnerProductManipulation
+from fl_lightning.server.attacks import MinMax as MinMax
+from fl_lightning.server.attacks import Scaling as Scaling
+from fl_lightning.server.attacks import SignFlip as SignFlip
+from fl_lightning.server.means.cluster_average import ClusterFedAvg as ClusterFedAvg
+from fl_lightning.server.means.fair_means import AFL as AFL
+from fl_lightning.server.means.fair_means import QFedAvg as QFedAvg
+from fl_lightning.server.means.fair_means import TiltedMean as TiltedMean
+from fl_lightning.server.means.mean import Mean as Mean
+from fl_lightning.server.means.mean import OverlapMean as OverlapMean
+from fl_lightning.server.optimizers import FedAdagrad as FedAdagrad
+from fl_lightning.server.optimizers import FedAdam as FedAdam
+from fl_lightning.server.optimizers import FedLion as FedLion
+from fl_lightning.server.optimizers import FedYogi as FedYogi
+from fl_lightning.server.robust.collect import Collected as Collected
+from fl_lightning.server.robust.krum import Bulyan as Bulyan
+from fl_lightning.server.robust.krum import Krum as Krum
+from fl_lightning.server.robust.krum import MultiKrum as MultiKrum
+from fl_lightning.server.robust.matrix import Floats as Floats
+from fl_lightning.server.robust.matrix import Rows as Rows
+from fl_lightning.server.robust.median import Median as Median
+from fl_lightning.server.robust.median import TrimmedMean as TrimmedMean
+from fl_lightning.server.robust.mixing import Bucketing as Bucketing
+from fl_lightning.server.robust.mixing import NearestNeighbourMixing as NearestNeighbourMixing
+from fl_lightning.server.robust.passes import combined as combined
+from fl_lightning.server.robust.passes import row_norms as row_norms
+from fl_lightning.server.robust.reweighted import CentredClipping as CentredClipping
+from fl_lightning.server.robust.reweighted import FLTrust as FLTrust
+from fl_lightning.server.robust.reweighted import GeometricMedian as GeometricMedian
+from fl_lightning.server.robust.reweighted import NormBounding as NormBounding
+from fl_lightning.server.robust.rule import RobustRule as RobustRule
+from fl_lightning.server.robust.rule import RuleContext as RuleContext
+from fl_lightning.server.server import Server as Server
+from fl_lightning.server.staleness import FedAsync as FedAsync
+from fl_lightning.server.staleness import FedBuff as FedBuff
+from fl_lightning.server.staleness import HingeStaleness as HingeStaleness
+from fl_lightning.server.staleness import PolynomialStaleness as PolynomialStaleness
+from fl_lightning.server.staleness import Staleness as Staleness
 
-__all__ = [
-    "AFL",
-    "ALIE",
-    "Aggregator",
-    "Bucketing",
-    "Bulyan",
-    "CentredClipping",
-    "ClusterFedAvg",
-    "Collected",
-    "FLTrust",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAsync",
-    "FedBuff",
-    "FedLion",
-    "FedYogi",
-    "Floats",
-    "Forgery",
-    "GaussianNoise",
-    "GeometricMedian",
-    "HingeStaleness",
-    "InnerProductManipulation",
-    "Krum",
-    "Mean",
-    "Median",
-    "MinMax",
-    "MultiKrum",
-    "NearestNeighbourMixing",
-    "NormBounding",
-    "OverlapMean",
-    "PolynomialStaleness",
-    "QFedAvg",
-    "RobustRule",
-    "Rows",
-    "RuleContext",
-    "Scaling",
-    "Server",
-    "SignFlip",
-    "Staleness",
-    "TiltedMean",
-    "TrimmedMean",
-    "WeightedMean",
-    "combined",
-    "row_norms",
-]
+__all__ = list(exported(__file__))

@@ -1,30 +1,26 @@
-"""Heads: classifiers fitted on frozen features, before calibration.
+"""Heads: linear classifiers fitted on frozen features, before calibration.
 
     logits = x Wᵀ + b  for features x
 
-A fit needs of the examples only sums over them. So a client sends sums, the server adds them up,
-and the head of a federation is that of all examples in one place.
+A fit needs only sums over examples. So clients send sums, the server adds them up, and the head of a
+federation equals that of the pooled examples.
 
-The classifier by logistic regression over all classes: a linear probe.
+`LinearHead` is logistic regression over all classes, a linear probe:
 
     min over W, b of  - Σ_i log softmax(x_i Wᵀ + b)[y_i] + λ/2 ‖W‖²
 
-by L-BFGS on the gradient of all examples. In every step of it an owner is sent W and b, and sends
-the sum of its examples' losses and gradients: full batches, so the result does not depend on how
-the examples are divided.
-
-Source: Liu and Nocedal 1989, Mathematical Programming 45, with the line search of
+by L-BFGS on the gradient of all examples. In every step an owner of examples receives W and b, and
+sends the sums of its examples' losses and gradients: the result does not depend on how the examples
+are divided. Source: Liu and Nocedal 1989, Mathematical Programming 45, with the line search of
 `torch.optim.LBFGS` (strong Wolfe conditions).
 
-The classifier by ridge regression on one-hot labels, in closed form.
+`RidgeHead` is ridge regression on one-hot labels, in closed form:
 
     min over W, b of  Σ_i ‖y_i - x_i Wᵀ - b‖² + λ ‖W‖²
     Wᵀ = (Σ x̃ᵀx̃ + λ I)⁻¹ Σ x̃ᵀỹ,   b = ȳ - x̄ Wᵀ        x̃, ỹ: centred
 
-An owner sends Σ zᵀz and Σ zᵀy of z = (x, 1), once: the result does not depend on how the examples
-are divided.
-
-Source: Hoerl and Kennard 1970, Technometrics 12(1), equation 2.3, one regression a class.
+An owner sends Σ zᵀz and Σ zᵀy of z = (x, 1), once. Source: Hoerl and Kennard 1970, Technometrics
+12(1), equation 2.3, one regression per class.
 """
 
 from __future__ import annotations
@@ -40,23 +36,23 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
 
-# One owner's examples: features (n, D) and labels (n,), whole numbers below the number of classes.
+# Examples of one owner: features (n, D) and labels (n,), integers below the number of classes.
 Features = tuple[Tensor, Tensor]
 # Replaces a tensor by its sum over processes.
 Reduce = Callable[[Tensor], None]
 
-_ROWS = 8192  # in double precision at a time
+_ROWS = 8192  # examples converted to double precision at a time
 
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A linear classifier, and what it took to find it.
+    """A fitted linear classifier, with the cost of the fit.
 
     Attributes:
         weight: (classes, D), float64.
-        bias: (classes,), float64; None for a head without.
-        rounds: how often owners sent sums.
-        values_up: numbers that an owner sends in a round.
+        bias: (classes,), float64; None for a head without bias.
+        rounds: number of times that owners sent sums.
+        values_up: number of values that an owner sends per round.
     """
 
     weight: Tensor
@@ -66,22 +62,22 @@ class FittedHead:
 
     @torch.no_grad()
     def write_to(self, head: nn.Linear) -> None:
-        """Put the classifier into a layer."""
+        """Copy the classifier into a layer."""
         head.weight.copy_(self.weight)
         if self.bias is not None:
             head.bias.copy_(self.bias)
 
 
 class HeadFit(Protocol):
-    """Fits a classifier."""
+    """A fit of a linear classifier."""
 
     @property
     def labels(self) -> Labels:
-        """What takes the labels (B,) out of a batch."""
+        """Function that gets the labels (B,) from a batch."""
 
     @property
     def logits(self) -> Logits:
-        """What passes a batch through the module, head included."""
+        """Function that passes a batch through the module, including the head."""
 
     def fit(
         self,
@@ -95,37 +91,37 @@ class HeadFit(Protocol):
         """Return the classifier of all owners' examples.
 
         Args:
-            owners: one entry a client; one entry where all examples are in one place; in one of
-                several processes its own share, perhaps none.
+            owners: examples of each client; one entry if all examples are in one place; with several
+                processes, the share of this process, which may be empty.
             num_features: D.
-            num_classes: of the head.
+            num_classes: number of classes of the head.
             has_bias: whether the head has a bias.
-            reduce: adds up over processes.
+            reduce: replaces a tensor by its sum over processes.
         """
 
 
 @runtime_checkable
 class OneExchange(HeadFit, Protocol):
-    """A fit for which every owner sends its sums once, so that owners may be at sites elsewhere.
+    """A fit for which every owner sends its sums once, so that owners may be remote clients.
 
     ``reduce`` of `fit` is called once, with the sums over the owners given.
     """
 
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Return what an owner sends, in float64.
+        """Return the sums that an owner sends, in float64.
 
         Args:
-            owner: its examples.
+            owner: examples of the owner.
             num_features: D.
-            num_classes: of the head.
+            num_classes: number of classes of the head.
         """
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
-    """Return what a head is given for a batch, shape (B, D), without gradients.
+    """Return the inputs of a head for a batch, shape (B, D), without gradients.
 
     Raises:
-        ConfigurationError: if the head is not called once, with one vector an example.
+        ConfigurationError: if the head is not called exactly once, with one vector per example.
 
     Example:
         >>> network = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
@@ -141,14 +137,14 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
         logits(module, batch)
     if len(inputs) != 1 or inputs[0].ndim != 2:
         raise ConfigurationError(
-            "a head is fitted on one vector of features an example; here it is called with tensors "
+            "a head is fitted on one vector of features per example; here it is called with tensors "
             f"of shapes {[tuple(x.shape) for x in inputs]}: use head: train or head: freeze"
         )
     return inputs[0].detach()
 
 
 def check_regularisation(value: float) -> None:
-    """Refuse a regularisation that leaves the solution open."""
+    """Raise ConfigurationError if the regularisation is not above 0 and finite."""
     if not 0 < value < float("inf"):
         raise ConfigurationError(
             f"regularisation must be above 0 and finite, got {value}: without it the head of separable or "
@@ -157,11 +153,7 @@ def check_regularisation(value: float) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that are no classes of the head.
-
-    Raises:
-        ConfigurationError: with the labels' range.
-    """
+    """Raise ConfigurationError if labels are no classes of the head."""
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
             f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
@@ -170,7 +162,7 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
-    """Yield an owner's examples some at a time, features in double precision."""
+    """Yield an owner's examples in parts, with features in double precision."""
     features, labels = owner
     check_labels(labels, num_classes)
     for part in range(0, len(labels), _ROWS):
@@ -183,11 +175,11 @@ class LinearHead:
     """Fit the head by logistic regression over all classes.
 
     Args:
-        regularisation: λ > 0, scikit-learn's ``1 / C`` in ``LogisticRegression``; the bias is free
-            of it.
-        max_iterations: steps of L-BFGS, ≥ 1, each with one exchange of sums or a few.
-        tolerance: stop where no entry of the mean gradient is larger, > 0.
-        labels: takes the labels (B,) out of a batch.
+        regularisation: λ > 0, scikit-learn's ``1 / C`` in ``LogisticRegression``; not applied to the
+            bias.
+        max_iterations: steps of L-BFGS, ≥ 1, each with one or a few exchanges of sums.
+        tolerance: stop once no entry of the mean gradient is larger, > 0.
+        labels: gets the labels (B,) from a batch.
         logits: passes a batch through the module.
 
     Raises:
@@ -256,7 +248,7 @@ class LinearHead:
 
 
 def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
-    """Return the number of examples, and their sums of losses and gradients, as one vector."""
+    """Number of examples, and their sums of losses and gradients, as one vector."""
     device = owner[0].device
     here, num_classes = weights.to(device), len(weights)
     sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
@@ -273,15 +265,15 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RidgeHead:
-    """Fit the head by ridge regression; a single exchange of sums.
+    """Fit the head by ridge regression, with a single exchange of sums.
 
-    Its outputs approach the one-hot labels, so as logits they are flat: the probabilities are far
-    from 0 and 1 though the ranking is right. ``temperature`` divides weight and bias.
+    Its outputs approximate the one-hot labels, so as logits they are flat: the probabilities are far
+    from 0 and 1 although the ranking is right. ``temperature`` divides weight and bias.
 
     Args:
-        regularisation: λ > 0, as scikit-learn's ``Ridge(alpha=…)``; the bias is free of it.
-        temperature: > 0; below 1 the head is surer of itself, 1 leaves the regression as it is.
-        labels: takes the labels (B,) out of a batch.
+        regularisation: λ > 0, scikit-learn's ``Ridge(alpha=…)``; not applied to the bias.
+        temperature: > 0; below 1 the probabilities are sharper, 1 is the plain regression.
+        labels: gets the labels (B,) from a batch.
         logits: passes a batch through the module.
 
     Raises:
@@ -326,7 +318,7 @@ class RidgeHead:
             weight / self.temperature,
             bias / self.temperature if has_bias else None,
             rounds=1,
-            # of the symmetric matrix one half
+            # one half of the symmetric matrix
             values_up=size * (size + 1) // 2 + size * num_classes,
         )
 

@@ -11,7 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import resolve
 from fl_lightning.federation.processes.fork import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"

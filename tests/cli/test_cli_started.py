@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_lightning.cli.started import Started, started, take_what_was_started
+from fl_lightning.cli.devices import Started, started, take_what_was_started
 from fl_lightning.core.errors import ConfigurationError
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
@@ -57,7 +57,7 @@ def test_other_numbers_are_refused(given):
 
 def test_mpirun_needs_mpi4py(monkeypatch):
     monkeypatch.setitem(os.environ, "OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr("fl_lightning.cli.started.find_spec", lambda name: None)
+    monkeypatch.setattr("fl_lightning.cli.devices.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="install mpi4py, or start them with torchrun"):
         take_what_was_started(dict(AUTO))
 

@@ -1,32 +1,38 @@
 """The door of the command line: what is said at once, names in place of paths, projects to start from."""
 
+import inspect
 import json
 import os
+import resource
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import typed
 import yaml
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 
 import fl_lightning
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCLI,
-    Federation,
-    ImageClassifier,
+from docs.command_help import as_text
+from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClassifier
+from fl_lightning.cli import configs, init, main
+from fl_lightning.cli.checks import imported
+from fl_lightning.cli.help import (
+    COMMANDS,
+    GROUPS,
+    OF_LIGHTNING,
+    block_help,
+    classes_help,
+    help_of_all,
+    run_help,
 )
-from fl_lightning.cli import main, projects
-from fl_lightning.cli.at_once import configs
-from fl_lightning.cli.at_once.block_help import GROUPS, block_help
-from fl_lightning.cli.at_once.catalogue import FILE, blocks, catalogue, paths
-from fl_lightning.cli.at_once.catalogued import as_text
-from fl_lightning.cli.at_once.commands import COMMANDS, OF_LIGHTNING, help_of_all
-from fl_lightning.cli.at_once.run_help import run_help
-from fl_lightning.cli.at_once.short_names import expanded, with_whole_names
+from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
+from fl_lightning.cli.yaml_files import read
+from fl_lightning.core.public_names import PACKAGES, exported, public_paths
 from fl_lightning.data import IID, Digits
+from fl_lightning.flower.rules.class_paths import own_names
 from fl_lightning.server import Median
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,42 +101,174 @@ def test_what_needs_no_pytorch_is_said_without_it(words, said, code, tmp_path):
 
 
 def test_the_catalogue_is_what_the_classes_say():
-    told = "run python -m fl_lightning.cli.at_once.catalogued"
+    told = "run python docs/command_help.py"
     assert FILE.read_text(encoding="utf-8") == as_text(), told
 
 
 def test_help_fits_a_terminal():
     listed = "\n".join(configs._listed())
-    aggregators = catalogue("federation", "aggregator")
+    aggregators = classes_help("federation", "aggregator")
     runs = [run_help(command) for command in OF_LIGHTNING]
-    for text in (help_of_all(), block_help("federation"), listed, aggregators, *runs):
+    for text in (help_of_all(), block_help(), listed, aggregators, *runs):
         assert max(map(len, text.splitlines())) <= 80
     assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
 
 
 def test_every_option_of_the_block_is_in_one_group():
-    grouped = [name for names in GROUPS["federation"].values() for name in names]
-    assert sorted(grouped) == sorted(blocks()["federation"]["options"])
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(contents()["federation"]["options"])
 
 
 def test_an_option_without_classes_in_the_box_says_what_it_takes():
-    assert "derives from Stage" in catalogue("federation", "stages")
-    assert "any Optimizer of torch.optim" in catalogue("federation", "server_optimizer")
+    assert "derives from Stage" in classes_help("federation", "stages")
+    assert "any Optimizer of torch.optim" in classes_help("federation", "server_optimizer")
 
 
-def test_no_short_name_means_two_classes():
-    found = {}
-    for block in blocks().values():
-        for option in block["classes"].values():
-            for path in option["classes"]:
-                assert found.setdefault(path.rpartition(".")[2], path) == path
+def test_a_line_in_a_package_is_all_that_a_new_class_needs(tmp_path):
+    """It is exported, has a short name, is allowed at sites, and is listed where its kind is an option."""
+    for package in PACKAGES:
+        module = import_module(package)
+        assert module.__all__ == list(exported(module.__file__))
+        for name in module.__all__:
+            assert getattr(module, name) is getattr(
+                import_module(exported(module.__file__)[name]), name
+            )
+    assert own_names() == {
+        name: path
+        for name, path in public_paths().items()
+        if inspect.isclass(found := imported(path)) and name != "FederatedCLI"
+        if not issubclass(found, LightningDataModule)
+    }
+    listed = [
+        entry["classes"]
+        for block in ("federation", "data")
+        for entry in contents()[block]["classes"].values()
+    ]
+    assert {path for classes in listed for path in classes} <= set(public_paths().values())
+    assert expanded({"federation": {"aggregator": {"class_path": "AFL"}}}) == {
+        "federation": {"aggregator": {"class_path": "fl_lightning.server.AFL"}}
+    }
+    (tmp_path / "__init__.py").write_text(
+        "from fl_lightning.server.robust.krum import Krum as Mine\n"
+    )
+    assert exported(tmp_path / "__init__.py") == {"Mine": "fl_lightning.server.robust.krum"}
+
+
+PAGES = [
+    ["--help"],
+    *([name, "--help"] for name in COMMANDS),
+    ["configs"],
+    ["fit", "--federation.help"],
+]
+PAGES += [["fit", "--federation.aggregator.help"], ["fit", "--data.source.help"]]
+PAGES += [[*page.split(), "--help"] for page in contents()["pages"] if " " in page]
+MISSPELT = [
+    ["fit", "--config", "quickstart", "--federation.aggregator", "Krumm"],
+    ["fit", "--config", "quickstart", "--federation.aggregator", "fl_lightning.server.Krumm"],
+    ["fit", "--config", "quickstart", "--model.init_args.optimizer", "torch.optim.Adamm"],
+]
+
+
+def cpu_seconds(words, folder):
+    """Return the time of a processor that a command takes, what it says, and its code."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", *words],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, done.stdout + done.stderr, done.returncode
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_help_of_every_command_takes_no_time_and_fits_a_terminal(words, tmp_path):
+    took = []
+    while not took or (min(took) > 0.3 and len(took) < 3):  # a busy machine has slower moments
+        seconds, said, code = cpu_seconds(words, tmp_path)
+        took.append(seconds)
+    assert min(took) <= 0.3
+    assert max(map(len, said.splitlines())) <= 80
+    assert (code, len(said.splitlines()) > 2) == (0, True), said
+
+
+@pytest.mark.parametrize("words", MISSPELT, ids=" ".join)
+def test_a_misspelt_class_is_found_before_pytorch_is_imported(words, tmp_path):
+    seconds, said, code = cpu_seconds(words, tmp_path)
+    meant = {
+        "Krumm": "Did you mean fl_lightning.server.Krum?",
+        "Adamm": "Did you mean torch.optim.Adam?",
+    }
+    assert meant[words[-1].rpartition(".")[2]] in " ".join(said.split())
+    assert (code, seconds <= 1.0) == (2, True), said
+
+
+def test_names_of_classes_of_other_modules_are_left_to_the_parser():
+    """A module of a user that the command line imports may define them."""
+    check_classes(["fit", "--model", "mine.Net", "--federation.aggregator", "MyKrum"], [])
+    with pytest.raises(
+        ConfigurationError, match=r"federation.aggregator .* fl_lightning.server.Krum\?"
+    ):
+        check_classes(["fit", "--federation.aggregator", "MyKrum"], [])
+    in_file = {
+        "trainer": {"callbacks": ["lightning.pytorch.callbacks.EarlyStoping"], "logger": "no.Such"}
+    }
+    with pytest.raises(
+        ConfigurationError, match=r"^trainer.callbacks\[0\]: .* mean .*EarlyStopping\?"
+    ):
+        check_classes([], [in_file])
+
+
+ENDLESS = {
+    "cycle": ("trainer: &a {x: *a}", "trainer.x refers to itself"),
+    "list": ("trainer: &u [*u]", "trainer.0 refers to itself"),
+    "deep": ("trainer: " + "[" * 3000 + "]" * 3000, "nested deeper than 64"),
+    "steps": ("- " * 3000 + "x", "nested deeper than 64"),
+    "digits": ("num_threads: " + "9" * 400, "num_threads must have at most 40 digits, got 400"),
+    "thousands": ("num_threads: " + "9" * 6000, "at most 40 digits"),
+    "bomb": ("\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), "more than"),
+    "tab": ("trainer:\n\tmax_epochs: 1", "is not valid YAML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_yaml_without_an_end_is_refused(kind, tmp_path):
+    text, says = ENDLESS[kind]
+    (tmp_path / "run.yaml").write_text(text)
+    said, code, has_torch = answer("fit", "--config", "run.yaml", folder=tmp_path)
+    assert says in " ".join(said.split()), said
+    assert (code, has_torch, "Traceback" in said) == (2, False, False)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_files_that_are_no_utf_8_are_refused(encoding, tmp_path):
+    (tmp_path / "run.yaml").write_bytes("trainer: {default_root_dir: Läufe}".encode(encoding))
+    said, code, _ = answer("fit", "--config", "run.yaml", folder=tmp_path)
+    assert ("save it as UTF-8" in " ".join(said.split()), code) == (True, 2), said
+
+
+@pytest.mark.parametrize(
+    "words", [["--trainer=&a {x: *a}"], ["--num_threads", "9" * 400], ["--trainer", "[" * 3000]]
+)
+def test_words_without_an_end_are_refused(words, tmp_path):
+    said, code, _ = answer("fit", "--config", "quickstart", *words, folder=tmp_path)
+    assert (code, "Traceback" in said) == (2, False), said
+    assert any(what in said for what in ("refers to itself", "at most 40 digits", "nested deeper"))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbftrainer: {max_epochs: 3}")
+    assert read(tmp_path / "run.yaml") == {"trainer": {"max_epochs": 3}}
 
 
 def test_short_names_in_words_and_files_are_those_that_are_meant():
     words = ["fit", "--federation.cohort", "PoissonCohort", "--trainer.callbacks", "IID"]
-    assert with_whole_names(words)[2] == "fl_lightning.PoissonCohort"
-    assert with_whole_names(words)[4] == "IID"  # no option of ours
-    assert with_whole_names(["--federation.updates+=TopK"]) == [
+    assert whole(words)[2] == "fl_lightning.PoissonCohort"
+    assert whole(words)[4] == "IID"  # no option of ours
+    assert whole(["--federation.updates+=TopK"]) == [
         "--federation.updates+=fl_lightning.updates.TopK"
     ]
     inside = {"updates": ["Sign", {"class_path": "TopK", "init_args": {"fraction": 0.1}}]}
@@ -144,7 +282,7 @@ def test_short_names_in_words_and_files_are_those_that_are_meant():
         {"model": {"class_path": "Median"}},
     ):
         assert expanded(others) == others
-    assert with_whole_names(["fit", "--data.partition", "IID"]) == [
+    assert whole(["fit", "--data.partition", "IID"]) == [
         "fit",
         "--data.partition",
         "IID",
@@ -165,11 +303,11 @@ def test_a_run_with_short_names_is_the_run_with_whole_ones(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["fit", f"--config={short}", "--federation.cohort=PoissonCohort", "--print_config"])
     found = yaml.safe_load(capsys.readouterr().out)
-    assert found["federation"]["aggregator"]["class_path"] == paths()["Krum"]
-    assert found["federation"]["cohort"]["class_path"] == paths()["PoissonCohort"]
-    assert found["federation"]["updates"][0]["class_path"] == paths()["Sign"]
-    assert found["data"]["init_args"]["source"]["class_path"] == paths()["Digits"]
-    assert found["data"]["init_args"]["partition"]["class_path"] == paths()["IID"]
+    assert found["federation"]["aggregator"]["class_path"] == public_paths()["Krum"]
+    assert found["federation"]["cohort"]["class_path"] == public_paths()["PoissonCohort"]
+    assert found["federation"]["updates"][0]["class_path"] == public_paths()["Sign"]
+    assert found["data"]["init_args"]["source"]["class_path"] == public_paths()["Digits"]
+    assert found["data"]["init_args"]["partition"]["class_path"] == public_paths()["IID"]
 
 
 def test_configurations_by_name_are_the_files(tmp_path, monkeypatch):
@@ -203,7 +341,7 @@ def test_a_copied_configuration_is_the_one_in_the_box(tmp_path, monkeypatch):
     assert Path(base).samefile(ROOT / "configs" / "quickstart.yaml")
 
 
-@pytest.mark.parametrize("template", projects.TEMPLATES)
+@pytest.mark.parametrize("template", init.TEMPLATES)
 def test_a_project_trains_and_its_own_test_passes(template, tmp_path):
     code, said = run(
         "python", "-m", "fl_lightning", "init", "mine", "--template", template, folder=tmp_path
@@ -226,7 +364,7 @@ def test_a_project_trains_and_its_own_test_passes(template, tmp_path):
 def test_nothing_is_made_over_a_folder_that_is_there(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match="exists"):
-        projects.make(tmp_path / "mine", "images")
+        init.make(tmp_path / "mine", "images")
     assert not list((tmp_path / "mine").iterdir())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
-from fl_lightning.engines.functional.other_forwards import other_forwards
+from fl_lightning.engines.functional.forwards import other_forwards
 from fl_lightning.kernels.c_library import c_library
 from fl_lightning.kernels.convolution import (
     SOURCE,

@@ -5,9 +5,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from fl_lightning.engines.cannot_stack import CannotStack
-from fl_lightning.engines.functional.metric_calls import StandIns
-from fl_lightning.engines.functional.metric_feed import GivenStep, MetricFeed
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.metrics import GivenStep, MetricFeed, StandIns
 
 LOGITS = torch.randn(2, 4, 1, 3, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 1]]).unsqueeze(2)

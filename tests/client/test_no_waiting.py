@@ -19,8 +19,8 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.shards import batch_reader
 from fl_lightning.data.transforms import PixelPipeline
-from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.step_functions import StackedOptions
 from fl_lightning.engines.slots.training import SlotTrainer
 
 THERE = torch.device("meta")

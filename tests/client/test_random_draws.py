@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.engines.cannot_stack import CannotStack
-from fl_lightning.engines.functional.random_draws import DrawRecorder
-from fl_lightning.engines.functional.replayed_draws import ReplayedDraws
-from fl_lightning.engines.slots.drawn_rows import DrawnRows
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.draws import DrawRecorder, ReplayedDraws
+from fl_lightning.engines.slots.inputs import DrawnRows
 
 generator = torch.Generator().manual_seed(1)
 IMAGES = torch.randn(4, 6, 5, 5, generator=generator)

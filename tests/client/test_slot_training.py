@@ -15,11 +15,11 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
-from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.slots import results as slot_results
-from fl_lightning.engines.slots.packing import pack
-from fl_lightning.engines.slots.stacked_functions import StackedOptions
+from fl_lightning.engines.slots.plan import pack
 from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.step_functions import StackedOptions
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM

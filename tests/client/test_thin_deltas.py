@@ -9,7 +9,7 @@ from torch import nn
 from fl_lightning.core.errors import NotFinite
 from fl_lightning.core.update import Updates
 from fl_lightning.engines.slots.results import usable_rows
-from fl_lightning.engines.slots.thin_deltas import Factors, Numbers, ThinDeltas
+from fl_lightning.engines.slots.thin import Factors, Numbers, ThinDeltas
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import dense_fold, dense_step
 from fl_lightning.server.means.mean import Mean

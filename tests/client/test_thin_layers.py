@@ -15,11 +15,11 @@ from torch.optim import SGD
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
-from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
-from fl_lightning.engines.slots.stacked_functions import StackedOptions
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.slots.stacked_step import StackedStep
-from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.engines.slots.step_functions import StackedOptions
+from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import FEW, dense_step

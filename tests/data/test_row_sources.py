@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
 from fl_lightning.data.columns import read_column
-from fl_lightning.data.sources.row_source import Rows
+from fl_lightning.data.sources.row_source import TensorRows
 from fl_lightning.data.sources.targets import Targets, column_of
 
 
@@ -39,20 +39,24 @@ def all_rows(source):
 
 class TestRows:
     def test_a_selection_of_a_selection_keeps_columns_beside_their_rows(self):
-        rows = Rows([torch.arange(6)[:, None], torch.arange(6)], {"who": lambda: np.arange(6) * 10})
+        rows = TensorRows(
+            [torch.arange(6)[:, None], torch.arange(6)], {"who": lambda: np.arange(6) * 10}
+        )
         some = rows.select(torch.tensor([5, 3, 1])).select(torch.tensor([2, 0]))
         assert some["who"].tolist() == [10, 50]
         assert some.targets.tolist() == [1, 5]
 
     def test_one_example_is_a_row_of_a_batch(self):
-        rows = Rows({"x": torch.eye(3), "labels": torch.arange(3)})
+        rows = TensorRows({"x": torch.eye(3), "labels": torch.arange(3)})
         assert rows[-1]["labels"] == 2
         assert torch.equal(rows[[0, 2]]["x"], torch.eye(3)[[0, 2]])
         with pytest.raises(IndexError):
             rows[3]
 
     def test_a_column_called_targets_does_not_hide_the_targets(self):
-        rows = Rows([torch.eye(2), torch.arange(2)], {"targets": lambda: np.array(["x", "y"])})
+        rows = TensorRows(
+            [torch.eye(2), torch.arange(2)], {"targets": lambda: np.array(["x", "y"])}
+        )
         assert rows.column_names == []
         assert read_column(rows, None).tolist() == [0, 1]
 
@@ -374,7 +378,8 @@ class TestHuggingFace:
     def test_without_a_network_the_hub_is_refused_in_a_sentence(self, datasets, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
         refused(
-            lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]), "cannot be had from the hub"
+            lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]),
+            "cannot be loaded from the hub",
         )
 
 

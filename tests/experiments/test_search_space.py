@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.sweeps.parameters import Choices, Range, read_parameters
 from fl_lightning.experiments.sweeps.places import place_of, short_names, with_values

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
-from fl_lightning.cli.door import main
+from fl_lightning.cli.main import main
 from fl_lightning.experiments.curves import curves
 
 ROOT = Path(__file__).parents[2]

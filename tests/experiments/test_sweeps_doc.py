@@ -8,8 +8,7 @@ import pytest
 import yaml
 from readme import ROOT
 
-from fl_lightning.cli.command import parser_of
-from fl_lightning.cli.subcommands import resolve
+from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.experiments.sweeps.places import place_of, value_at
 from fl_lightning.experiments.sweeps.search import Search
 

@@ -26,11 +26,12 @@ from fl_lightning import (
     Mean,
     UniformCohort,
 )
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
-from fl_lightning.engines.slots.thin_deltas import ThinDeltas
-from fl_lightning.federation.clients import in_slots, trial
+from fl_lightning.engines.slots.thin import ThinDeltas
+from fl_lightning.federation.clients import choice, trial
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
@@ -170,10 +171,10 @@ def test_what_rounding_decides_is_no_reason_against_slots():
     expected, found = torch.ones(1000), torch.ones(1000)
     found[0] = -1
     for precision, is_close in (("32-true", False), ("bf16-mixed", True)):
-        assert in_slots._is_close(expected, found, precision) is is_close
-        assert in_slots._is_close(expected, expected, precision)
-        assert not in_slots._is_close(expected, 0.8 * expected, precision)
-        assert not in_slots._is_close(expected, torch.full((1000,), torch.nan), precision)
+        assert trial.is_close(expected, found, precision) is is_close
+        assert trial.is_close(expected, expected, precision)
+        assert not trial.is_close(expected, 0.8 * expected, precision)
+        assert not trial.is_close(expected, torch.full((1000,), torch.nan), precision)
 
 
 class Repeating(ToyModule):
@@ -525,6 +526,41 @@ def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, caplog):
     assert "local steps do not repay a trial" in caplog.text
 
 
+def test_who_else_has_the_processor_does_not_count():
+    """What the thread itself computes is timed, not what it waits for."""
+    measured = trial.Trial(toy_trainer(), None, None, None, [], None)
+    step = ClientWork(0, 1, torch.zeros(1), [1])
+    assert measured.seconds_per_step(lambda: time.sleep(0.2), [step]) < 0.1
+    busy = measured.seconds_per_step(lambda: torch.randn(2_000_000).sort(), [step])
+    assert busy > 0.01
+
+
+class UsesLate(ToyModule):
+    """From the third round on its loss has another parameter, in batches that no graph is for."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) < 4 and self.current_epoch > 1:
+            return loss * (1 + self.late)
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:engine. sequential")
+def test_steps_without_a_graph_are_looked_at_in_every_round(monkeypatch):
+    monkeypatch.setattr(choice, "SHORT_RUN_STEPS", 0)  # compiled
+    one, many, data = toy(UsesLate), toy(UsesLate), partial(toy_data, batch_size=4)
+    run(one, "sequential", data=data())
+    run(many, "slots", data=data(), pad_batches=False, spot_check=0.0)
+    assert one.late != 0
+    torch.testing.assert_close(many.late, one.late)
+    torch.testing.assert_close(weights(many), weights(one), rtol=1e-5, atol=1e-6)
+
+
 class Breaking(ToyModule):
     """Does what slots can and no graph."""
 
@@ -543,14 +579,14 @@ class Breaking(ToyModule):
     ],
 )
 def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypatch, caplog):
-    monkeypatch.setattr(trial, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(trial, "LEAST_STEPS", 0)
-    monkeypatch.setattr(trial, "COMPILER_SECONDS", compiler_seconds)
-    monkeypatch.setattr(trial, "_LEAST_RATIO", 1e-9)  # whatever the machine does meanwhile
+    monkeypatch.setattr(choice, "SLOTS_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "LEAST_STEPS", 0)
+    monkeypatch.setattr(choice, "COMPILED_SLOTS_SECONDS", compiler_seconds)
+    monkeypatch.setattr(choice, "LEAST_BY_SLOTS", 1e-9)  # whatever the machine does meanwhile
     # each way that is tried is faster than the one before
     seconds = iter([4.0, 2.0, 1.0])
-    measure = "_seconds_per_step"
-    monkeypatch.setattr(trial.SlotTrial, measure, lambda _, run, __: run() or next(seconds))
+    measure = "seconds_per_step"
+    monkeypatch.setattr(trial.Trial, measure, lambda _, run, __: run() or next(seconds))
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):

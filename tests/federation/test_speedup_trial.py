@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
-from fl_lightning.federation.clients import trial as speedup_trial
+from fl_lightning.federation.clients import choice, trial
 
 SGD_SPEEDUPS = ["channels_last", "direct_layers", "fused_optimizer"]
 WANT_A_LAYOUT = {"channels_last", "direct_layers"}
@@ -72,11 +72,11 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
 @pytest.fixture
 def long_run(monkeypatch):
     """Have every run count as one that repays a trial, and every speedup that agrees as one."""
-    monkeypatch.setattr(speedup_trial, "_SHORT_RUN_SECONDS", 0.0)
-    monkeypatch.setattr(speedup_trial, "_SHORT_RUN_STEPS", 0)
-    monkeypatch.setattr(speedup_trial, "_SHARE_OF_TRIAL", 1e9)
-    monkeypatch.setattr(speedup_trial, "_SECONDS_OF_A_TRY", 0.001)
-    monkeypatch.setattr(speedup_trial, "_LEAST_SPEEDUP", 1e-9)
+    monkeypatch.setattr(choice, "SPEEDUPS_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "LEAST_STEPS", 0)
+    monkeypatch.setattr(choice, "_SHARE_OF_SPEEDUPS", 1e9)
+    monkeypatch.setattr(trial, "SECONDS_OF_A_TURN", 0.001)
+    monkeypatch.setattr(choice, "LEAST_BY_SPEEDUP", 1e-9)
 
 
 def speedups_of(trainer):
@@ -151,11 +151,11 @@ def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch):
 
 def test_a_graph_is_tried_in_both_layouts():
     """Compiled kernels may be fast in a layout in which PyTorch's own are slow."""
-    tried = speedup_trial.additions(["channels_last", "fused_optimizer", "compiled"])
+    tried = trial.additions(["channels_last", "fused_optimizer", "compiled"])
     assert tried == [
         ("channels_last",), ("fused_optimizer",), ("channels_last", "compiled"), ("compiled",)
     ]  # fmt: skip
-    assert speedup_trial.additions(["fused_optimizer", "compiled"]) == [
+    assert trial.additions(["fused_optimizer", "compiled"]) == [
         ("fused_optimizer",),
         ("compiled",),
     ]
@@ -164,7 +164,7 @@ def test_a_graph_is_tried_in_both_layouts():
 @pytest.mark.slow
 @pytest.mark.usefixtures("long_run")
 def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(speedup_trial, "_COMPILER_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "COMPILED_STEP_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "lightning"):
         module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     assert re.search(r"engine: sequential with .*compiled.* by compiling, tried in", caplog.text)
@@ -195,7 +195,7 @@ class Counting(Conv):
 
 @pytest.mark.usefixtures("long_run")
 def test_what_cannot_be_compiled_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(speedup_trial, "_COMPILER_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "COMPILED_STEP_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "lightning"):
         _, trainer = run(Counting, "auto")
     assert "not compiled from here on: it updates the torchmetrics object 'mean'" in caplog.text

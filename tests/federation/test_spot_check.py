@@ -33,14 +33,13 @@ from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
-from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients.engine_options import EngineOptions
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.clients.in_slots import SlotEngine
 from fl_lightning.federation.clients.spot_check import (
     Rounding,
     SpotCheck,
-    SpotRate,
     Trained,
     differences,
     drawn,
@@ -161,7 +160,7 @@ class TestWhatDiffersStopsTheRun:
         monkeypatch.setattr(
             SlotEngine, "kept", property(lambda self: {c: 1.1 * o for c, o in kept(self).items()})
         )
-        monkeypatch.setattr("fl_lightning.federation.clients.in_slots._is_close", lambda *_: True)
+        monkeypatch.setattr("fl_lightning.federation.clients.trial.is_close", lambda *_: True)
         with pytest.raises(EnginesDiffer, match="its personal part differs"):
             run(toy(), personal=Personal(["net.4.*"]))
 
@@ -405,7 +404,7 @@ def test_nothing_is_left_behind():
     space = Space.of_parameters(module)
     start = GlobalModel(space.read(), torch.empty(0))
     restore = lambda model: space.write(model.params)
-    check = SpotCheck(SpotRate(1.0), module, logs, None, restore, "32-true")
+    check = SpotCheck(1.0, module, logs, None, restore, "32-true")
     logs.log("known", 1.0, prog_bar=True)
     logs.collect()
     module.metric.update(2.0)
@@ -508,20 +507,10 @@ class TestWhoIsChecked:
 
 
 class TestCost:
-    def test_a_hundredth_of_the_time(self):
-        rate = SpotRate(None)
-        for times_faster, every in ((1.2, 200), (2.0, 200), (4.6, 460), (50.0, 5000)):
-            rate.times_faster = times_faster
-            assert 1 / rate.fraction == pytest.approx(every)
-
-    def test_a_rate_that_is_asked_for_stays(self):
-        assert SpotRate(0.3, times_faster=50.0).fraction == 0.3
-        assert SpotRate(None).fraction == 1 / 500
-
     @pytest.mark.parametrize(
         ("fraction", "words"),
         [
-            (None, "one client in 500 is trained both ways as a check"),
+            (0.002, "one client in 500 is trained both ways as a check"),
             (0.25, "one client in 4 is trained both ways as a check"),
             (1.0, "every client is trained both ways as a check"),
             (0.0, "none of them checked"),
@@ -533,25 +522,9 @@ class TestCost:
         assert "engine: 3 slots, as asked for, " in caplog.text
         assert words in caplog.text
 
-    def test_a_trial_says_it_and_a_checkpoint_keeps_it(self, monkeypatch, caplog, tmp_path):
-        trial = "fl_lightning.federation.clients.trial"
-        seconds = iter([4.6e-3, 1e-3])
-        monkeypatch.setattr(f"{trial}.LEAST_SECONDS", 0.0)
-        monkeypatch.setattr(f"{trial}.LEAST_STEPS", 0)
-        measure = f"{trial}.SlotTrial._seconds_per_step"
-        monkeypatch.setattr(measure, lambda _, run, __: run() or next(seconds))
-        options = {"engine": "auto", "spot_check": None, "clients_per_group": 6, "max_epochs": 2}
-        with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-            run(toy(), SaveEverywhere(tmp_path), **options)
-        assert "one client in 460 is trained both ways as a check" in caplog.text
-        trainer = run(toy(), ckpt=tmp_path / "0-end.ckpt", **options)
-        assert trainer.callbacks[0].rounds.clients.engine.spot_rate.times_faster == pytest.approx(
-            4.6
-        )
-
     @pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
     def test_a_fraction_is_one(self, fraction):
-        with pytest.raises(ConfigurationError, match=r"spot_check must be in \[0, 1\], or null"):
+        with pytest.raises(ConfigurationError, match=r"spot_check must be in \[0, 1\]"):
             EngineOptions(spot_check=fraction)
 
 

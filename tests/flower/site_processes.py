@@ -11,9 +11,9 @@ from secrets import token_hex
 import torch
 import yaml
 
-from fl_lightning.cli.over_network.server_run import run_server
-from fl_lightning.cli.over_network.site_run import serve_site
-from fl_lightning.cli.subcommands import run_lightning
+from fl_lightning.cli.commands import run_lightning
+from fl_lightning.cli.network.server import run_server
+from fl_lightning.cli.network.site import serve_site
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence

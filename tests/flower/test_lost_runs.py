@@ -17,7 +17,7 @@ pytest.importorskip("flwr")
 
 from flower.site_processes import configuration
 
-from fl_lightning.cli.over_network.compared_demo import compared_demo
+from fl_lightning.cli.network.demo import compared_demo
 
 ROUNDS, KILLS = 4, 20
 GIVEN = {"trainer__max_epochs": ROUNDS, "trainer__enable_progress_bar": True}

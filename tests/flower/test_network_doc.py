@@ -15,7 +15,7 @@ from flower.test_same_bits import FAST, SLOW
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from readme import ROOT
 
-from fl_lightning.cli.command import parser_of
+from fl_lightning.cli.commands import parser_of
 from fl_lightning.flower.channel import CATEGORIES as LOST
 from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.policy import Policy

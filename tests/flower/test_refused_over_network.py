@@ -9,7 +9,7 @@ import typed
 from flower.site_processes import configuration, differing, over_network, simulated, three_sites
 from flower.test_same_bits import SPARSE_SGD, built
 
-from fl_lightning.cli.over_network.server_run import run_server
+from fl_lightning.cli.network.server import run_server
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import make_network
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -114,7 +114,7 @@ class Own(ImageClassifier):
 def test_the_server_finds_classes_of_the_folder_where_the_run_was_started(tmp_path):
     """Sites may lack them, of which the command tells before it asks for anything."""
     code = (
-        "from pathlib import Path; from fl_lightning.cli.over_network.server_run import server_run; "
+        "from pathlib import Path; from fl_lightning.cli.network.server import server_run; "
         "server_run(None, {'sites': 1, 'folder': 'of_the_run'}, Path('app'))"
     )
     for name in ("app", "of_the_run"):

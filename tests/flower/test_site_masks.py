@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_lightning import CentralDP, Federation, LocalDP, Mean, PoissonCohort
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.cli.over_network.server_run import _check_calibration
+from fl_lightning.cli.network.server import _check_calibration
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.memory import RunMemory
 from fl_lightning.federation.processes.ranks import Ranks

@@ -302,7 +302,7 @@ def test_values_out_of_range():
 
 def test_a_capability_needs_clients():
     module = one_shot(capability=DeviceClasses([1.0]))
-    with pytest.raises(ConfigurationError, match="capability is of clients, and this run has none"):
+    with pytest.raises(ConfigurationError, match="capability needs clients, and this run has none"):
         fitted(module, data(1))
 
 

@@ -98,16 +98,16 @@ def test_a_client_keeps_to_its_own_limit():
 
     class Noting(type(module)):
         def forward(self, x, architecture=None):
-            guest = self._rounds.guest
-            if guest is not None and self.training:
-                run.append((guest, architecture))
+            current = self._rounds.client
+            if current is not None and self.training:
+                run.append((current, architecture))
             return super().forward(x, architecture)
 
     module.__class__ = Noting
     fitted(module, data(4), Federation(local_steps=2), rounds=1)
-    assert {guest.client for guest, _ in run} == {0, 1, 2, 3}
-    assert len({guest.limit for guest, _ in run}) == 2
-    assert all(within(network, guest.limit) == network for guest, network in run)
+    assert {current.client for current, _ in run} == {0, 1, 2, 3}
+    assert len({current.limit for current, _ in run}) == 2
+    assert all(within(network, current.limit) == network for current, network in run)
 
 
 def test_a_run_with_capabilities_goes_on_in_the_same_bits(tmp_path):

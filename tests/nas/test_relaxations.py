@@ -254,7 +254,7 @@ def test_partial_channels_refuse_what_they_cannot_part():
     rule = PartialChannels(part=4)
     with pytest.raises(ConfigurationError, match="an edge has 6"):
         rule.edge(0, factors(1), 6, 6, 1)
-    with pytest.raises(ConfigurationError, match="makes 8 of 4"):
+    with pytest.raises(ConfigurationError, match="converts 4 channels to 8"):
         rule.edge(0, factors(1), 4, 8, 1)
     with pytest.raises(ValueError, match="need edge_shares"):
         rule.weights(torch.zeros(1, 2), SearchStep())
@@ -362,7 +362,7 @@ def test_a_single_path_through_a_search_network_is_the_fixed_network():
 
 def test_what_an_edge_and_a_rule_need():
     edge = MixedEdge(0, [Times(1.0)])
-    with pytest.raises(ValueError, match="needs the weights"):
+    with pytest.raises(ValueError, match="needs the edge weights"):
         edge(torch.ones(1))
     with pytest.raises(ValueError, match="1 operations, got 2"):
         edge(torch.ones(1), EdgeWeights(torch.ones(1, 2)))

@@ -70,7 +70,7 @@ def test_noise_is_found_for_the_client_that_pays_most():
 def test_what_cannot_be_accounted_for_is_refused():
     with pytest.raises(ConfigurationError, match="needs noise_multiplier"):
         ExampleDP(clip_norm=1.0)
-    with pytest.raises(ConfigurationError, match="tells of none"):
+    with pytest.raises(ConfigurationError, match="no information about them"):
         mechanism(AccountedRun(PoissonCohort(fraction=0.5), 3, 3, seed=0))
     with pytest.raises(ConfigurationError, match=r"set\s+trainer.max_epochs"):
         mechanism(run([20], rounds=None), noise_multiplier=None, epsilon=1.0)

@@ -248,7 +248,7 @@ def test_batches_of_any_form():
     ("estimator", "batches", "message"),
     [
         (ExactFisher(), [], "no examples"),
-        (EmpiricalFisher(), [torch.ones(2, 3)], "needs the given labels"),
+        (EmpiricalFisher(), [torch.ones(2, 3)], "needs labels"),
         (ExactFisher(), [(torch.ones(2, 3), "cat")], "this one holds a str"),
         (ExactFisher(), [(torch.ones(2, 3), torch.ones(3))], r"lengths are \[2, 3\]"),
         (ExactFisher(), [torch.full((2, 3), torch.nan)], "not finite in 0.weight"),

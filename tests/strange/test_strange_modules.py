@@ -15,7 +15,7 @@ import torch
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
-from fl_lightning.federation.clients import trial
+from fl_lightning.federation.clients import choice
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
 from strange.plain_loop import moved, new_module, plain_loop, tensors_of
@@ -188,7 +188,7 @@ def test_lists_hold_what_all_clients_append_in_a_round(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_compiled_slots(name, monkeypatch):
-    monkeypatch.setattr(trial, "SHORT_RUN_STEPS", 0)
+    monkeypatch.setattr(choice, "SHORT_RUN_STEPS", 0)
     ended = run(TRAINED[name], "slots")
     assert_as_expected(name, ended)
     assert_says_why(TRAINED[name], ended)

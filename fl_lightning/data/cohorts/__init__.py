@@ -1,1 +1,1 @@
-"""Who takes part in a round: samplers over what the server knows of clients."""
+"""Cohorts: samplers of the clients of a round."""

@@ -1,13 +1,13 @@
-"""Clients that come and go: who can be asked in a round, and a sampler that asks only them.
+"""Availability of clients in a round, and a cohort sampler that draws only available clients.
 
-    stretches:   client k's rounds fall into stretches of a given length, each with its own offset;
-                 through one stretch it is there, with probability p, or not
-    diurnal:     P(k is there in round r) = p + a sin(2π (r / period + φ_k))
+    stretches:   client k's rounds are divided into stretches of a given length, with an offset per
+                 client; in each stretch it is available with probability p
+    diurnal:     P(k is available in round r) = p + a sin(2π (r / period + φ_k))
 
-All coins are functions of (seed, round), none of the past, so that a resumed run sees the same
-clients. Sources of the patterns: Bonawitz et al. 2019, *Towards federated learning at scale*
-(1902.01046), figure 5, devices follow the local day; Markov-like on-off traces as in FedScale
-(2105.11367), here with stretches of one length instead of a chain, which would need its past.
+All draws are functions of (seed, round), so that a resumed run has the same clients. Sources of the
+patterns: Bonawitz et al. 2019, *Towards federated learning at scale* (1902.01046), figure 5, devices
+follow the local day; Markov-like on-off traces as in FedScale (2105.11367), here with stretches of one
+length instead of a chain, which would depend on the past.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
@@ -28,20 +29,20 @@ WhoIsThere = npt.NDArray[np.bool_]
 
 
 class Availability(Protocol):
-    """Says who can be asked in a round."""
+    """The availability of clients."""
 
     def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
-        """Return for every client whether it is there, shape (num_clients,); a pure function."""
+        """Return True for available clients, bool of shape (num_clients,); a pure function."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
-    """Clients that stay, or stay away, for some rounds at a time.
+    """Clients that are available, or unavailable, for some rounds at a time.
 
     Args:
-        fraction: probability that a client is there in any one round, in (0, 1]; 1 is always.
-        length: rounds of a stretch, ≥ 1. A client decides anew for each.
+        fraction: probability that a client is available in a round, in (0, 1]; 1 is always.
+        length: number of rounds of a stretch, ≥ 1; stretches are independent.
 
     Example:
         >>> Stretches(fraction=0.5, length=4).available(7, num_clients=5, seed=0)
@@ -73,14 +74,14 @@ class Stretches:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Diurnal:
-    """Clients that follow a day: each is there with a probability that rises and falls.
+    """Clients whose probability of being available follows the time of day.
 
     Args:
-        mean: probability over the whole day, in (0, 1].
-        amplitude: by how much it rises and falls, ≥ 0, at most up to 1 and down to 0.
-        period: rounds of a day, > 0.
+        mean: mean probability over the day, in (0, 1].
+        amplitude: amplitude of the probability, ≥ 0, so that it stays in [0, 1].
+        period: number of rounds of a day, > 0.
         spread: share of the day over which clients' clocks are spread, in [0, 1]; 0 is one time
-            zone, 1 the whole globe, where about the same number is always there.
+            zone, 1 the whole globe, where about the same number is always available.
 
     Example:
         >>> day = Diurnal(mean=0.5, amplitude=0.5, period=24)
@@ -119,15 +120,15 @@ class Diurnal:
 @final
 @dataclass(frozen=True)
 class AvailableCohort(Cohort):
-    """Draws, with any sampler, among the clients that are available.
+    """Draws by any sampler among the available clients.
 
-    Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
-    is empty and leaves the model as it is. With everybody there it is the sampler itself.
-    It can be the sampler of another one: a client must then be there by both availabilities.
+    If fewer clients are available than the sampler draws, all of them are in the round; if none is, the
+    round is empty and the model does not change. If all are available, it is the sampler itself.
+    It can be nested: a client must then be available in both.
 
     Args:
-        sampler: draws the cohort.
-        availability: says who is there.
+        sampler: sampler of the cohort.
+        availability: availability of the clients.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -140,29 +141,29 @@ class AvailableCohort(Cohort):
     availability: Availability
 
     @property
+    @override
     def needs_fresh_losses(self) -> bool:
-        """Whether the sampler does."""
         return as_cohort(self.sampler).needs_fresh_losses
 
     @property
+    @override
     def loss_batches(self) -> int | None:
-        """The sampler's."""
         return as_cohort(self.sampler).loss_batches
 
+    @override
     def expected_size(self, num_clients: int) -> int:
-        """Return the sampler's."""
         return self.sampler.expected_size(num_clients)
 
+    @override
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return whose losses the sampler needs fresh."""
         there = self._there(round_index, population, seed)
         return as_cohort(self.sampler).candidates(round_index, there, seed)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return distinct ids of clients that are there.
+        """Return distinct ids of available clients.
 
         Raises:
-            ConfigurationError: if the sampler draws clients that are not.
+            ConfigurationError: if the sampler draws clients that are not available.
         """
         there = self._there(round_index, population, seed)
         ids = self.sampler.sample(round_index, there, seed)

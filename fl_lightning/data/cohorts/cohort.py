@@ -1,11 +1,9 @@
-"""Which clients take part in a round: pure functions of (seed, round, what is known of clients).
+"""Cohort samplers: pure functions of (seed, round, population).
 
-A sampler remembers nothing between rounds; what the server has learnt of clients is in `Population`,
-which is part of the checkpoint. So a resumed run draws the cohorts that the uninterrupted one would
-have drawn. Ids are returned in increasing order: the order in which clients train, and in
-which their updates are added up, does not depend on the draw.
-
-How many clients take part: a share of them, or a number.
+A sampler has no state; the server's information about clients is in `Population`, which is part of the
+checkpoint. So a resumed run draws the same cohorts as an uninterrupted one. Ids are in increasing
+order: the order in which clients train, and in which their updates are added up, does not depend on
+the draw.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
-# An empty Poisson draw is repeated at most this often: beyond, the expected size is hopeless.
+# A Poisson draw that is too small is repeated at most this often: the expected size is then too small.
 MAX_REDRAWS = 1000
 
 
 class CohortSampler(Protocol):
-    """Draws the clients of a round, as a user may write it; ours derive from `Cohort`."""
+    """A sampler of the clients of a round, as a user may write it; ours derive from `Cohort`."""
 
     def expected_size(self, num_clients: int) -> int:
         """Return the usual number of clients in a round, ≥ 1."""
@@ -34,25 +32,25 @@ class CohortSampler(Protocol):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return the ids of the round's clients, increasing and distinct; a pure function.
 
-        Under `CentralDP` the seed is a secret of 256 bits, to which `derive_seed` and NumPy's
-        generators are used.
+        Under `CentralDP` the seed is a secret of 256 bits, which `derive_seed` and NumPy's generators
+        accept.
         """
 
 
 @runtime_checkable
 class NeedsFreshLosses(Protocol):
-    """A user's sampler that derives from nothing, and looks at losses on the present global model.
+    """A user's sampler without our base class that needs losses on the current global model.
 
-    Before it draws, the federation measures those that it asks for and puts them into
-    `Population.losses`. A forward pass over a client's training examples each.
+    Before the draw, the federation measures the losses of the candidates and puts them into
+    `Population.losses`. This costs a forward pass over a candidate's training examples.
     """
 
     @property
     def loss_batches(self) -> int | None:
-        """Over how many batches of a client; None is all."""
+        """Number of batches per client for its loss; None for all."""
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return whose losses are needed, maybe nobody's; a pure function."""
+        """Return the clients whose losses are needed, possibly none; a pure function."""
 
 
 _OF_COHORTS = Traits(
@@ -72,16 +70,15 @@ _OF_FRESH_LOSSES = Traits(
 
 
 class Cohort(ABC):
-    """Draws the clients of a round; what a leaf does not need it inherits.
+    """Base of the cohort samplers.
 
-    What it says of its draw is what ε is computed from. A class that draws in another way than the
-    one from which it derives inherits nothing of that, and may say it anew.
+    ε of a private run is computed from the attributes below, `coin` and `redrawn_below`. A subclass
+    that overrides ``sample`` does not inherit them, and may define them again.
 
     Attributes:
         is_uniform: whether all sets of `expected_size` clients are equally likely.
-        is_fixed_in_advance: whether it depends on the seed and the round, and on nothing that
-            clients do.
-        has_fixed_size: whether `expected_size` clients take part in every round.
+        is_fixed_in_advance: whether it depends on the seed and the round only, not on clients.
+        has_fixed_size: whether every round has `expected_size` clients.
 
     Example:
         >>> class Evens(Cohort):
@@ -98,7 +95,7 @@ class Cohort(ABC):
     has_fixed_size: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Take back what was said of another class's draw."""
+        """Reset the facts about the draw if a subclass overrides ``sample``."""
         super().__init_subclass__()
         for name in _SAID_OF_THE_DRAW:
             if _place(cls, "sample") < _place(cls, name):
@@ -106,17 +103,17 @@ class Cohort(ABC):
 
     @property
     def coin(self) -> float | None:
-        """The chance with which each client joins by its own coin, in (0, 1]; None if there are none."""
+        """Probability in (0, 1] with which each client joins independently; None for other draws."""
         return None
 
     @property
     def redrawn_below(self) -> int:
-        """With fewer clients all coins are thrown again, so that they are not independent; 0 is never."""
+        """Size below which a cohort is drawn again, so that clients are not independent; 0 for never."""
         return 0
 
     @property
     def needs_fresh_losses(self) -> bool:
-        """Whether losses are measured for it before it draws, see `candidates`."""
+        """True if losses on the current model are measured before the draw, see `candidates`."""
         return False
 
     @property
@@ -126,7 +123,7 @@ class Cohort(ABC):
 
     @property
     def loss_batches(self) -> int | None:
-        """Over how many batches of a client its fresh loss is taken; None is all."""
+        """Number of batches per client for its fresh loss; None for all."""
         return None
 
     @abstractmethod
@@ -134,7 +131,7 @@ class Cohort(ABC):
         """Return the usual number of clients in a round, ≥ 1."""
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return whose losses on the present global model it needs: nobody's; a pure function."""
+        """Return the clients whose losses on the current model are needed: none; a pure function."""
         return np.empty(0, np.int64)
 
     @abstractmethod
@@ -146,19 +143,19 @@ _SAID_OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance
 
 
 def _place(cls: type, name: str) -> int:
-    """Return how far up a class has something from."""
+    """Position in the class's MRO of the class that defines a name."""
     return next(place for place, parent in enumerate(cls.__mro__) if name in vars(parent))
 
 
 def as_cohort(given: CohortSampler) -> Cohort:
-    """Return a cohort that can be asked; a user's own sampler need not derive from `Cohort`."""
+    """Convert a sampler into a `Cohort`, from which a user's sampler need not derive."""
     return given if isinstance(given, Cohort) else _OwnCohort(given)
 
 
 @final
 @dataclass(frozen=True)
 class _OwnCohort(Cohort):
-    """A user's sampler that derives from nothing; of its draw nothing is known."""
+    """A user's sampler without our base class; nothing is known about its draw."""
 
     given: CohortSampler
 
@@ -185,12 +182,12 @@ class _OwnCohort(Cohort):
 
 @dataclass(frozen=True, kw_only=True)
 class SizedCohort(Cohort):
-    """What cohorts of a fixed number of clients have in common.
+    """Base of cohorts with a fixed number of clients.
 
     Args:
         fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
-        size: the number itself, ≥ 1; instead of ``fraction``.
-        min_size: at least so many clients when ``fraction`` gives fewer.
+        size: number of clients, ≥ 1; an alternative to ``fraction``.
+        min_size: smallest number of clients if ``fraction`` gives fewer.
     """
 
     has_fixed_size: ClassVar[bool] = True
@@ -207,7 +204,7 @@ class SizedCohort(Cohort):
         return cohort_size(self.fraction, self.size, self.min_size, num_clients)
 
     def size_among(self, population: Population) -> int:
-        """Return `expected_size`, or how many are available where these are fewer."""
+        """Return `expected_size`, or the number of available clients if it is smaller."""
         return min(self.expected_size(population.num_clients), population.num_available)
 
 
@@ -220,8 +217,8 @@ class UniformCohort(SizedCohort):
 
     Args:
         fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
-        size: the number itself, ≥ 1; instead of ``fraction``.
-        min_size: at least so many clients when ``fraction`` gives fewer.
+        size: number of clients, ≥ 1; an alternative to ``fraction``.
+        min_size: smallest number of clients if ``fraction`` gives fewer.
 
     Example:
         >>> population = Population(np.full(100, 10))
@@ -248,14 +245,14 @@ class UniformCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PoissonCohort(Cohort):
-    """Every client joins with the same chance, by itself: the cohort's size varies.
+    """Each client is sampled independently with the same probability: the cohort's size varies.
 
-    The sampling that the usual privacy amplification theorems assume.
+    The usual privacy amplification theorems assume this sampling.
 
     Args:
-        fraction: each client's probability of taking part, in (0, 1].
-        min_size: draw again until so many clients join. With 0 a round may be empty: it is logged
-            as empty and leaves the model as it is. Above 0 the draws are no longer independent,
+        fraction: probability that a client is sampled, in (0, 1].
+        min_size: draw again until the cohort has this many clients. With 0 a round may be empty: it is
+            logged as empty and the model does not change. Above 0 the draws are not independent,
             which amplification theorems need.
 
     Example:
@@ -289,7 +286,7 @@ class PoissonCohort(Cohort):
         return max(1, round(self.fraction * num_clients))
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose coins came up.
+        """Return the sampled clients, increasing.
 
         Raises:
             ConfigurationError: if ``min_size`` was not reached in 1000 draws.
@@ -313,7 +310,7 @@ class PoissonCohort(Cohort):
 @final
 @dataclass(frozen=True)
 class AllClients(Cohort):
-    """Everybody, every round."""
+    """All clients, in every round."""
 
     is_uniform: ClassVar[bool] = True
     is_fixed_in_advance: ClassVar[bool] = True
@@ -329,22 +326,18 @@ class AllClients(Cohort):
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuse a share of clients outside (0, 1]."""
+    """Raise ConfigurationError if a share of clients is outside (0, 1]."""
     if not 0 < fraction <= 1:
         raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that "
-            "takes part in a round. Use size for a number of clients."
+            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that is "
+            "sampled in a round. Use size for a number of clients."
         )
 
 
 def check_cohort_size(
     sampler: str, fraction: float | None, size: int | None, min_size: int
 ) -> None:
-    """Refuse settings that do not say how many clients take part.
-
-    Raises:
-        ConfigurationError: unless exactly one of fraction and size is given, each in its range.
-    """
+    """Raise ConfigurationError unless exactly one of fraction and size is given, within its range."""
     if (fraction is None) == (size is None):
         raise ConfigurationError(
             f"{sampler} needs either fraction or size, got fraction={fraction} and size={size}"
@@ -358,10 +351,10 @@ def check_cohort_size(
 
 
 def cohort_size(fraction: float | None, size: int | None, min_size: int, num_clients: int) -> int:
-    """Return the number of clients in every round.
+    """Number of clients in every round.
 
     Raises:
-        ConfigurationError: if there are fewer.
+        ConfigurationError: if there are fewer clients in all.
 
     Example:
         >>> cohort_size(0.25, None, 1, num_clients=10), cohort_size(None, 7, 1, num_clients=10)

@@ -1,18 +1,18 @@
-"""Oort: clients whose data still teach much, and that answer in time, with some exploration.
+"""Oort: prefers clients with a high loss and a short duration, with some exploration.
 
-    U_k = clip(n_k F_k), scaled to [0, 1]            what its data are worth
-          + sqrt(0.1 ln R / L_k)                     how long it has not been heard of
-    U_k ← U_k (T / t_k)^α  where t_k > T             how slow it is
+    U_k = clip(n_k F_k), scaled to [0, 1]            statistical utility
+          + sqrt(0.1 ln R / L_k)                     bonus for the time since its last round L_k
+    U_k ← U_k (T / t_k)^α  if t_k > T                penalty for slow clients
 
-(1 - ε) m clients are drawn with P ∝ U among those with at least 95 % of the utility of the last one
-that would make it, ε m among those never seen; ε falls from round to round.
+(1 - ε) m clients are drawn with P ∝ U among those with at least 95 % of the utility of the (1 - ε) m-th
+client, ε m among clients that were never sampled; ε falls from round to round.
 
 Source: Lai et al. 2021, OSDI (2010.06081), Algorithm 1, with the scaling of the released code, where
 α = 2, ε = 0.9 · 0.98^r ≥ 0.2 and utilities above the 95th percentile are clipped.
-Differs: the server knows a client's mean loss F_k and not that of each example, so n_k F_k stands
-for n_k sqrt(mean loss²), of which it is a lower bound; T is a quantile of the durations seen and no
-pacer changes it; unseen clients are drawn by size, because their speeds are not known; where
-everybody has been seen, the cut-off is that of the last one there is.
+Differs: the server knows a client's mean loss F_k and not that of each example, so it uses n_k F_k
+instead of n_k sqrt(mean loss²), of which it is a lower bound; T is a fixed quantile of the observed
+durations, without a pacer; new clients are drawn by size, because their speeds are unknown; once all
+clients were sampled, the cut-off is that of the last client.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from fl_lightning.data.cohorts.weighted_cohorts import log_of, weighted_draw
 @final
 @dataclass(frozen=True, kw_only=True)
 class OortCohort(SizedCohort):
-    """Clients of high utility, and some that were never seen.
+    """Clients of high utility, and some that were never sampled.
 
     Args:
         fraction: share of all clients, in (0, 1]; or
-        size: the number itself, ≥ 1.
-        min_size: at least so many clients when ``fraction`` gives fewer.
+        size: number of clients, ≥ 1.
+        min_size: smallest number of clients if ``fraction`` gives fewer.
         exploration: ε in round 0, in [0, 1].
         exploration_decay: factor of ε from round to round, in (0, 1].
-        min_exploration: ε does not fall below, in [0, 1].
-        slowness: α ≥ 0; 0 looks away from durations, which are known only in a federation with
-            ``devices``.
-        duration_quantile: which quantile of the durations seen is T, in (0, 1].
-        cut_off: share of the last utility that still makes it, in (0, 1].
+        min_exploration: smallest ε, in [0, 1].
+        slowness: α ≥ 0; 0 ignores durations, which are known only in a federation with ``devices``.
+        duration_quantile: quantile of the observed durations that is T, in (0, 1].
+        cut_off: share of the cut-off utility that suffices, in (0, 1].
         clip_quantile: utilities above this quantile are clipped to it, in (0, 1].
 
     Example:
@@ -103,14 +102,14 @@ class OortCohort(SizedCohort):
         return np.sort(np.concatenate([exploited, explored]))
 
     def utilities(self, round_index: int, population: Population, clients: ClientIds) -> Numbers:
-        """Return the utility of clients that have been seen, ≥ 0, in their order."""
+        """Utilities of clients that were sampled before, ≥ 0, in the given order."""
         if not len(clients):
             return np.empty(0)
-        losses = np.nan_to_num(population.losses[clients])  # those that failed taught nothing
+        losses = np.nan_to_num(population.losses[clients])  # a failed client has no loss
         worth: Numbers = np.maximum(losses, 0) * population.num_examples[clients]
         worth = np.minimum(worth, np.quantile(worth, self.clip_quantile))
-        spread = worth.max() - worth.min()
-        worth = (worth - worth.min()) / spread if spread else np.ones_like(worth)
+        width = worth.max() - worth.min()
+        worth = (worth - worth.min()) / width if width else np.ones_like(worth)
         waiting = 0.1 * math.log(round_index + 1) / (population.last_rounds[clients] + 1)
         utilities: Numbers = worth + np.sqrt(waiting)
         durations = population.durations[clients]

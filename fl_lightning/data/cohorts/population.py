@@ -1,7 +1,7 @@
-"""What the server knows of all clients, as arrays: of a million clients 24 MB.
+"""The server's information about all clients, as arrays: 24 MB for a million clients.
 
-The federation notes it when a round ends, the same in every process, and keeps it in its
-checkpoint: a cohort depends on rounds that are over, never on the one that is running.
+The federation updates it when a round ends, equally in every process, and saves it in checkpoints: a
+cohort depends on completed rounds, never on the current one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _COLUMNS = {"losses": np.nan, "last_rounds": NEVER, "durations": np.nan}
 
 
 class Population:
-    """What the server knows of all clients, sampled or not.
+    """The server's information about all clients, sampled or not.
 
     Args:
         num_examples: training examples of each client, shape (num_clients,).
-        is_available: who can be asked at all, bool, shape (num_clients,); everybody if None.
+        is_available: True for clients that can be sampled, bool of shape (num_clients,); None for all.
 
     Example:
         >>> population = Population(np.array([10, 20, 30]))
@@ -43,21 +43,21 @@ class Population:
         self.num_examples = num_examples
         self.is_available = is_available
 
-    # made when they are first looked at: most samplers never do
+    # created on first access: most samplers do not use them
 
     @cached_property
     def losses(self) -> Numbers:
-        """The last known training loss of each client, nan where none is known."""
+        """Last known training loss of each client, nan if unknown."""
         return np.full(self.num_clients, np.nan)
 
     @cached_property
     def last_rounds(self) -> ClientIds:
-        """The last round that each took part in, `NEVER` if none."""
+        """Last round of each client, `NEVER` if it was never sampled."""
         return np.full(self.num_clients, NEVER, np.int64)
 
     @cached_property
     def durations(self) -> Numbers:
-        """How long each was seen to take for a round, in seconds, nan where not known."""
+        """Last observed duration of a round of each client in seconds, nan if unknown."""
         return np.full(self.num_clients, np.nan)
 
     @property
@@ -67,19 +67,19 @@ class Population:
 
     @property
     def num_available(self) -> int:
-        """Number of clients that can be asked."""
+        """Number of clients that can be sampled."""
         available = self.is_available
         return self.num_clients if available is None else int(np.count_nonzero(available))
 
     @property
     def available_ids(self) -> ClientIds:
-        """Who can be asked, increasing."""
+        """Clients that can be sampled, increasing."""
         if self.is_available is None:
             return np.arange(self.num_clients)
         return np.flatnonzero(self.is_available)
 
     def restricted(self, is_available: npt.NDArray[np.bool_]) -> Population:
-        """Return the same knowledge where only some of those who can be asked still can."""
+        """Return the same information with fewer clients that can be sampled."""
         if self.is_available is not None:
             is_available = is_available & self.is_available
         other = Population(self.num_examples, is_available)
@@ -95,20 +95,20 @@ class Population:
         losses: Mapping[int, float],
         durations: Mapping[int, float] | None = None,
     ) -> None:
-        """Take in what a round has shown.
+        """Record the results of a round.
 
         Args:
-            clients: who was asked.
-            round_index: in which round.
-            losses: training losses by client; what was known of the others stays.
-            durations: seconds by client, likewise.
+            clients: clients of the cohort.
+            round_index: number of the round.
+            losses: training losses by client; other clients keep theirs.
+            durations: seconds by client; other clients keep theirs.
         """
         self.last_rounds[clients] = round_index
         for known, seen in ((self.losses, losses), (self.durations, durations or {})):
             known[list(seen)] = list(seen.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of those clients of whom anything is, as tensors."""
+        """Return the information about clients with any, as tensors."""
         known = np.flatnonzero((self.last_rounds != NEVER) | ~np.isnan(self.losses))
         columns = {name: getattr(self, name)[known] for name in _COLUMNS}
         return {"clients": torch.from_numpy(known)} | {
@@ -116,7 +116,7 @@ class Population:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know exactly what `state_dict` told."""
+        """Replace all information by that from `state_dict`."""
         for name, unknown in _COLUMNS.items():
             column = getattr(self, name)
             column[:] = unknown

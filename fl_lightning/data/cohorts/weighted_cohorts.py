@@ -1,30 +1,27 @@
-"""Cohorts that prefer clients with many examples, or with a high loss.
+"""Cohorts by size, by loss, by power of choice, in turn, and by waiting time.
 
     by size:            P(k) ∝ n_k
     by loss:            P(k) ∝ exp(F_k / temperature)
     power of choice:    d candidates by size; of these the m with the highest F_k
 
-all without replacement. F_k is client k's training loss, as the server last heard it or measured
-on the present global model before the draw.
+all without replacement. F_k is client k's last known training loss, or its loss on the current global
+model, measured before the draw.
 
 Sources: by size, Li et al. 2020 (FedProx, 1812.06127), Algorithm 2, there with replacement; by
 loss, Goetz et al. 2019, *Active federated learning* (1909.12641), section 3, without its uniform
 part; power of choice, Cho et al. 2020 (2010.01243), Algorithm 1 (π_pow-d; with few ``loss_batches``
-π_cpow-d, with ``last_known`` losses π_rpow-d). A client that has not been heard of counts as one
-with the highest loss, so that everybody has a turn.
+π_cpow-d, with ``last_known`` losses π_rpow-d). An unknown loss counts as the highest, so that every
+client is sampled eventually.
 
-Drawing without replacement with unequal weights, exactly as many as asked for.
+A draw of exactly m clients without replacement with weights w_i takes the m smallest of
 
-    take the size smallest of  E_i / w_i,   E_i ~ Exp(1)
+    E_i / w_i,   E_i ~ Exp(1)
 
-Source: Efraimidis and Spirakis 2006, Information Processing Letters 97(5), algorithm A. The result
-has the law of drawing one after the other, each time with probability w_i / Σ w over those that are
-left; it never comes out short, unlike drawing with replacement and dropping what is there twice.
+Source: Efraimidis and Spirakis 2006, Information Processing Letters 97(5), algorithm A. It has the
+distribution of drawing one after the other with probability w_i / Σ w over the remaining ones.
 
-Cohorts that take turns, so that everybody is asked equally often.
-
-round robin:    round r asks the clients r m, r m + 1, … (modulo their number)
-least recent:   the m clients whose last round is longest ago; among equals by lot
+    round robin:    clients r m, r m + 1, … (modulo their number) in round r
+    least recent:   the m clients whose last round is longest ago, ties at random
 """
 
 from __future__ import annotations
@@ -69,12 +66,12 @@ class ByLossCohort(SizedCohort):
 
     Args:
         fraction: share of all clients, in (0, 1]; or
-        size: the number itself, ≥ 1.
-        min_size: at least so many clients when ``fraction`` gives fewer.
-        temperature: > 0, in units of the loss: the higher, the more alike clients count.
-        losses: ``last_known``, from the last round that each took part in, or ``fresh``, of all
-            clients on the present model, which costs a forward pass over everybody's examples.
-        loss_batches: fresh losses over at most so many batches of each client; None is all.
+        size: number of clients, ≥ 1.
+        min_size: smallest number of clients if ``fraction`` gives fewer.
+        temperature: > 0, in units of the loss; a high temperature makes probabilities equal.
+        losses: ``last_known``, from the last round of each client, or ``fresh``, of all clients on the
+            current model, which costs a forward pass over all their examples.
+        loss_batches: number of batches per client for fresh losses; None for all.
 
     Example:
         >>> population = Population(np.array([10, 10, 10]))
@@ -92,8 +89,8 @@ class ByLossCohort(SizedCohort):
         _check_losses(self.losses, self.loss_batches)
         if not 0 < self.temperature < np.inf:
             raise ConfigurationError(
-                f"temperature must be greater than 0 and finite, got {self.temperature}: UniformCohort "
-                "has all clients count alike"
+                f"temperature must be greater than 0 and finite, got {self.temperature}: use UniformCohort "
+                "for equal probabilities"
             )
 
     @property
@@ -102,7 +99,7 @@ class ByLossCohort(SizedCohort):
         return self.losses == "fresh"
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return whose losses must be fresh: everybody's, or nobody's."""
+        """Return the clients whose fresh losses are needed: all, or none."""
         return population.available_ids if self.losses == "fresh" else np.empty(0, np.int64)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
@@ -118,20 +115,18 @@ class ByLossCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerOfChoiceCohort(SizedCohort):
-    """Of d candidates, drawn by their sizes, the m with the highest loss; by lot among equals.
+    """The m clients with the highest loss among d candidates drawn by size; ties at random.
 
-    An unknown loss counts as the highest.
-
-    With d = m it draws as `BySizeCohort` does, client by client the same.
+    An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`.
 
     Args:
-        fraction: share of all clients that takes part, in (0, 1]; or
-        size: the number itself, m ≥ 1.
-        min_size: at least so many clients when ``fraction`` gives fewer.
+        fraction: share of all clients, in (0, 1]; or
+        size: number of clients, m ≥ 1.
+        min_size: smallest number of clients if ``fraction`` gives fewer.
         num_candidates: d, from m to the number of clients.
-        losses: ``fresh``, of the candidates on the present model (a forward pass over their
-            examples), or ``last_known``, which costs nothing.
-        loss_batches: fresh losses over at most so many batches of each candidate; None is all.
+        losses: ``fresh``, of the candidates on the current model (a forward pass over their examples),
+            or ``last_known``, which costs nothing.
+        loss_batches: number of batches per candidate for fresh losses; None for all.
 
     Raises:
         ConfigurationError: if there are fewer candidates than clients to choose.
@@ -173,7 +168,7 @@ class PowerOfChoiceCohort(SizedCohort):
         return self.losses == "fresh"
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return whose losses must be fresh."""
+        """Return the clients whose fresh losses are needed."""
         if self.losses != "fresh":
             return np.empty(0, np.int64)
         return _draw_by_size(self.num_candidates, round_index, population, seed)
@@ -183,7 +178,7 @@ class PowerOfChoiceCohort(SizedCohort):
         size = self.expected_size(population.num_clients)
         drawn = _draw_by_size(self.num_candidates, round_index, population, seed)
         losses = np.nan_to_num(population.losses[drawn], nan=np.inf)
-        # as long as nobody's loss is known, all are equal
+        # as long as no loss is known, all are equal
         lots = numpy_generator(seed, "cohort", round_index, 1).random(len(drawn))
         return np.sort(drawn[np.lexsort((lots, -losses))[:size]])
 
@@ -202,13 +197,13 @@ def _check_losses(losses: str, loss_batches: int | None) -> None:
 
 
 def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generator) -> ClientIds:
-    """Return distinct positions, increasing.
+    """Draw distinct positions by weight, increasing.
 
     Args:
-        log_weights: the logarithm of each weight, shape (n,); -inf for weight 0, which is drawn,
-            all such alike, only when nothing else is left.
-        size: how many; at most n come.
-        generator: what is drawn from: n numbers, whatever the weights.
+        log_weights: logarithms of the weights, shape (n,); -inf for weight 0. Positions of weight 0 are
+            drawn uniformly, and only if no others are left.
+        size: number of positions; at most n are returned.
+        generator: random generator; n numbers are drawn for any weights.
 
     Example:
         >>> weights = np.array([1.0, 0.0, 5.0, 1.0])
@@ -222,7 +217,7 @@ def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generato
     if not size:
         return np.empty(0, np.int64)
     keys = draws - log_weights
-    if np.count_nonzero(np.isfinite(keys)) < size:  # those of weight 0 by their own draws
+    if np.count_nonzero(np.isfinite(keys)) < size:  # positions of weight 0, ordered by their draws
         order = np.lexsort((draws, keys))
     else:
         order = np.argpartition(keys, size - 1)
@@ -230,7 +225,7 @@ def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generato
 
 
 def log_of(weights: npt.NDArray[np.generic]) -> Numbers:
-    """Return logarithms of weights ≥ 0, -inf of 0."""
+    """Logarithms of weights ≥ 0; -inf for 0."""
     with np.errstate(divide="ignore"):
         logs: Numbers = np.log(weights.astype(np.float64))
     return logs
@@ -241,7 +236,7 @@ def log_of(weights: npt.NDArray[np.generic]) -> Numbers:
 class RoundRobinCohort(SizedCohort):
     """A fixed number of clients, one after the other in the order of their ids.
 
-    Who is not available is passed over.
+    Clients that are not available are skipped.
 
     Args: those of `UniformCohort`.
 
@@ -265,9 +260,9 @@ class RoundRobinCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LeastRecentCohort(SizedCohort):
-    """A fixed number of clients: those that have waited longest, by lot among equals.
+    """A fixed number of clients: those that have waited longest, ties at random.
 
-    Of n clients nobody waits longer than n / m rounds, also where clients come and go.
+    No client of n waits longer than n / m rounds, even if clients come and go.
 
     Args: those of `UniformCohort`.
 

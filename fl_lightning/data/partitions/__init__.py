@@ -1,1 +1,1 @@
-"""Whose examples are whose: functions from labels to shards."""
+"""Partitions: functions from labels to one shard of examples per client."""

@@ -1,12 +1,12 @@
-"""Partitions in which every client's mix of classes comes from a Dirichlet distribution.
+"""Partitions with Dirichlet-distributed mixtures of classes.
 
     DirichletPerClass   every class spread over the K clients with q ~ Dir_K(alpha)
     DirichletPerClient  every client draws its classes from q ~ Dir(alpha · prior), sizes within one
 
 Sources: Yurochkin et al. 2019 (1905.12022), section 4, and Li et al. 2022 (2102.02079) (per class);
 Hsu et al. 2019 (1909.06335) (per client).
-Differs: all examples are always used, also where N is no multiple of K; DirichletPerClass never
-steers examples away from clients that are already large, and gives up with a message.
+Differs: all examples are used, even if N is no multiple of K; DirichletPerClass does not redirect
+examples away from large clients, and raises after a number of draws.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fl_lightning.data.partitions.partition import (
     even_sizes,
 )
 
-MAX_REDRAWS = 10_000  # of DirichletPerClass, fewer where a draw is large: seconds, then a message
+MAX_REDRAWS = 10_000  # draws of DirichletPerClass before it raises, fewer if a draw is large
 MAX_DRAWN_SHARES = 20_000_000
 
 
@@ -42,8 +42,8 @@ class DirichletPerClass(PartitionRule):
     ``min_examples``.
 
     Args:
-        alpha: concentration, > 0: at 1e6 all clients are alike, at 0.1 a class sits with few.
-        min_examples: the least size of a client, ≥ 1; Li et al. have 10.
+        alpha: concentration, > 0: at 1e6 all clients are alike, at 0.1 few clients have most of a class.
+        min_examples: smallest number of examples of a client, ≥ 1; Li et al. use 10.
 
     Example:
         >>> labels = np.repeat(np.arange(3), 50)
@@ -84,7 +84,7 @@ class DirichletPerClass(PartitionRule):
     ) -> np.ndarray:
         shares = rng.dirichlet(np.full(num_clients, self.alpha), size=len(class_sizes))
         cuts = np.rint(shares.cumsum(axis=1) * class_sizes[:, None]).astype(np.int64)
-        cuts[:, -1] = class_sizes  # whatever the rounding, nothing is left over
+        cuts[:, -1] = class_sizes  # no example is left over by rounding
         return np.asarray(np.diff(cuts, axis=1, prepend=0).T)
 
 
@@ -93,11 +93,11 @@ class DirichletPerClass(PartitionRule):
 class DirichletPerClient(PartitionRule):
     """Every client draws its own mix of classes from Dir(alpha · prior); sizes within one.
 
-    One client after the other draws its examples without replacement; when a class runs out, the
-    client's mix is renormalised over the others. So the last clients get what is left over.
+    One client after the other draws its examples without replacement; if a class is exhausted, the
+    client's mix is renormalised over the others. So the last clients get the remaining examples.
 
     Args:
-        alpha: concentration, > 0: at 1e6 all clients are alike, at 1e-3 most see one class.
+        alpha: concentration, > 0: at 1e6 all clients are alike, at 1e-3 most have one class.
 
     Example:
         >>> labels = np.repeat(np.arange(3), 50)
@@ -128,16 +128,16 @@ class DirichletPerClient(PartitionRule):
 def _draw_client(
     concentration: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw a mix of classes, then ``size`` examples one by one; a class that runs out leaves it.
+    """Draw a mix of classes, then ``size`` examples one by one; an exhausted class leaves the mix.
 
-    Drawing many at once, dropping what a class no longer has and drawing the dropped ones again
-    from the classes that remain has the same distribution, and takes a turn per exhausted class.
+    The examples are drawn together: those beyond a class's remainder are dropped and drawn again from
+    the other classes. This has the same distribution, with one repetition per exhausted class.
 
     A Dirichlet draw renormalised over some of its parts is itself a Dirichlet draw over them,
-    independent of the others. So where floating point has no mass on the open classes (alpha is
-    small and all that the client wanted is gone), a new mix over them is exact.
+    independent of the others. So if floating point has no mass on the open classes (alpha is small and
+    all classes of the mix are exhausted), a new mix over them is exact.
     """
-    if np.count_nonzero(left) == len(left):  # as for nearly all of many clients
+    if np.count_nonzero(left) == len(left):  # the usual case with many clients
         mix = rng.dirichlet(concentration)
         mix /= mix.sum()
         taken = rng.multinomial(size, mix)

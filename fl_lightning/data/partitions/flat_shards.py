@@ -1,9 +1,9 @@
-"""Many index arrays as one: the shards of a million clients without a million objects.
+"""The shards of all clients as one array, so that a million clients need no million objects.
 
     indices  [ client 0 … | client 1 … | … ]      starts  [0, n_0, n_0 + n_1, …]
 
-A partition of few clients may be a plain list of arrays. Of many, a list costs some hundred bytes
-and a microsecond a client, several times over; this costs its numbers.
+A list of arrays costs some hundred bytes and several microseconds per client, which matters for many
+clients.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fl_lightning.core.errors import ConfigurationError
 
 Indices = npt.NDArray[np.int64]
 
-BLOCK = 2**16  # indices at a time, where an operation needs room of its own beside each of them
+BLOCK = 2**16  # indices per block, in operations that need temporary memory per index
 
 
 class FlatShards(Sequence[Indices]):
-    """One index array per client, kept end to end in a single array; reads like a list of arrays.
+    """One index array per client, concatenated in a single array; reads like a list of arrays.
 
-    Takes 4 bytes an index, 8 where one is beyond 2**31, and 16 a client.
+    It needs 4 bytes per index, 8 if one is beyond 2**31, and 16 bytes per client.
 
     Args:
-        indices: the examples of client 0, then those of client 1, …: whole numbers ≥ 0, shape (M,).
-            Clients may share examples.
-        sizes: how many of them each client has, ≥ 0, shape (num_clients,).
+        indices: examples of client 0, then those of client 1, …: integers ≥ 0, shape (M,). Clients may
+            share examples.
+        sizes: number of examples of each client, ≥ 0, shape (num_clients,).
 
     Raises:
         ConfigurationError: if ``sizes`` do not sum to M, or a number is negative.
@@ -38,7 +38,7 @@ class FlatShards(Sequence[Indices]):
     Attributes:
         indices: int32 or int64, shape (M,).
         sizes: int64, shape (num_clients,).
-        starts: where each client's part begins, and M; int64, shape (num_clients + 1,).
+        starts: first position of each client's part, and M; int64, shape (num_clients + 1,).
 
     Example:
         >>> shards = FlatShards(np.array([4, 0, 2]), sizes=np.array([2, 0, 1]))
@@ -66,7 +66,7 @@ class FlatShards(Sequence[Indices]):
 
     @staticmethod
     def of(shards: Sequence[npt.NDArray[Any]]) -> FlatShards:
-        """Return any sequence of index arrays in this form; one in this form as it is.
+        """Convert a sequence of index arrays; `FlatShards` are returned unchanged.
 
         Example:
             >>> FlatShards.of([np.array([4, 0]), np.array([2])]).indices.tolist()
@@ -95,7 +95,7 @@ class FlatShards(Sequence[Indices]):
         return self.indices[self.starts[one] : self.starts[one + 1]].astype(np.int64, copy=False)
 
     def take(self, clients: Sequence[int]) -> tuple[Indices, Indices]:
-        """Return several clients' indices end to end, and how many each has.
+        """Return the concatenated indices of several clients, and the number of each.
 
         Several times as fast as one client after the other.
 

@@ -1,34 +1,29 @@
-"""Partitions by label: `LabelShards`, with its arithmetic, and McMahan's.
+"""Partitions by label: `LabelShards`, with a fixed number of classes per client, and McMahan's.
 
-Every client holds exactly Nc classes, all clients are equally large, everything is used.
+`LabelShards`: every client has exactly Nc classes, all clients are equally large, all examples are
+used. The idea that a client sees only two digits is from McMahan et al. 2017 (1602.05629), section 3;
+their own construction, `McMahanShards`, does not ensure it. The steps:
 
-Source: the idea of McMahan et al. 2017 (1602.05629), section 3, that a client sees only two digits;
-their own construction, `McMahanShards`, does not ensure it.
-Differs: exactly so many classes, whatever the classes' sizes and however many clients there are.
-
-Which client holds which class, and how many examples: the arithmetic behind `LabelShards`.
-
-1. `class_slots`: each class gets clients in proportion to its size, in all as many as there are
-   places (clients times classes per client).
+1. `class_slots`: the number of clients of each class, in proportion to its size; their sum is the
+   number of clients times the classes per client.
 2. `draw_holders`: a random bipartite graph of clients and classes with those degrees.
 3. `even_counts`: examples n_e ≥ 1 for every edge e of the graph, by a linear program,
 
        minimise    Σ_e |n_e - s_e| + M Σ_i excess_i
        subject to  Σ_(e of class c) n_e = size of c     for every class
-                   excess_i = how far Σ_(e of client i) n_e lies outside [⌊N/K⌋, ⌈N/K⌉]
+                   excess_i = distance of Σ_(e of client i) n_e from [⌊N/K⌋, ⌈N/K⌉]
 
-   with s_e the even share of the class, rounded down, and M larger than any first sum could repay.
-   So client sizes come first: within one of each other wherever the graph allows it. The
-   constraints are those of a network flow, so every corner of what they allow is a vector of whole
-   numbers (Hoffman and Kruskal 1956), and the simplex method returns corners.
+   with s_e the even share of the class, rounded down, and M so large that client sizes have priority:
+   they are within one of each other if the graph allows it. The constraints are those of a network
+   flow, so every vertex of the feasible set is integer (Hoffman and Kruskal 1956), and the simplex
+   method returns vertices.
 
 Legend: K clients, C classes, E = K · classes per client edges, N examples.
 
-Sort the examples by label, cut them into K · s equal pieces, deal s pieces to each of K clients.
-
-Source: McMahan et al. 2017 (1602.05629), section 3, with 200 pieces of 300 digits for 100 clients.
-Differs: all examples are used, also where their number is no multiple of K · s. Their *shard* is a
-*piece* here: a shard is all that a client has.
+`McMahanShards`: sort the examples by label, cut them into K · s equal pieces, give s random pieces to
+each of K clients. Source: the same, section 3, with 200 pieces of 300 digits for 100 clients.
+Differs: all examples are used, even if their number is no multiple of K · s. Their *shard* is a *piece*
+here: a shard is the set of all examples of a client.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from fl_lightning.data.partitions.partition import (
     shards_of,
 )
 
-MAX_GRAPHS = 16  # nearly always the first or second will do
+MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 
 
 @final
@@ -60,13 +55,13 @@ MAX_GRAPHS = 16  # nearly always the first or second will do
 class LabelShards(PartitionRule):
     """Every client holds exactly ``classes_per_client`` classes, and all are equally large.
 
-    Classes get clients in proportion to their size, a random bipartite graph says which. Sizes
-    differ by at most one wherever one of the graphs drawn allows it. Some labels allow none (one
-    class per client and classes of unequal size); then as few examples as possible are out of
-    place. The other promises hold always: exactly so many classes, disjoint, all used.
+    The number of clients of a class is proportional to its size; a random bipartite graph assigns
+    them. Sizes differ by at most one if one of the drawn graphs allows it. Otherwise (one class per
+    client and classes of unequal size) the sizes are as equal as possible. The number of classes is
+    always exact, shards are disjoint, and all examples are used.
 
     Args:
-        classes_per_client: how many classes a client has, in [1, number of classes].
+        classes_per_client: number of classes of a client, in [1, number of classes].
 
     Example:
         >>> labels = np.repeat(np.arange(4), 10)
@@ -114,10 +109,7 @@ class LabelShards(PartitionRule):
 def _most_even(
     class_sizes: np.ndarray, slots: np.ndarray, num_clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return examples per client and class over the first graph that allows equal sizes.
-
-    If none of those drawn does, over the one that comes closest.
-    """
+    """Examples per client and class for the first graph that allows equal sizes, or the best one."""
     found = []
     for _ in range(MAX_GRAPHS if slots.sum() > num_clients else 1):  # one class each: all alike
         counts = even_counts(draw_holders(slots, num_clients, rng), class_sizes)
@@ -130,11 +122,11 @@ def _most_even(
 def class_slots(
     class_sizes: np.ndarray, num_clients: int, classes_per_client: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return how many clients each class has: proportional to its size, in [1, num_clients].
+    """Number of clients of each class, proportional to its size, in [1, num_clients].
 
     Adams' divisor rule: the next slot goes to the class with the most examples per slot so far,
-    which makes the largest client as small as possible if a client has one class. No class has
-    more slots than examples.
+    which minimises the largest client if clients have one class. No class has more slots than
+    examples.
 
     Example:
         >>> class_slots(np.array([30, 70]), 5, 1, np.random.default_rng(0))
@@ -150,9 +142,9 @@ def class_slots(
 
 
 def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the classes of each client, distinct, shape (num_clients, classes_per_client).
+    """Draw the distinct classes of each client, shape (num_clients, classes_per_client).
 
-    Each client in turn takes the classes with most slots left, ties at random: so none is left
+    Each client in turn gets the classes with most slots left, ties at random, so that no slot is left
     at the end.
 
     Example:
@@ -169,14 +161,14 @@ def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) 
 
 
 def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """Return the examples of each class at each client: the linear program above.
+    """Number of examples of each class at each client, by the linear program above.
 
     Args:
         holders: the classes of each client, shape (num_clients, classes_per_client).
         class_sizes: examples of each class, shape (num_classes,), no fewer than its clients.
 
     Returns:
-        Whole numbers of shape (num_clients, num_classes), ≥ 1 where a client holds a class.
+        Integers of shape (num_clients, num_classes), ≥ 1 where a client has a class.
 
     Example:
         >>> even_counts(np.array([[0, 1], [1, 2]]), np.array([4, 4, 2]))
@@ -193,7 +185,7 @@ def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
     of_clients = _incidence([num_classes + np.arange(num_clients)], num_classes + num_clients)
     totals = np.concatenate([class_sizes, np.full(num_clients, smallest)]) - of_edges @ share
 
-    # above and below the share, the one example more that is allowed, above and below that
+    # variables: above and below the share; the one allowed extra example; above and below the sizes
     columns = [of_edges, -of_edges, -of_clients, -of_clients, of_clients]
     most = [np.inf, share - 1, int(remainder > 0), np.inf, np.inf]
     price = [1, 1, 0, 2 * len(klass) + 1, 2 * len(klass) + 1]
@@ -210,7 +202,7 @@ def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
 
 
 def size_excess(counts: np.ndarray) -> int:
-    """Return how many examples lie outside [⌊N/K⌋, ⌈N/K⌉] over all clients; 0 is within one.
+    """Sum over clients of the distance of their sizes from [⌊N/K⌋, ⌈N/K⌉]; 0 for equal sizes.
 
     Example:
         >>> size_excess(np.array([[2, 0], [3, 2]]))
@@ -223,7 +215,7 @@ def size_excess(counts: np.ndarray) -> int:
 
 
 def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
-    """Return the matrix whose column j has a 1 in each of the rows ``rows_of_columns[:][j]``."""
+    """Matrix whose column j has a 1 in each of the rows ``rows_of_columns[:][j]``."""
     num_columns = len(rows_of_columns[0])
     rows = np.concatenate(rows_of_columns)
     columns = np.tile(np.arange(num_columns), len(rows_of_columns))
@@ -233,13 +225,13 @@ def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
 @final
 @dataclass(frozen=True, kw_only=True)
 class McMahanShards(PartitionRule):
-    """Sort the examples by label, cut them into equal pieces, deal the pieces out at random.
+    """Sort the examples by label, cut them into equal pieces, distribute the pieces at random.
 
-    A client sees few classes, but not a fixed number: a piece may straddle two classes, and two
-    pieces may be of the same class. `LabelShards` fixes the number.
+    A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may
+    have the same class. `LabelShards` fixes the number.
 
     Args:
-        shards_per_client: pieces that each client gets, ≥ 1; the paper has 2.
+        shards_per_client: number of pieces per client, ≥ 1; 2 in the paper.
 
     Example:
         >>> labels = np.repeat(np.arange(10), 60)

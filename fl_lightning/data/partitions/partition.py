@@ -1,20 +1,19 @@
-"""Whose examples are whose: the contract of every partition, and the two plainest rules.
+"""Partitions: their protocol, the IID and the natural partition, and the stratified split.
 
     assign(labels, num_clients, seed) -> [indices of client 0, indices of client 1, …]
 
-The index arrays are disjoint and together hold every position of ``labels`` once. A rule is a pure
-function of its arguments; each shard comes in ascending order (training shuffles for itself).
-The rules here return `FlatShards`, which reads like a list and holds a million clients in one array;
-a rule of one's own may return a list as well, or shards that overlap.
-Rules that look at labels are in `label_shards` and `dirichlet_labels`, those of
-uneven sizes in `quantity_skew`.
+The index arrays are disjoint and together contain every position of ``labels`` once. A rule is a pure
+function of its arguments; each shard is in ascending order (training shuffles by itself). The rules
+here return `FlatShards`, which read like a list and hold a million clients in one array; a user's rule
+may return a list as well, or shards that overlap. Partitions by label are in `label_shards` and
+`dirichlet_labels`, those with unequal sizes in `quantity_skew`.
 
-Hold out a fraction of the examples, of every class alike.
+The stratified split holds out a fraction f of the examples, of every class equally:
 
-    held out of class c = floor(f n_c), or one more where the remainder of f n_c is among the largest
+    held out of class c = floor(f n_c), or one more if the remainder of f n_c is among the largest
 
-so that the parts sum to round(f N) and every class keeps its proportion to within one example
-(the largest-remainder method, which parliaments use for seats).
+so that the parts sum to round(f N) and every class keeps its proportion up to one example (the
+largest-remainder method, which parliaments use for seats).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 class Partition(Protocol):
     """A rule that gives every example to exactly one client, as a user may write it.
 
-    Ours derive from `PartitionRule`, which has defaults. A rule that only counts examples may say so with
-    a class attribute ``uses_labels = False``: then data without labels can be divided as well.
+    Ours derive from `PartitionRule`, which has defaults. A rule that does not read labels may have a
+    class attribute ``uses_labels = False``: then data without labels can be divided as well.
     """
 
     # Any: the command line compares annotations by letter, and these may say list or FlatShards
@@ -50,20 +49,20 @@ class Partition(Protocol):
 
         Args:
             labels: one sortable value per example, shape (N,); they need not be contiguous.
-            num_clients: how many shards to make, in [1, N].
-            seed: the run's seed; the same seed gives the same partition.
+            num_clients: number of shards, in [1, N].
+            seed: seed of the run; the same seed gives the same partition.
 
         Raises:
-            ConfigurationError: if the rule cannot be met with these labels and clients.
+            ConfigurationError: if the rule is impossible for these labels and clients.
         """
         ...
 
 
 class PartitionRule(ABC):
-    """A rule that gives every example to exactly one client; what a leaf does not need it inherits.
+    """Base of rules that give every example to exactly one client.
 
     Attributes:
-        uses_labels: whether it looks at labels; else data without any can be divided as well.
+        uses_labels: whether it reads labels; if not, data without labels can be divided as well.
 
     Example:
         >>> class InTurn(PartitionRule):
@@ -78,16 +77,16 @@ class PartitionRule(ABC):
 
     @property
     def owners(self) -> Column | None:
-        """What it looks at in the place of labels, each value a client; None if at labels."""
+        """Column whose values are the clients, read instead of labels; None for labels."""
         return None
 
     @abstractmethod
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the shards, see `Partition.assign`."""
 
 
 def as_rule(given: Partition) -> PartitionRule:
-    """Return a rule that can be asked; a user's own need not derive from `PartitionRule`."""
+    """Convert a partition into a `PartitionRule`, from which a user's rule need not derive."""
     return given if isinstance(given, PartitionRule) else _OwnRule(given)
 
 
@@ -136,12 +135,11 @@ class IID(PartitionRule):
 class NaturalPartition(PartitionRule):
     """One client per distinct value of an attribute of the examples, e.g. the writer of a letter.
 
-    Clients are numbered in the sorted order of the values; nothing is drawn.
+    Clients are numbered in the sorted order of the values; there are no random draws.
 
     Args:
-        attribute: what tells the owner of an example: the name of an attribute of the data set, of a
-            column, or of a key of its items; or a function of the data set, or its import path; or a
-            list of owners.
+        attribute: the owner of each example: the name of an attribute of the data set, of a column, or
+            of a key of its items; or a function of the data set, or its import path; or a list.
 
     Example:
         >>> writers = np.array(["bo", "al", "bo", "cy"])
@@ -173,10 +171,7 @@ class NaturalPartition(PartitionRule):
 
 
 def check_sizes(labels: np.ndarray, num_clients: int) -> None:
-    """Refuse what no partition can do.
-
-    Raises:
-        ConfigurationError: if ``labels`` is not of shape (N,), or ``num_clients`` not in [1, N].
+    """Raise ConfigurationError if ``labels`` is not of shape (N,) or ``num_clients`` not in [1, N].
 
     Example:
         >>> check_sizes(np.zeros(3), num_clients=5)
@@ -200,13 +195,13 @@ examples, 3, got 5: more clients than examples. Lower num_clients or use more da
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a whole number below ``least``."""
+    """Raise ConfigurationError if an integer is below ``least``."""
     if value < least:
         raise ConfigurationError(f"{name} must be at least {least}, got {value}")
 
 
 def check_concentration(alpha: float) -> None:
-    """Refuse an ``alpha`` for which there is no Dirichlet distribution."""
+    """Raise ConfigurationError if ``alpha`` is no concentration of a Dirichlet distribution."""
     if not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise ConfigurationError(
             f"alpha must be in [{MIN_ALPHA:g}, {MAX_ALPHA:g}], got {alpha}: small is skewed, large is even; "
@@ -226,12 +221,12 @@ def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
 
 
 def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> FlatShards:
-    """Deal every class's examples at random, ``counts[i, c]`` of class c to client i.
+    """Distribute the examples of each class at random, ``counts[i, c]`` of class c to client i.
 
     Args:
         counts: shape (num_clients, num_classes); column c sums to the size of class c.
         classes: the class of every example, in [0, num_classes), shape (N,).
-        rng: decides which example of a class goes where.
+        rng: generator of the random order within a class.
 
     Example:
         >>> counts = np.array([[2, 0], [0, 1]])
@@ -247,7 +242,7 @@ def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> F
 
 
 def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarray:
-    """Return sizes within one of each other that sum to ``total``; chance says who gets one more.
+    """Sizes within one of each other that sum to ``total``; the larger ones are drawn at random.
 
     Example:
         >>> sorted(even_sizes(7, 3, np.random.default_rng(0)).tolist())
@@ -257,12 +252,12 @@ def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarr
 
 
 def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the indices kept and those held out, both ascending, together all of them.
+    """Split indices into those kept and those held out, both ascending.
 
     Args:
         targets: the class of each example, shape (N,).
-        fraction: part to hold out, in [0, 1].
-        seed: which examples of a class are held out depends on it, how many does not.
+        fraction: fraction to hold out, in [0, 1].
+        seed: seed of the choice of examples; their numbers per class do not depend on it.
 
     Example:
         >>> kept, held_out = stratified_split(torch.tensor([0] * 6 + [1] * 3), 1 / 3, seed=0)
@@ -280,7 +275,7 @@ def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Te
 
 
 def _quotas(counts: np.ndarray, fraction: float) -> np.ndarray:
-    """Return how many of each class to hold out, by largest remainder."""
+    """Number of examples of each class to hold out, by largest remainder."""
     exact = counts * fraction
     quotas = np.floor(exact).astype(np.int64)
     missing = round(counts.sum() * fraction) - quotas.sum()

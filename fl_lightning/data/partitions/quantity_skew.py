@@ -1,16 +1,16 @@
-"""Partitions in which clients differ in how many examples they have, not in which.
+"""Partitions in which clients differ in their number of examples, not in their distribution.
 
     DirichletSizes   shares ~ Dir_K(alpha)
     PowerLawSizes    share of the r-th largest client ∝ r^-exponent,  r = 1 … K
 
-Sizes are the shares times N, rounded to whole examples by largest remainder, so that all N are
-used; which examples a client gets is drawn evenly.
+Sizes are the shares times N, rounded by largest remainder, so that all N examples are used; the
+examples of a client are drawn uniformly.
 
 Sources: Li et al. 2022, *Federated Learning on Non-IID Data Silos* (2102.02079), quantity skew;
 Li et al. 2020, *Federated Optimization in Heterogeneous Networks* (1812.06127), section 5, whose
 devices' sizes follow a power law.
-Differs: clients that would fall below ``min_examples`` are lifted to it and the others shrink in
-proportion (the first source draws again, and may never end when alpha is small).
+Differs: clients below ``min_examples`` are raised to it and the others shrink in proportion (the first
+source draws again, and may never end for a small alpha).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class DirichletSizes(PartitionRule):
     """Sizes drawn from a symmetric Dirichlet distribution, examples IID.
 
     Args:
-        alpha: concentration, > 0: at 1e6 sizes are nearly equal, at 0.1 few clients hold most.
-        min_examples: the least size of a client, ≥ 1.
+        alpha: concentration, > 0: at 1e6 sizes are nearly equal, at 0.1 few clients have most examples.
+        min_examples: smallest number of examples of a client, ≥ 1.
 
     Example:
         >>> shards = DirichletSizes(alpha=0.5).assign(np.zeros(100), num_clients=4, seed=0)
@@ -68,11 +68,12 @@ class DirichletSizes(PartitionRule):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerLawSizes(PartitionRule):
-    """Sizes that fall as a power of the client's rank, examples IID; ranks are drawn.
+    """Sizes that decrease as a power of the client's random rank, examples IID.
 
     Args:
-        exponent: how steep, ≥ 0: 0 gives equal sizes, 1 makes the second client half the first.
-        min_examples: the least size of a client, ≥ 1.
+        exponent: exponent ≥ 0: 0 gives equal sizes, 1 makes the second client half as large as the
+            first.
+        min_examples: smallest number of examples of a client, ≥ 1.
 
     Example:
         >>> shards = PowerLawSizes(exponent=1.0).assign(np.zeros(110), num_clients=3, seed=0)
@@ -102,15 +103,15 @@ class PowerLawSizes(PartitionRule):
 
 
 def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.ndarray:
-    """Return whole sizes ≥ ``min_examples`` in proportion to ``shares``, summing to ``total``.
+    """Integer sizes ≥ ``min_examples`` in proportion to ``shares`` that sum to ``total``.
 
     Args:
         shares: shape (num_clients,), ≥ 0, any positive sum.
-        total: how many examples there are.
-        min_examples: what each client has at least.
+        total: number of all examples.
+        min_examples: smallest size of a client.
 
     Raises:
-        ConfigurationError: if ``total`` examples are too few for that minimum.
+        ConfigurationError: if ``total`` is too small for that minimum.
 
     Example:
         >>> proportional_sizes(np.array([6.0, 3.0, 0.0]), 10, min_examples=1)
@@ -122,7 +123,7 @@ def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.
             f"{len(shares)} clients), got {min_examples}: lower it or num_clients"
         )
     lifted = np.zeros(len(shares), dtype=bool)
-    while True:  # ends: every turn lifts at least one more client
+    while True:  # ends, because each iteration lifts at least one more client
         rest = total - min_examples * lifted.sum()
         exact = np.where(lifted, min_examples, rest * shares / max(shares[~lifted].sum(), 1e-300))
         below = ~lifted & (exact < min_examples)

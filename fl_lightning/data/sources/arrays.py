@@ -1,4 +1,4 @@
-"""NumPy arrays and tensors, given in Python or in one .npz file."""
+"""Data source of NumPy arrays and tensors, given in Python or in one .npz file."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, Rows, RowSource, as_tensor
+from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows, as_tensor
 from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
 
 
 @final
 class Arrays(RowSource):
-    """Inputs and targets, one row an example.
+    """Inputs and targets, one row per example.
 
-    Real numbers leave as float32, other inputs as they are. Targets of strings become class numbers.
-    Targets of several numbers a row, e.g. masks of a segmentation, stay as they are.
+    Floating-point inputs are converted to float32. Targets that are strings become class numbers.
+    Targets with several numbers per row, e.g. masks of a segmentation, are unchanged.
 
     Args:
         inputs: an array or tensor, shape (N, …); or its name in ``file``.
         targets: likewise, shape (N,) or (N, …).
-        clients: whose each example is, shape (N,), for `NaturalPartition("clients")`; or its name in
-            ``file``; None if nobody's.
-        file: a .npz file, as `numpy.savez` writes it.
-        target_type: whether targets of shape (N,) are a ``class`` or a ``number``; None lets the values
-            decide: real numbers are numbers, strings and up to 100 different whole numbers classes.
-        batch_size: examples a batch; the last batch of a pass may be smaller.
-        val_fraction: part of the examples held out for validation, in [0, 1).
-        test_fraction: part of the examples held out for the test, in [0, 1).
-        seed: decides which examples are held out and the order of central training. None takes the
-            run's seed.
+        clients: owner of each example, shape (N,), for `NaturalPartition("clients")`; or its name in
+            ``file``; None for no owners.
+        file: a .npz file of `numpy.savez`.
+        target_type: whether targets of shape (N,) are a ``class`` or a ``number``; if None, real
+            numbers are numbers, and strings and up to 100 distinct integers are classes.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
+        val_fraction: fraction of the examples held out for validation, in [0, 1).
+        test_fraction: fraction of the examples held out for the test, in [0, 1).
+        seed: seed of the held-out examples and the order of central training; the run's seed if None.
 
     Raises:
-        ConfigurationError: for a setting out of range, a file or array that is not there, or lengths
-            that differ.
+        ConfigurationError: if a setting is out of range, a file or array is missing, or lengths differ.
 
     Example:
         >>> data = Arrays(np.eye(10), np.arange(10) % 2, clients=["al", "bo"] * 5, seed=0)
@@ -69,10 +67,10 @@ class Arrays(RowSource):
         self._file, self._target_type = file, target_type
 
     def load(self) -> LoadedRows:
-        """Put the arrays together.
+        """Read the arrays.
 
         Raises:
-            ConfigurationError: for a file or array that is not there, or lengths that differ.
+            ConfigurationError: if a file or array is missing, or lengths differ.
         """
         found = {name: _found(self._file, name, value) for name, value in self._given.items()}
         inputs = as_tensor(found["inputs"], "Arrays: inputs")
@@ -91,7 +89,7 @@ class Arrays(RowSource):
         owners, columns = found["clients"], {}
         if owners is not None:
             columns["clients"] = partial(_on_the_host, owners)
-        return LoadedRows(Rows([inputs, targets], columns), class_names=class_names)
+        return LoadedRows(TensorRows([inputs, targets], columns), class_names=class_names)
 
 
 def _on_the_host(values: Any) -> Any:
@@ -99,7 +97,7 @@ def _on_the_host(values: Any) -> Any:
 
 
 def _found(file: str | None, option: str, value: Any) -> Any:
-    """Return an array that is given, or that a file holds under a name."""
+    """Return the given array, or the array of this name in the file."""
     if not isinstance(value, str):
         return value
     if file is None:

@@ -1,7 +1,4 @@
-"""Data sets of Hugging Face: text, images and columns of numbers.
-
-From columns of a data set of Hugging Face to tensors: texts, images, numbers.
-"""
+"""Data source of Hugging Face data sets: texts, images and columns of numbers as tensors."""
 
 from __future__ import annotations
 
@@ -15,48 +12,47 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, Rows, RowSource
+from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
 from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
 
-NAMES = {"val": "validation", "test": "test"}  # of splits, if none is given
+NAMES = {"val": "validation", "test": "test"}  # default names of splits
 
 
 @final
 class HuggingFace(RowSource):
-    """A ``datasets.Dataset``, read into memory; every other column may tell whose an example is.
+    """A ``datasets.Dataset``, read into memory; other columns can be used for natural partitions.
 
-    - ``text`` and a tokenizer make batches that are dicts, as models of ``transformers`` take them:
-      ``model(**batch).loss``. The target is ``labels``. All texts are as long as the longest.
+    - ``text`` and a tokenizer make batches that are dicts, for models of ``transformers``:
+      ``model(**batch).loss``. The target is ``labels``. All texts are padded to the longest.
     - ``image`` makes pairs of images (B, C, H, W) in [0, 1] and targets (B,).
     - ``inputs`` makes pairs of numbers (B, F) in float32 and targets (B,).
 
     Args:
-        dataset: a ``Dataset`` or ``DatasetDict``; or a folder that ``save_to_disk`` wrote; or a name on
+        dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a name on
             the hub, such as ``flwrlabs/femnist``, which is downloaded once.
-        label: the column to be predicted.
+        label: the column to predict.
         text: the column of texts, or two for pairs of texts.
         image: the column of images.
         inputs: columns of numbers, or of lists of numbers.
-        tokenizer: of the texts; the name or folder of one, or in Python the tokenizer itself.
-        max_length: longest text, in tokens; what is longer is cut off.
+        tokenizer: tokenizer of the texts: its name or folder, or in Python the tokenizer itself.
+        max_length: largest number of tokens of a text; longer texts are truncated.
         image_size: height and width to which images are scaled, in pixels; None for images of one size.
-        channels: 1 for grey, 3 for colours.
-        name: which configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
-        train: the split that clients share.
-        val: the split for validation. None takes the split called validation where there is one, and
-            holds ``val_fraction`` of the training examples out where there is none.
+        channels: 1 for grey, 3 for colour.
+        name: configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
+        train: the split to divide among the clients.
+        val: the split for validation. None uses the split called validation if there is one, or else
+            holds out ``val_fraction`` of the training examples.
         test: the same for the test.
-        target_type: whether the label is a ``class`` or a ``number``; None lets the data set decide:
-            class labels, strings and up to 100 different whole numbers are classes.
-        batch_size: examples a batch; the last batch of a pass may be smaller.
-        val_fraction: part of the training examples held out for validation, in [0, 1).
-        test_fraction: part of the training examples held out for the test, in [0, 1).
-        seed: decides which examples are held out and the order of central training. None takes the
-            run's seed.
+        target_type: whether the label is a ``class`` or a ``number``; if None, class labels, strings
+            and up to 100 distinct integers are classes.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
+        val_fraction: fraction of the training examples held out for validation, in [0, 1).
+        test_fraction: fraction of the training examples held out for the test, in [0, 1).
+        seed: seed of the held-out examples and the order of central training; the run's seed if None.
 
     Raises:
-        ConfigurationError: for a setting out of range, and at `setup` for a data set, split or column
-            that is not there.
+        ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
+            missing.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class HuggingFace(RowSource):
         self._splits, self._target_type = {"train": train, "val": val, "test": test}, target_type
 
     def prepare_data(self) -> None:
-        """Download a data set of the hub that is not there yet."""
+        """Download a data set of the hub if it is missing."""
         if isinstance(self._dataset, str):
             _read(self._dataset, self._name)
 
@@ -108,7 +104,7 @@ class HuggingFace(RowSource):
         """Read and encode the splits.
 
         Raises:
-            ConfigurationError: for a data set, split or column that is not there.
+            ConfigurationError: if a data set, split or column is missing.
         """
         found = _read(self._dataset, self._name)
         splits = _chosen(found, self._splits) if isinstance(found, dict) else {"train": found}
@@ -122,7 +118,7 @@ class HuggingFace(RowSource):
     def _targets(self, train: Any) -> tuple[Targets, tuple[str, ...]]:
         option = f"HuggingFace: column {self._label!r}"
         names = getattr(train.features[self._label], "names", None)
-        if names is not None:  # a ClassLabel: numbers of names that it knows
+        if names is not None:  # a ClassLabel
             return Targets(option, np.arange(len(names))), tuple(names)
         values = column_of(_column(train, self._label))
         if values.ndim != 1:
@@ -133,7 +129,7 @@ class HuggingFace(RowSource):
         kind = Targets.of(values, self._target_type, option)
         return kind, kind.class_names
 
-    def _rows(self, split: Any, kind: Targets, where: str) -> Rows:
+    def _rows(self, split: Any, kind: Targets, where: str) -> TensorRows:
         targets = kind.encode(column_of(_column(split, self._label)), where)
         used = set(self._encoder.columns)
         columns = {
@@ -141,8 +137,10 @@ class HuggingFace(RowSource):
         }
         encoded = self._encoder.encode(split)
         if isinstance(encoded, dict):
-            return Rows({**encoded, "labels": targets}, columns)
-        return Rows([encoded, targets], columns, pixels=isinstance(self._encoder, PictureColumn))
+            return TensorRows({**encoded, "labels": targets}, columns)
+        return TensorRows(
+            [encoded, targets], columns, pixels=isinstance(self._encoder, PictureColumn)
+        )
 
 
 def _column(split: Any, name: str) -> Any:
@@ -170,13 +168,13 @@ def _read(dataset: Any, name: str | None) -> Any:
         return datasets.load_dataset(dataset, name)
     except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
         raise ConfigurationError(
-            f"HuggingFace: {dataset!r} is no folder of save_to_disk, and cannot be had from the hub: "
+            f"HuggingFace: {dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: "
             f"{error}"
         ) from error
 
 
 def _chosen(found: Any, wanted: dict[str, str | None]) -> dict[str, Any]:
-    """Return the splits that are there, each for one purpose."""
+    """Return the available splits by purpose."""
     chosen: dict[str, str] = {}
     for purpose in ("train", "test", "val"):
         given = wanted[purpose]
@@ -206,17 +204,17 @@ def _check_columns(split: Any, names: list[str]) -> None:
         )
 
 
-AT_ONCE = 1000  # examples
+AT_ONCE = 1000  # texts tokenized at a time
 
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Texts by a tokenizer, all padded to the length of the longest.
+    """Tokenized texts, all padded to the length of the longest.
 
     Args:
-        columns: one, or two for pairs.
-        tokenizer: itself, or its name or folder.
-        max_length: in tokens, ≥ 1.
+        columns: one column, or two for pairs.
+        tokenizer: the tokenizer, or its name or folder.
+        max_length: largest number of tokens, ≥ 1.
     """
 
     columns: list[str]
@@ -239,7 +237,7 @@ class TextColumns:
             )
 
     def encode(self, split: Any) -> dict[str, Tensor]:
-        """Return what the tokenizer makes, by name, each of shape (N, length)."""
+        """Tokenize the texts; returns the tokenizer's outputs by name, each of shape (N, length)."""
         tokenizer = self._loaded()
         if getattr(tokenizer, "pad_token", "") is None:
             raise ConfigurationError(
@@ -260,7 +258,7 @@ class TextColumns:
                 tokens = torch.tensor(values, dtype=torch.long).reshape(-1, self.max_length)
                 pieces.setdefault(name, []).append(tokens)
         whole = {name: torch.cat(parts) for name, parts in pieces.items()}
-        # padding that every text has
+        # remove padding that all texts have
         used = whole["attention_mask"].any(0) if "attention_mask" in whole else slice(None)
         return {name: tokens[:, used] for name, tokens in whole.items()}
 
@@ -287,7 +285,7 @@ class PictureColumn:
     """Images as bytes, shape (N, C, H, W).
 
     Args:
-        column: of images.
+        column: column of images.
         image_size: height and width, in pixels; None for images of one size.
         channels: 1 or 3.
     """
@@ -308,11 +306,11 @@ class PictureColumn:
 
     @property
     def columns(self) -> list[str]:
-        """The column."""
+        """The column of images."""
         return [self.column]
 
     def encode(self, split: Any) -> Tensor:
-        """Return the images, uint8."""
+        """Return the images, uint8 of shape (N, C, H, W)."""
         pictures = split.with_format(None)
         pixels: Tensor | None = None
         for place in range(len(pictures)):
@@ -344,20 +342,20 @@ class PictureColumn:
 
 @dataclass(frozen=True)
 class NumberColumns:
-    """Columns of numbers, or of lists of numbers, side by side.
+    """Concatenated columns of numbers, or of lists of numbers.
 
     Args:
-        columns: at least one.
+        columns: at least one column.
     """
 
     columns: list[str]
 
     def __post_init__(self) -> None:
         if not self.columns:
-            raise ConfigurationError("HuggingFace: inputs must name a column at least")
+            raise ConfigurationError("HuggingFace: inputs must name at least one column")
 
     def encode(self, split: Any) -> Tensor:
-        """Return them, float32 of shape (N, F)."""
+        """Return the numbers, float32 of shape (N, F)."""
         plain, parts = split.with_format(None), []
         for name in self.columns:
             try:

@@ -1,15 +1,11 @@
-"""Your own images: a folder of folders, one for each class.
+"""Data source of image files: a folder with one folder per class.
 
     root/train/<class>/*.jpg      root/test/<class>/*.jpg
 
-The classes are numbered in the order of their sorted names. Files deeper down count too; what
-counts as an image goes by the extension.
-
-Image files decoded into batches of bytes.
-
-Files become RGB of one square size: the shorter side is resized to it and the centre kept, in one
-step; square images are simply resized.
-Decoding runs in a few threads: Pillow lets go of the interpreter while it decodes.
+The classes are numbered in the order of their sorted names. Files in deeper folders are included;
+images are recognised by their extension. Files become RGB of one square size: the shorter side is
+resized to it and the centre kept, in one step. Decoding runs in a few threads, because Pillow releases
+the GIL while it decodes.
 """
 
 from __future__ import annotations
@@ -43,26 +39,25 @@ class ImageFolder(ImageSource):
     usual for CIFAR), and a random horizontal flip.
 
     Args:
-        root: the folder that holds the others.
+        root: the folder with the others.
         image_size: height and width in pixels; the shorter side is resized to it and the centre kept.
         train: name of the folder of training images.
-        test: name of the folder of test images, with the same classes. None holds a fifth of the
-            training images out instead.
+        test: name of the folder of test images, with the same classes. None holds out a fifth of the
+            training images instead.
         val: name of the folder of validation images. None holds out `val_fraction` instead.
-        in_memory: decode all files once, in ``3 image_size²`` bytes each; False decodes a file
-            whenever it is needed.
+        in_memory: decode all files once, in ``3 image_size²`` bytes each; False decodes a file on each
+            access.
         mean: mean of red, green and blue in [0, 1]; by default ImageNet's.
         std: standard deviation of red, green and blue; by default ImageNet's.
-        padding_mode: with what images are padded before a crop: zeros (``constant``), or themselves
-            mirrored at the edges (``reflect``).
-        batch_size: examples a batch; the last batch of a pass may be smaller.
+        padding_mode: padding of images before a crop: zeros (``constant``), or the image mirrored at
+            its edges (``reflect``).
+        batch_size: examples per batch; the last batch of a pass may be smaller.
         augment: whether training images are cropped and flipped at random.
-        val_fraction: part of the training images held out for validation, in [0, 1), of every
-            class alike; 0 for none.
-        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
-            None keeps all.
-        seed: decides which images are held out and the order of central training. None takes the
-            run's seed.
+        val_fraction: fraction of the training images, of every class equally, held out for validation,
+            in [0, 1).
+        classes: numbers of the classes whose images are kept, in all sets; labels do not change. None
+            keeps all.
+        seed: seed of the held-out images and the order of central training; the run's seed if None.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -114,7 +109,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """List and split the files and, for a set in memory, decode those that are used."""
+        """List and split the files and, if `in_memory`, decode the files of the sets."""
         if hasattr(self, "train_set"):
             return
         super().setup(stage)
@@ -150,7 +145,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the folders inside ``folder``, without hidden ones."""
+    """Sorted names of the folders inside ``folder``, without hidden ones."""
     found = folder.is_dir()
     inside = [path for path in folder.iterdir() if path.is_dir()] if found else []
     names = sorted(path.name for path in inside if not path.name.startswith("."))
@@ -174,7 +169,7 @@ def _require_same_classes(folder: Path, found: tuple[str, ...], expected: tuple[
 
 
 def _image_paths(folder: Path) -> list[Path]:
-    """Return the image files below ``folder``, sorted."""
+    """Sorted paths of the image files below ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
     if not paths:
         raise ConfigurationError(
@@ -188,7 +183,7 @@ _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
-    """Return the files' pixels, uint8 of shape (N, 3, image_size, image_size).
+    """Decode image files, uint8 of shape (N, 3, image_size, image_size).
 
     Raises:
         ConfigurationError: if a file cannot be read as an image.
@@ -215,7 +210,7 @@ def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
 
 
 def _decode(path: Path, image_size: int) -> np.ndarray:
-    """Return one file's pixels, uint8 of shape (image_size, image_size, 3)."""
+    """Decode one file, uint8 of shape (image_size, image_size, 3)."""
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:
@@ -231,12 +226,12 @@ def _decode(path: Path, image_size: int) -> np.ndarray:
 
 @final
 class ImageFiles(ImageSet):
-    """Images decoded from their files each time a batch is gathered: for sets beyond the memory.
+    """Images that are decoded from files whenever a batch is gathered, for sets larger than memory.
 
     Args:
         paths: the files.
         targets: the class of each image, int64 of shape (N,).
-        pipeline: what is done to a batch on its way out, for three channels.
+        pipeline: transforms of a batch, for three channels.
         image_size: height and width to decode to, in pixels.
 
     Example:

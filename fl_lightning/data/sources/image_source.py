@@ -1,20 +1,13 @@
 """Image data sets as Lightning data modules that serve whole batches.
 
-A source owns three sets of images: training (augmented), validation and test (not). It trains a
-model centrally as it is, and its training set is what a federation divides among clients.
+A source has three sets of images: training (augmented), validation and test (not augmented). It can
+train a model centrally, and a federation divides its training set among clients.
 
-Loaders pass a list of indices at a time to the set (`batch_size=None` and a `BatchSampler`), so a
-batch is gathered at once instead of being collated from examples; there is nothing left for
-worker processes to do.
-
-Labelled images that hand out whole batches.
-
-A client's local step needs one batch; reading it example by example and stacking the pieces costs
-more than the step itself for small models. So a set of images answers a list of indices with a
-finished batch: `gather(indices)` is one `index_select` and one pass of the pixel pipeline.
-
-Where the bytes are is the subclass's affair: `ImageTensors` here keeps them in memory,
-`fl_lightning.data.sources.image_folder.ImageFiles` decodes files when asked.
+Reading a batch example by example costs more than the local step itself for small models. So a set of
+images returns a whole batch for a list of indices: `gather(indices)` is one `index_select` and one pass
+of the pixel pipeline. Loaders use this as well (`batch_size=None` and a `BatchSampler`), so that worker
+processes would have nothing to do. `ImageTensors` keeps the bytes in memory,
+`fl_lightning.data.sources.image_folder.ImageFiles` decodes files on access.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ BatchLoader = DataLoader[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LoadedImages:
-    """What a source found on the disk; a set that is None is held out of the training images."""
+    """The images of a source; a set that is None is held out from the training images."""
 
     train: ImageSet
     class_names: tuple[str, ...]
@@ -50,26 +43,25 @@ class LoadedImages:
 
 
 class ImageSource(LightningDataModule, ABC):
-    """What all image sources share: settings, split, loaders. Abstract: `Digits` is an example.
+    """Base of all image sources: settings, split, loaders. `Digits` is an example.
 
     Args:
-        batch_size: examples a batch; the last batch of a pass may be smaller.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
         augment: whether training images are cropped and flipped at random, as suits the set.
-        image_size: height and width the model sees, in pixels; None for the stored size.
-        val_fraction: part of the training images held out for validation, in [0, 1), of every
-            class alike; 0 for none. Ignored where the set brings validation images of its own.
+        image_size: height and width of the model's inputs, in pixels; None for the stored size.
+        val_fraction: fraction of the training images, of every class equally, held out for validation,
+            in [0, 1). Ignored if the set has validation images of its own.
         classes: numbers of the classes whose images are kept, in all three sets; None keeps all.
-            Labels stay as they are, and so does what is held out of a class, so that models of
-            different classes fit together.
-        seed: decides which images are held out and the order of central training. None takes the
-            run's seed.
+            Labels and the held-out images of a class do not change, so that models of different classes
+            fit together.
+        seed: seed of the held-out images and the order of central training; the run's seed if None.
 
     Attributes:
         train_set: training images, after `setup`.
         val_set: validation images, after `setup`.
         test_set: test images, after `setup`.
         class_names: names of the classes in the order of their numbers, after `setup`.
-        num_classes: how many there are, after `setup`.
+        num_classes: number of classes, after `setup`.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -134,7 +126,7 @@ class ImageSource(LightningDataModule, ABC):
         self.train_set = self._chosen(train)
 
     def _chosen(self, images: ImageSet) -> ImageSet:
-        """Return the images of `classes`: after the split, which is the same for any choice."""
+        """Select the images of `classes`, after the split, so that the split does not depend on them."""
         if self.classes is None:
             return images
         unknown = sorted(set(self.classes) - set(range(self.num_classes)))
@@ -147,7 +139,7 @@ class ImageSource(LightningDataModule, ABC):
         return images.select(kept.nonzero().flatten())
 
     def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
-        """Return a set's pipeline as the settings want it: the image size, and augmented or not."""
+        """Return a set's pipeline with the image size and the augmentation of the settings."""
         sized = replace(pipeline, image_size=self.image_size)
         return sized if self.augment else sized.evaluation()
 
@@ -157,7 +149,7 @@ class ImageSource(LightningDataModule, ABC):
         return self._batches(self.train_set, RandomSampler(self.train_set, generator=generator))
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
-        """Return batches of the validation images in order, or no loader where there are none."""
+        """Return batches of the validation images in order, or no loader if there are none."""
         return self._in_order(self.val_set) if len(self.val_set) else []
 
     def test_dataloader(self) -> BatchLoader:
@@ -186,7 +178,7 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):
 
     Attributes:
         targets: the class of each image, int64, shape (N,).
-        pipeline: what is done to a batch on its way out.
+        pipeline: transforms of a batch.
     """
 
     targets: Tensor
@@ -206,14 +198,14 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether `gather` gives the same batch every time: it does without augmentation."""
+        """True if `gather` always returns the same batch, i.e. without augmentation."""
         return self.pipeline == self.pipeline.evaluation()
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch: images (B, C, h, w) in float32 and labels (B,) in int64.
 
         Args:
-            indices: which examples, int64 of shape (B,), each in [0, N).
+            indices: indices of the examples, int64 of shape (B,), each in [0, N).
         """
         return self.pipeline(self.pixels(indices)), self.targets.index_select(0, indices)
 
@@ -236,8 +228,8 @@ class ImageTensors(ImageSet):
 
     Args:
         images: uint8, shape (N, C, H, W). 60,000 CIFAR images take 184 MB.
-        targets: the class of each image, whole numbers of shape (N,).
-        pipeline: what is done to a batch on its way out, with one mean and std a channel.
+        targets: the class of each image, integers of shape (N,).
+        pipeline: transforms of a batch, with one mean and std per channel.
 
     Raises:
         ConfigurationError: if shapes or types do not fit together.

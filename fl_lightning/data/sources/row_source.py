@@ -1,9 +1,7 @@
-"""Data modules over rows in memory: what is held out, and the loaders.
+"""Data modules over rows of tensors in memory, with columns for natural partitions.
 
-Loaders ask the set for a whole batch (`batch_size=None` and a `BatchSampler`), so that a batch is one
-selection of rows instead of many examples put together.
-
-Examples as rows of tensors in memory, beside the columns that tell whose they are.
+Loaders request whole batches (`batch_size=None` and a `BatchSampler`), so that a batch is one selection
+of rows instead of many collated examples.
 """
 
 from __future__ import annotations
@@ -26,46 +24,45 @@ from fl_lightning.data.partitions.partition import stratified_split
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """What a source found; a set that is None is held out of the training rows.
+    """The rows of a source; a set that is None is held out from the training rows.
 
     Attributes:
         train: training rows.
         val: validation rows.
         test: test rows.
-        class_names: by number of the class; empty where targets are no classes.
+        class_names: names of the classes by number; empty if targets are no classes.
     """
 
-    train: Rows
-    val: Rows | None = None
-    test: Rows | None = None
+    train: TensorRows
+    val: TensorRows | None = None
+    test: TensorRows | None = None
     class_names: tuple[str, ...] = ()
 
 
 class RowSource(LightningDataModule, ABC):
-    """What `Arrays`, `Table` and `HuggingFace` share. Abstract: write `load`.
+    """Base of `Arrays`, `Table` and `HuggingFace`; subclasses define `load`.
 
     Args:
-        batch_size: examples a batch; the last batch of a pass may be smaller.
-        val_fraction: part of the training examples held out for validation, in [0, 1), where there
-            is no validation set; of every class alike where targets are classes.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
+        val_fraction: fraction of the training examples held out for validation, in [0, 1), if there is
+            no validation set; of every class equally if targets are classes.
         test_fraction: the same for the test.
-        seed: decides which examples are held out and the order of central training. None takes the
-            run's seed.
+        seed: seed of the held-out examples and the order of central training; the run's seed if None.
 
     Attributes:
         train_set: training examples, after `setup`.
         val_set: validation examples, after `setup`.
         test_set: test examples, after `setup`.
-        class_names: names of the classes by number; empty where targets are no classes.
-        num_classes: how many there are.
+        class_names: names of the classes by number; empty if targets are no classes.
+        num_classes: number of classes.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
     """
 
-    train_set: Rows
-    val_set: Rows
-    test_set: Rows
+    train_set: TensorRows
+    val_set: TensorRows
+    test_set: TensorRows
     class_names: tuple[str, ...]
     num_classes: int
 
@@ -109,7 +106,9 @@ class RowSource(LightningDataModule, ABC):
         self.class_names, self.num_classes = loaded.class_names, len(loaded.class_names)
         self.val_set, self.test_set, self.train_set = val, test, train
 
-    def _held_out(self, rows: Rows, fraction: float, purpose: str) -> tuple[Rows, Rows]:
+    def _held_out(
+        self, rows: TensorRows, fraction: float, purpose: str
+    ) -> tuple[TensorRows, TensorRows]:
         targets = rows.targets
         if targets.ndim > 1 or targets.is_floating_point():  # no classes: one stratum
             targets = torch.zeros(len(rows), dtype=torch.long)
@@ -132,19 +131,19 @@ class RowSource(LightningDataModule, ABC):
 
     predict_dataloader = test_dataloader
 
-    def _in_order(self, rows: Rows) -> DataLoader[Any]:
+    def _in_order(self, rows: TensorRows) -> DataLoader[Any]:
         return self._batches(rows, SequentialSampler(rows))
 
-    def _batches(self, rows: Rows, order: Any) -> DataLoader[Any]:
+    def _batches(self, rows: TensorRows, order: Any) -> DataLoader[Any]:
         batches: Any = BatchSampler(order, self.batch_size, drop_last=False)
         return DataLoader(rows, batch_size=None, sampler=batches)
 
 
 def as_tensor(values: Any, name: str) -> Tensor:
-    """Return an array as a tensor: real numbers in float32, other numbers as they are.
+    """Convert an array to a tensor; floating-point numbers become float32.
 
     Raises:
-        ConfigurationError: for values that are no numbers.
+        ConfigurationError: if values are no numbers.
     """
     try:
         tensor = torch.as_tensor(values)
@@ -156,19 +155,19 @@ def as_tensor(values: Any, name: str) -> Tensor:
 
 
 @final
-class Rows(Dataset[Any]):
-    """A data set that hands out whole batches: some rows of each of its tensors.
+class TensorRows(Dataset[Any]):
+    """A data set that returns whole batches: rows of each of its tensors.
 
     Args:
-        parts: tensors of N rows each. By name they make batches that are dicts, without names tuples.
-        columns: by name, what returns one value per row: for partitions, not in batches.
-        pixels: the first part holds bytes, which leave as numbers in [0, 1].
+        parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
+        columns: functions by name that return one value per row, for partitions; not in batches.
+        pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
 
     Raises:
         ConfigurationError: if parts have different lengths.
 
     Example:
-        >>> rows = Rows([torch.eye(3), torch.arange(3)], {"who": lambda: np.array(["al", "bo", "al"])})
+        >>> rows = TensorRows([torch.eye(3), torch.arange(3)], {"who": lambda: np.array(["al", "bo", "al"])})
         >>> rows.gather(torch.tensor([2]))
         (tensor([[0., 0., 1.]]), tensor([2]))
         >>> rows.column_names, rows["who"]
@@ -194,16 +193,16 @@ class Rows(Dataset[Any]):
                 f"inputs and targets must have one row an example, got {sorted(lengths)} rows"
             )
         self._columns, self._pixels = dict(columns or {}), pixels
-        self._rows: Tensor | None = None  # of the columns
+        self._rows: Tensor | None = None  # indices into the columns
 
     @property
     def targets(self) -> Tensor:
-        """The last part."""
+        """The targets, which are the last part."""
         return self._parts[-1]
 
     @property
     def column_names(self) -> list[str]:
-        """What a partition may divide by; ``targets`` are always the last part."""
+        """Names of the columns for partitions; ``targets`` is always the last part instead."""
         return [name for name in self._columns if name != "targets"]
 
     def __len__(self) -> int:
@@ -230,10 +229,10 @@ class Rows(Dataset[Any]):
             parts[0] = parts[0].float().div_(255)
         return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
 
-    def select(self, indices: Tensor) -> Rows:
+    def select(self, indices: Tensor) -> TensorRows:
         """Return these rows only, in this order."""
         parts = [part.index_select(0, indices) for part in self._parts]
         named = parts if self._names is None else dict(zip(self._names, parts, strict=True))
-        chosen = Rows(named, self._columns, pixels=self._pixels)
+        chosen = TensorRows(named, self._columns, pixels=self._pixels)
         chosen._rows = indices if self._rows is None else self._rows[indices]
         return chosen

@@ -1,7 +1,4 @@
-"""Tables: pandas, CSV and Parquet.
-
-From columns of a table to features: numbers as they are, a category as one feature a value.
-"""
+"""Data source of tables: pandas, CSV and Parquet, with one feature per number or category."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, Rows, RowSource
+from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
 from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
 
 if TYPE_CHECKING:
@@ -26,37 +23,36 @@ if TYPE_CHECKING:
 
 @final
 class Table(RowSource):
-    """Rows of a table: a batch is features (B, F) in float32 and targets (B,).
+    """TensorRows of a table: a batch is features (B, F) in float32 and targets (B,).
 
-    Numbers are features as they are; scale them with `FederatedNormalize`. A column of strings, of
-    categories or of truth values becomes one feature a value, 1 where the row has it; a value that no
-    training row has is 0 everywhere. Every column of the table, used or not, may tell whose a row is:
+    Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
+    categories or truth values is one-hot encoded; a value that no training row has is 0 everywhere.
+    Every column of the table, used or not, can be used for a natural partition:
     ``NaturalPartition("hospital")``.
 
     Args:
         data: a ``pandas.DataFrame``, or a file: .csv, .tsv or .parquet. Also .gz, for text.
-        target: the column to be predicted.
-        features: columns that predict it; None for all others but those in ``ignore``.
+        target: the column to predict.
+        features: columns of the features; None for all others but those in ``ignore``.
         ignore: columns that are no features, e.g. numbers of patients.
-        val: validation rows, likewise a frame or a file; None holds some of ``data`` out.
+        val: validation rows, likewise a frame or a file; None holds out some of ``data``.
         test: test rows, likewise.
-        target_type: whether the target is a ``class`` or a ``number``; None lets the values decide:
-            real numbers are numbers, strings and up to 100 different whole numbers are classes.
-        missing: the number that stands for a missing one; None refuses tables with missing numbers. A
-            missing category is a category.
-        batch_size: rows a batch; the last batch of a pass may be smaller.
-        val_fraction: part of the rows held out for validation, in [0, 1), where ``val`` is None.
-        test_fraction: part of the rows held out for the test, in [0, 1), where ``test`` is None.
-        seed: decides which rows are held out and the order of central training. None takes the run's
-            seed.
+        target_type: whether the target is a ``class`` or a ``number``; if None, real numbers are
+            numbers, and strings and up to 100 distinct integers are classes.
+        missing: replacement of missing numbers; None rejects tables with missing numbers. A missing
+            category is a category.
+        batch_size: rows per batch; the last batch of a pass may be smaller.
+        val_fraction: fraction of the rows held out for validation, in [0, 1), if ``val`` is None.
+        test_fraction: fraction of the rows held out for the test, in [0, 1), if ``test`` is None.
+        seed: seed of the held-out rows and the order of central training; the run's seed if None.
 
     Attributes:
         feature_names: a name for each feature, after `setup`.
-        num_features: how many there are, after `setup`.
+        num_features: number of features, after `setup`.
 
     Raises:
-        ConfigurationError: for a setting out of range, and at `setup` for a file or column that is not
-            there, or values that are missing.
+        ConfigurationError: if a setting is out of range; at `setup` if a file or column is missing, or
+            values are missing.
     """
 
     feature_names: tuple[str, ...]
@@ -89,7 +85,7 @@ class Table(RowSource):
         """Read and encode the tables.
 
         Raises:
-            ConfigurationError: for a file or column that is not there, or values that are missing.
+            ConfigurationError: if a file, a column or values are missing.
         """
         given = {"data": self._data, "val": self._val, "test": self._test}
         tables = {name: _read(table) for name, table in given.items() if table is not None}
@@ -103,13 +99,13 @@ class Table(RowSource):
         )
         self.feature_names, self.num_features = features.names, len(features.names)
 
-        def rows(where: str) -> Rows | None:
+        def rows(where: str) -> TensorRows | None:
             if where not in tables:
                 return None
             table = tables[where]
             columns = {str(name): partial(_column, table, name) for name in table.columns}
             targets = kind.encode(column_of(table[self._target]), where)
-            return Rows([features.encode(table, where), targets], columns)
+            return TensorRows([features.encode(table, where), targets], columns)
 
         training = rows("data")
         assert training is not None
@@ -135,7 +131,7 @@ def _column(table: DataFrame, name: Any) -> Any:
 
 
 def _read(table: Any) -> DataFrame:
-    """Return a frame that is given or that a file holds."""
+    """Return the given frame, or read it from a file."""
     try:
         import pandas
     except ImportError as error:
@@ -172,17 +168,17 @@ def _check_columns(table: DataFrame, names: list[str], where: str) -> None:
         )
 
 
-MOST_CATEGORIES = 1000  # of one column: names and free text are no categories
+MOST_CATEGORIES = 1000  # per column: names and free text are no categories
 MISSING = "missing"
 
 
 @dataclass(frozen=True)
 class Features:
-    """Which features the columns become.
+    """The encoding of columns as features.
 
     Attributes:
-        categories: by column, its values in their order; None for numbers.
-        missing: what stands for a missing number; None refuses it.
+        categories: values of each column in order, by name; None for numbers.
+        missing: replacement of missing numbers; None rejects them.
     """
 
     categories: dict[str, npt.NDArray[Any] | None]
@@ -190,10 +186,10 @@ class Features:
 
     @classmethod
     def of(cls, table: DataFrame, columns: list[str], missing: float | None) -> Self:
-        """Learn the categories of the training rows.
+        """Collect the categories of the training rows.
 
         Raises:
-            ConfigurationError: for columns that are neither numbers nor categories.
+            ConfigurationError: if a column has neither numbers nor categories.
         """
         if missing is not None and not math.isfinite(missing):
             raise ConfigurationError(f"Table: missing must be a finite number, got {missing}")
@@ -201,7 +197,7 @@ class Features:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name a feature: the column's, or column=value."""
+        """One name per feature: the column's, or column=value."""
         return tuple(
             name
             for column, values in self.categories.items()
@@ -209,10 +205,10 @@ class Features:
         )
 
     def encode(self, table: DataFrame, where: str) -> Tensor:
-        """Return the features, float32 of shape (N, F).
+        """Encode a table, float32 of shape (N, F).
 
         Raises:
-            ConfigurationError: for missing numbers, and for other things where numbers were.
+            ConfigurationError: if numbers are missing, or a column of numbers has other values.
         """
         parts = [
             self._numbers(table[column], column, where)[:, None]
@@ -263,7 +259,7 @@ def _is_number(column: Series[Any]) -> bool:
 
 
 def _names(column: Series[Any]) -> npt.NDArray[Any]:
-    """Return a column's values as strings."""
+    """Convert a column's values to strings."""
     is_missing = column.isna().to_numpy()
     names = [
         MISSING if gone else str(value) for gone, value in zip(is_missing, column, strict=True)

@@ -1,4 +1,4 @@
-"""From a column to what a model learns: classes by number, or real numbers."""
+"""Encoding of a column of targets: class numbers, or real numbers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 
 TargetKind: TypeAlias = Literal["class", "number"]
-MOST_WHOLE_CLASSES = 100  # more different whole numbers may well be quantities
+MOST_WHOLE_CLASSES = 100  # more distinct integers may be quantities
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a column of targets means.
+    """The kind of a column of targets: classes or real numbers.
 
     Attributes:
-        name: of the column, for errors.
-        classes: the classes' values in their order, shape (C,); None for real numbers.
+        name: name of the column, for errors.
+        classes: values of the classes in order, shape (C,); None for real numbers.
 
     Example:
         >>> kind = Targets.of(np.array(["no", "yes", "no"]), None, "paid")
@@ -37,16 +37,16 @@ class Targets:
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], kind: TargetKind | None, name: str) -> Self:
-        """Decide by the training values.
+        """Determine the kind from the training values.
 
         Args:
             values: shape (N,).
-            kind: what the user says; None lets the values decide: real numbers are numbers, strings
-                and up to 100 different whole numbers are classes.
-            name: of the column.
+            kind: kind set by the user; if None, real numbers are numbers, and strings and up to 100
+                distinct integers are classes.
+            name: name of the column.
 
         Raises:
-            ConfigurationError: if that is not plain, or a value is missing.
+            ConfigurationError: if the kind is ambiguous, or a value is missing.
         """
         _check_present(values, name)
         is_real = values.dtype.kind == "f"
@@ -66,7 +66,7 @@ class Targets:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes' names by number; empty for real numbers."""
+        """Names of the classes by number; empty for real numbers."""
         return () if self.classes is None else tuple(map(str, self.classes.tolist()))
 
     def encode(self, values: npt.NDArray[Any], where: str) -> Tensor:
@@ -88,7 +88,7 @@ class Targets:
 
 
 def column_of(values: Any) -> npt.NDArray[Any]:
-    """Return a column of a table as an array of numbers or of strings; of objects if some miss.
+    """Convert a column to an array of numbers or strings, or of objects if values are missing.
 
     Example:
         >>> column_of(["b", "a"]), column_of([1, 2])
@@ -103,7 +103,7 @@ def column_of(values: Any) -> npt.NDArray[Any]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value is None, not a number, or what pandas has in its place."""
+    """True if a value is None, not a finite number, or pandas' missing value."""
     if isinstance(value, (float, np.floating)):
         return not np.isfinite(value)
     return value is None or type(value).__name__ in ("NAType", "NaTType")

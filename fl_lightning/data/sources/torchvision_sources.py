@@ -17,20 +17,19 @@ from fl_lightning.data.transforms import PixelPipeline
 
 
 class TorchvisionSource(ImageSource, ABC):
-    """A set that torchvision can read, under the same class name. Abstract: see `CIFAR10`.
+    """Base of data sets that torchvision can read under the same class name, e.g. `CIFAR10`.
 
     Args:
-        root: folder that holds the files, or will after a download.
-        download: whether `prepare_data` fetches missing files from the internet.
-        batch_size: examples a batch; the last batch of a pass may be smaller.
+        root: folder of the files.
+        download: whether `prepare_data` downloads missing files.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
         augment: whether training images are cropped and flipped at random, as suits the set.
-        image_size: height and width the model sees, in pixels; None for the stored size.
-        val_fraction: part of the training images held out for validation, in [0, 1), of every
-            class alike; 0 for none.
-        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
-            None keeps all.
-        seed: decides which images are held out and the order of central training. None takes the
-            run's seed.
+        image_size: height and width of the model's inputs, in pixels; None for the stored size.
+        val_fraction: fraction of the training images, of every class equally, held out for validation,
+            in [0, 1).
+        classes: numbers of the classes whose images are kept, in all sets; labels do not change. None
+            keeps all.
+        seed: seed of the held-out images and the order of central training; the run's seed if None.
     """
 
     pipeline: ClassVar[PixelPipeline]
@@ -60,7 +59,7 @@ class TorchvisionSource(ImageSource, ABC):
         self.download = download
 
     def prepare_data(self) -> None:
-        """Download the files where `download` is set and they are missing."""
+        """Download missing files if `download` is set."""
         if self.download:
             self._read(train=True, download=True)
 
@@ -90,7 +89,7 @@ class TorchvisionSource(ImageSource, ABC):
             failed = "could not be downloaded" if download else "are missing or damaged"
             raise ConfigurationError(
                 f"{name}: the files under root={self.root!r} {failed}. Set download: true of this "
-                "source (--data...download true) where there is a network, or put there "
+                "source (--data...download true) if there is a network, or put there "
                 f"{self.files}. torchvision says: {error}"
             ) from error
 

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional.functional_step import tensors_in
-from fl_lightning.engines.functional.metric_calls import BatchValue, StandIn, StandIns
+from fl_lightning.engines.functional.metrics import BatchValue, StandIn, StandIns
 
 Tensors = dict[str, Tensor]
 # What `module.log` was called with: a name, a value and the other arguments.
@@ -30,7 +30,7 @@ LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rehearsal found out.
+    """Findings of a rehearsal.
 
     Attributes:
         log_calls: in their order; values that are tensors come out of the graph.
@@ -67,11 +67,11 @@ class CompiledGradients:
         self._module, self._whole = module, _Whole(module, run)
         self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._found: _Found | None = None
-        self._graph = Compiled(self._gradients, "the local step", otherwise=_nothing)
+        self._graph = Compiled(self._gradients, "the local step", otherwise=lambda *_: None)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether steps must be taken in another way from here on."""
+        """True if steps must be taken in another way from here on."""
         return self._graph.is_given_up
 
     def __call__(self, batch: Any, index: int) -> Tensor | None:
@@ -127,7 +127,7 @@ class CompiledGradients:
         return self._found
 
     def _rehearse(self, batch: Any, number: Tensor) -> _Found:
-        """Take a step on copies and see what happens."""
+        """Run a step on copies and see what happens."""
         trained = {name: p.detach().requires_grad_() for name, p in self._params.items()}
         buffers = dict(self._module.named_buffers())
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -193,7 +193,3 @@ class _Whole(nn.Module):
 
 def _layout(batch: Any) -> list[Any]:
     return [(x.shape, x.stride(), x.dtype, x.device) for x in tensors_in(batch)]
-
-
-def _nothing(*args: Any) -> None:
-    """Stand in for a graph that was given up."""

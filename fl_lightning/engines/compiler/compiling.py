@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo import exc
-
-from fl_lightning.engines.compiler.kinds import kinds_of
 
 _FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 # As it writes what it finds in modules of PyTorch's and of ours
@@ -27,7 +26,7 @@ class NotCompiled(UserWarning):
 
 
 class HasChanged(exc.TorchDynamoException):
-    """What Python reads is not what any graph was made for."""
+    """No graph was made for the values that Python reads now."""
 
 
 class Compiled:
@@ -85,7 +84,7 @@ class Compiled:
         )
 
     def recheck(self, *, refuse: bool = False) -> None:
-        """Have the next call find out whether what Python reads has changed.
+        """Make the next call check whether values that Python reads have changed.
 
         Args:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
@@ -142,7 +141,7 @@ class Compiled:
         return result
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Have what Python holds be part of the graph, instead of found again for every call."""
+        """Make objects that Python holds part of the graph, instead of finding them in every call."""
         patched: AbstractContextManager[None] = torch._dynamo.config.patch(
             install_free_tensors=self._is_alone
         )
@@ -182,7 +181,7 @@ def _start_autograd() -> None:
 
 
 def _start_no_processes() -> None:
-    """Have the compiler start none for Triton, which is for GPUs, where there is no GPU.
+    """Keep the compiler from starting processes for Triton where there is no GPU.
 
     They would import PyTorch, for seconds, on the cores that clients train on.
     """
@@ -206,3 +205,33 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     owner = getattr(function, "__self__", None)
     return copy if owner is None else types.MethodType(copy, owner)
+
+
+def kinds_of(value: Any) -> list[Any]:
+    """Return types and shapes of the tensors in tuples, lists and dicts, and which are one and the same.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.zeros(2), torch.ones(2)
+        >>> kinds_of([x, y]) == kinds_of([y, x]), kinds_of([x, y]) == kinds_of([x, x])
+        (True, False)
+    """
+    found: list[Any] = []
+    _note(value, found, {})
+    return found
+
+
+def _note(value: Any, found: list[Any], number_of: dict[int, int]) -> None:
+    if isinstance(value, Tensor):
+        number = number_of.setdefault(id(value), len(number_of))
+        found.append((value.dtype, value.shape, number))
+    elif isinstance(value, dict):
+        found.append(tuple(value))
+        for part in value.values():
+            _note(part, found, number_of)
+    elif isinstance(value, (tuple, list)):
+        found.append(len(value))
+        for part in value:
+            _note(part, found, number_of)
+    else:
+        found.append(type(value))

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
-from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
+from fl_lightning.engines.functional.forwards import Forwards, other_forwards
 from fl_lightning.kernels import direct_layers, reason_against_direct_layers
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -41,7 +41,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class FasterStep:
-    """What a local step does differently with some speedups.
+    """A local step with some speedups.
 
     Args:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
@@ -112,7 +112,7 @@ class FasterStep:
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
-        """Let layers compute in their faster way."""
+        """Replace forward passes by faster ones while the block runs."""
         with other_forwards(self._forwards), self._attention():
             yield
 
@@ -138,7 +138,7 @@ class FasterStep:
 
 @contextmanager
 def _as_products() -> Iterator[None]:
-    """Have attention be matrix products, in the precision that it is called in.
+    """Compute attention as matrix products, in the precision that it is called in.
 
     By itself PyTorch takes them in single precision, without the processor's matrix units.
     """

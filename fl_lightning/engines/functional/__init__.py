@@ -1,1 +1,9 @@
-"""A module's training step as a pure function of its parameters."""
+"""A user's ``training_step`` as a function of tensors, and what such a function cannot be."""
+
+
+class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
+    """Why a module, an optimizer or its data cannot be trained in slots."""
+
+
+class CannotPad(CannotStack):
+    """Why batches cannot be padded; whole ones may do."""

@@ -14,18 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from fl_lightning.client.state.tensors import memory_of
-from fl_lightning.engines.cannot_stack import CannotStack
-from fl_lightning.engines.functional.metric_calls import (
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.draws import Draw, DrawRecorder, DropoutWatch, ReplayedDraws
+from fl_lightning.engines.functional.forwards import ThinLayers, other_forwards
+from fl_lightning.engines.functional.metrics import (
     BatchValue,
     MetricCall,
     StandIn,
     StandIns,
     tensors_of,
 )
-from fl_lightning.engines.functional.other_forwards import other_forwards
-from fl_lightning.engines.functional.random_draws import Draw, DrawRecorder
-from fl_lightning.engines.functional.replayed_draws import DropoutWatch, ReplayedDraws
-from fl_lightning.engines.functional.thin_layers import ThinLayers
 from fl_lightning.kernels import direct_layers
 
 Tensors = dict[str, Tensor]
@@ -41,7 +39,7 @@ OWN_LOSS = ""
 
 @dataclass(frozen=True)
 class StepResult:
-    """What comes out of a training step.
+    """Result of a training step.
 
     Attributes:
         loss: a scalar.
@@ -57,7 +55,7 @@ class StepResult:
 
 
 class Thin(NamedTuple):
-    """What thin layers take in a call of the training step, by the names of their weights.
+    """Tensors for thin layers in a call of the training step, by the names of their weights.
 
     Attributes:
         weights: theirs.
@@ -70,7 +68,7 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """What a training step does besides arithmetic.
+    """Effects of a training step besides arithmetic.
 
     Attributes:
         draws: the random numbers that it draws.
@@ -117,7 +115,7 @@ class TrainingStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the module be as calls of this object need it."""
+        """Prepare the module for calls of this object while the block runs."""
         attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run the fused ones client by client
         own = vars(self._wrapper.module)
         before = own.get("log")

@@ -3,11 +3,18 @@
 One client's numbers come from the global generators, seeded for it when it begins: first those of
 its batch (augmentation), then those of the step (dropout), as when it trains alone. The generators'
 states are put aside while the other slots draw, so that nobody's draws depend on the company.
+
+    random numbers of one client:  (…, m b, …)  ->  (b, …, m, …), a row of (G, B, …)
+
+A step on padded batches is evaluated example by example, so the axis along which a draw grows with
+the batch comes to the front. Which axis that is shows when the step is seen on a batch and on one
+example of it. A draw that does not grow (of a mask over weights) is the same for all examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,46 +25,113 @@ from torch import Tensor
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import GlobalGenerators, seed_global_generators
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.draws import Draw
 from fl_lightning.engines.functional.functional_step import map_tensors, tensors_in
-from fl_lightning.engines.slots.drawn_rows import DrawnRows
+from fl_lightning.engines.slots.plan import SlotClient, StepPlan
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One draw of the step, for all slots: ``numbers`` of (G, B, …), or (G, …) if no axis grows."""
+
+    draw: Draw
+    axis: int | None
+    numbers: Tensor
+
+    def fill(self, slot: int, size: int) -> None:
+        row = self.numbers[slot]
+        if self.axis is None:
+            row.copy_(self.draw.again())
+            return
+        per_example = self.numbers.shape[2 + self.axis]
+        if self.axis == 0 and per_example == 1 and self._is_in_order:
+            self.draw.into(row[:size].squeeze(1))
+        else:
+            shape = list(self.draw.shape)
+            shape[self.axis] = size * per_example
+            drawn = self.draw.again(shape).unflatten(self.axis, (size, per_example))
+            row[:size].copy_(drawn.movedim(self.axis, 0))
+        if size < len(row):  # padding repeats an example
+            row[size:] = row[size - 1]
+
+    @property
+    def _is_in_order(self) -> bool:
+        return self.draw.order == tuple(range(len(self.draw.shape)))
+
+
+class DrawnRows:
+    """Holds and refills the random numbers of a stacked step.
+
+    Args:
+        full: draws of the step on a full batch.
+        single: draws on one example; None if the step keeps its batch whole.
+        num_slots: G.
+        batch_size: B.
+
+    Raises:
+        CannotStack: if a draw does not grow with the batch along one axis.
+
+    Example:
+        >>> def uniform(*shape):
+        ...     order = tuple(range(len(shape)))
+        ...     return Draw("uniform_", (), shape, order, torch.float32, torch.device("cpu"))
+        >>> rows = DrawnRows([uniform(3, 4, 2)], [uniform(3, 1, 2)], num_slots=5, batch_size=4)
+        >>> rows.numbers[0].shape, rows.axes
+        (torch.Size([5, 4, 3, 1, 2]), [0])
+    """
+
+    def __init__(
+        self, full: Sequence[Draw], single: Sequence[Draw] | None, num_slots: int, batch_size: int
+    ) -> None:
+        if single is not None and [d.method for d in full] != [d.method for d in single]:
+            raise CannotStack("training_step draws other random numbers for other sizes of a batch")
+        axes = [_axis(d, s, batch_size) for d, s in zip(full, single or full, strict=True)]
+        self._rows = []
+        for draw, one, axis in zip(full, single or full, axes, strict=True):
+            shape = (
+                (num_slots, *draw.shape) if axis is None else (num_slots, batch_size, *one.shape)
+            )
+            numbers = torch.zeros(shape, dtype=draw.dtype, device=draw.device)
+            self._rows.append(_Rows(draw, axis, numbers))
+        for slot in range(num_slots):  # also one that stays empty holds numbers of its kind
+            self.fill(slot, batch_size)
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Inputs of the step, one tensor a draw: (G, B, …), or (G, …) where `axes` has None."""
+        return [rows.numbers for rows in self._rows]
+
+    @property
+    def axes(self) -> list[int | None]:
+        """For each draw the axis of examples, after that of clients has been taken: 0 or None."""
+        return [None if rows.axis is None else 0 for rows in self._rows]
+
+    def fill(self, slot: int, size: int) -> None:
+        """Draw one client's numbers from the global generator, as a step on ``size`` examples."""
+        for rows in self._rows:
+            rows.fill(slot, size)
+
+
+def _axis(full: Draw, single: Draw, batch_size: int) -> int | None:
+    shapes = list(zip(full.shape, single.shape, strict=False))
+    grown = [axis for axis, (many, one) in enumerate(shapes) if many != one]
+    if not grown and len(full.shape) == len(single.shape):
+        return None
+    axis = grown[0] if grown else 0
+    same_rank = len(full.shape) == len(single.shape)
+    if len(grown) != 1 or not same_rank or full.shape[axis] != batch_size * single.shape[axis]:
+        raise CannotStack(
+            f"training_step draws random numbers of shape {full.shape} for {batch_size} examples "
+            f"and of shape {single.shape} for one"
+        )
+    return axis
+
 
 # The random numbers of a step by the size of batches; empty if it draws none.
 Draws = Mapping[int, DrawnRows]
 # Builds the batch of many indices, shape (N,), on the device where the model is.
 ReadBatch = Callable[[Tensor], Any]
-
-
-class Guest(NamedTuple):
-    """A client in a slot.
-
-    Attributes:
-        work: what it does there.
-        slot: where.
-        begin: its first step, counted from the start of the pass.
-        end: one past its last step.
-    """
-
-    work: ClientWork
-    slot: int
-    begin: int
-    end: int
-
-
-class StepPlan(NamedTuple):
-    """One step of all slots.
-
-    Attributes:
-        number: of the step, counted from the start of the pass.
-        indices: of its examples, shape (G, B); smaller batches repeat their last one.
-        valid: 1 where an example counts, 0 where it is a repetition, shape (G, B).
-        sizes: of the batches, 0 where a slot has none, shape (G,).
-    """
-
-    number: int
-    indices: Tensor
-    valid: Tensor
-    sizes: Integers
 
 
 class StepPart(NamedTuple):
@@ -100,10 +174,10 @@ class SlotInputs:
         self._read, self._padded = read, padded
         self._num_slots, self._batch_size = num_slots, batch_size
         self._reads_at_random = reads_at_random
-        self._guests: dict[int, Guest] = {}
+        self._clients: dict[int, SlotClient] = {}
         self._generators: dict[int, GlobalGenerators] = {}
 
-    def asks_guests(self, draws: Draws) -> bool:
+    def depends_on_clients(self, draws: Draws) -> bool:
         """Return whether what a step works on depends on who is in which slot."""
         return bool(draws) or self._reads_at_random
 
@@ -112,19 +186,19 @@ class SlotInputs:
         places = torch.arange(size) % len(work.order)
         return self._read(work.order[places])
 
-    def next(self, plan: StepPlan, new: Sequence[Guest], draws: Draws) -> list[StepPart]:
+    def next(self, plan: StepPlan, new: Sequence[SlotClient], draws: Draws) -> list[StepPart]:
         """Return the batches of one step, those of all slots first, and refill its random numbers.
 
         Args:
             plan: which examples they have.
-            new: clients that begin with it, where it `asks_guests`.
+            new: clients that begin with it, where it `depends_on_clients`.
             draws: the step's.
         """
         alone: dict[int, Any] = {}
-        if self.asks_guests(draws):
-            before = self._guests if plan.number else {}  # and none of another pass
-            here = {slot: guest for slot, guest in before.items() if guest.end > plan.number}
-            self._guests = here | {guest.slot: guest for guest in new}
+        if self.depends_on_clients(draws):
+            before = self._clients if plan.number else {}  # and none of another pass
+            here = {slot: client for slot, client in before.items() if client.end > plan.number}
+            self._clients = here | {client.slot: client for client in new}
             alone = self._drawn(plan, draws)
         parts = []
         for size, slots in self._by_size(plan.sizes):
@@ -153,10 +227,10 @@ class SlotInputs:
     def _drawn(self, plan: StepPlan, draws: Draws) -> dict[int, Any]:
         """Refill the clients' random numbers, and return the batches that are read at random, by slot."""
         batches: dict[int, Any] = {}
-        for slot, guest in self._guests.items():
+        for slot, client in self._clients.items():
             size = int(plan.sizes[slot])
-            if plan.number == guest.begin:
-                seed_global_generators(guest.work.seed)
+            if plan.number == client.begin:
+                seed_global_generators(client.work.seed)
             else:
                 self._generators[slot].put_back()
             if self._reads_at_random:

@@ -1,13 +1,15 @@
 """What clients leave behind in their slots, taken over when they end and handed on in groups.
 
 Clients of different lengths end one by one. What is done with an update (its norm, checks, the sum it
-goes into) costs a fixed time besides, which a group pays once.
+goes into) costs a fixed time besides, which a group pays once. Personal parameters are put into a slot
+and taken out of it here as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 
 import numpy as np
 import torch
@@ -19,7 +21,6 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, LazyDeltas, Updates, check_finite
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
-from fl_lightning.engines.slots.rows import SlotRows
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
 # A client's of so few are written twice in less time than it takes to call an operator for each tensor.
@@ -54,7 +55,7 @@ class SlotResults:
         self._final_buffers: list[Tensor] = []
 
     def open(self, start: GlobalModel, work: GroupWork) -> None:
-        """Have clients begin from a global model."""
+        """Prepare for clients that begin from a global model."""
         self._start, self._work = start, work
         self._clear()
 
@@ -64,7 +65,7 @@ class SlotResults:
 
     @torch.no_grad()
     def take(self, slots: list[int], clients: list[int]) -> Tensor:
-        """Take over the results of clients that have ended, and return their deltas.
+        """Collect the results of clients that have ended, and return their deltas.
 
         Args:
             slots: where they are.
@@ -162,3 +163,88 @@ def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
 def _has_finite_deltas(group: Updates) -> bool:
     deltas = group.deltas
     return math.isfinite(group.norms.sum()) if isinstance(deltas, Tensor) else deltas.are_finite
+
+
+class SlotRows:
+    """Rows of stacked tensors by slot.
+
+    Args:
+        tensors: each of shape (G, …); the same ones as long as the rows are used.
+
+    Example:
+        >>> import torch
+        >>> counts, states = torch.arange(3), torch.zeros(3, 2)
+        >>> rows = SlotRows([counts, states])
+        >>> rows.of([1, 2])
+        [tensor(1), tensor([0., 0.]), tensor(2), tensor([0., 0.])]
+        >>> rows.following([counts, states]) is rows, rows.following([counts]).of([0])
+        (True, [tensor(0)])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._rows: dict[int, list[Tensor]] = {}
+
+    def following(self, tensors: Sequence[Tensor]) -> SlotRows:
+        """Return the rows of these tensors: this object, if they are the ones that it has."""
+        have = self._tensors
+        is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
+        return self if is_same else SlotRows(tensors)
+
+    def of(self, slots: Iterable[int]) -> list[Tensor]:
+        """Return the rows of all tensors in some slots, one slot after the other."""
+        found: list[Tensor] = []
+        for slot in slots:
+            rows = self._rows.get(slot)
+            if rows is None:
+                rows = self._rows[slot] = [tensor[slot] for tensor in self._tensors]
+            found += rows
+        return found
+
+
+# Gives what a client has for itself, shape (o,); None for what the global model has.
+OwnOf = Callable[[int], Tensor | None]
+
+
+class SlotOwn:
+    """Own tensors of the clients in G slots.
+
+    Args:
+        space: layout of a client's own tensors.
+        stacked: all tensors of the slots by name, shape (G, …); what is not among them never moves.
+        start: gives the global model's own tensors, shape (o,).
+
+    Attributes:
+        kept: what clients that are done are to keep, by client.
+    """
+
+    def __init__(self, space: Space, stacked: Tensors, start: Callable[[], Tensor]) -> None:
+        self._space, self._start = space, start
+        self._rows = [stacked.get(name) for name in space.names]
+        self.kept: dict[int, Tensor] = {}
+        self._own: OwnOf | None = None
+
+    def open(self, own: OwnOf | None) -> None:
+        """Begin with clients of which ``own`` knows."""
+        self._own, self.kept = own, {}
+
+    @torch.no_grad()
+    def enter(self, slot: int, client: int) -> None:
+        """Write a client's personal parameters into a slot."""
+        for rows, view in zip(self._rows, self._space.views(self._before(client)), strict=True):
+            if rows is not None:
+                rows[slot].copy_(view)
+
+    @torch.no_grad()
+    def leave(self, slot: int, client: int) -> bool:
+        """Keep what a client has for itself at the end; return whether it is finite."""
+        after = self._before(client).clone()
+        for rows, view in zip(self._rows, self._space.views(after), strict=True):
+            if rows is not None:
+                view.copy_(rows[slot])
+        self.kept[client] = after
+        return bool(after.isfinite().all())
+
+    def _before(self, client: int) -> Tensor:
+        own = None if self._own is None else self._own(client)
+        return self._start() if own is None else own

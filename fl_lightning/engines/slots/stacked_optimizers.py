@@ -60,7 +60,7 @@ class StackedSGD:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but momentum and weight decay."""
+        """True if there is nothing but momentum and weight decay."""
         return not (self.dampening or self.nesterov or self.maximize)
 
     def step(

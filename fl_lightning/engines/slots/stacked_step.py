@@ -18,16 +18,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.update import LazyDeltas
-from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import StepContext, Tensors
 from fl_lightning.engines.slots.inputs import StepPart
-from fl_lightning.engines.slots.rehearsal import Rehearsal
-from fl_lightning.engines.slots.stacked_functions import Slots, StackedOptions, StackedTerm
-from fl_lightning.engines.slots.stacked_gradients import Inputs, Outputs
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
-from fl_lightning.engines.slots.step_facts import BatchOf
+from fl_lightning.engines.slots.step_facts import BatchOf, Rehearsal
+from fl_lightning.engines.slots.step_functions import (
+    Inputs,
+    Outputs,
+    Slots,
+    StackedOptions,
+    StackedTerm,
+)
 from fl_lightning.engines.slots.step_graphs import StepGraphs, StepKind
-from fl_lightning.engines.slots.thin_steps import ThinSteps
+from fl_lightning.engines.slots.thin import ThinSteps
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 
@@ -93,7 +97,7 @@ class StackedStep:
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options and masks, before the round's `rehearse`."""
+        """Read the optimizer's current options and masks, before the round's `rehearse`."""
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -135,7 +139,7 @@ class StackedStep:
         return rehearsal
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
-        """Take one step in every slot.
+        """Step in every slot.
 
         Args:
             part: the batches of all slots.
@@ -154,7 +158,7 @@ class StackedStep:
             self._put(other, rows, result)
 
     def _apart(self, part: StepPart) -> tuple[list[Tensor], Outputs]:
-        """Take a step in some slots, on copies; return these and what else came out."""
+        """Step in some slots, on copies; return these and the outputs."""
         at = torch.tensor(part.slots, device=self.count.device)
         slots, buffers = self._slots, {name: b[at] for name, b in self.buffers.items()}
         term = slots.term

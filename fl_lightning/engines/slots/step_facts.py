@@ -1,17 +1,33 @@
-"""What a training step does with parameters and buffers, found by running it on copies of them."""
+"""What a training step does, found out by running it on one batch, and copies, before it runs in slots.
+
+Which parameters its loss uses and which buffers it writes to (`StepFacts`), what it draws and gives to
+metrics (`rehearse`), and hooks of a user's own that a step of many clients would not call, or not as
+one client's does. For these it reads attributes in which PyTorch keeps hooks; it has no public ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.engines.cannot_stack import CannotStack
-from fl_lightning.engines.functional.functional_step import Tensors, TrainingStep, copies_of
+from fl_lightning.engines.functional import CannotStack
+from fl_lightning.engines.functional.functional_step import (
+    Observed,
+    Tensors,
+    TrainingStep,
+    copies_of,
+    map_tensors,
+    tensors_in,
+)
+from fl_lightning.engines.functional.metrics import MetricFeed
+from fl_lightning.engines.slots.inputs import DrawnRows
 
 # Makes a batch of so many of a client's examples.
 BatchOf = Callable[[int], Any]
@@ -90,7 +106,7 @@ def _differs(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
-    """Whether a copy was written to; its numbers tell of writing past autograd (``.data``)."""
+    """True if a copy was written to; its numbers tell of writing past autograd (``.data``)."""
     if copy._version:
         return True
     owner, _, own_name = name.rpartition(".")
@@ -98,3 +114,96 @@ def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
     if present.shape != copy.shape:
         return True
     return bool(_differs(present, copy).any())
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Findings of `rehearse`.
+
+    Attributes:
+        draws: the step's random numbers.
+        feed: the metrics that it updates.
+        metrics: those that it logs, by name.
+        is_final: whether later rounds will find the same: the step is arithmetic only, and calls no
+            dropout that may be switched on.
+    """
+
+    draws: DrawnRows
+    feed: MetricFeed
+    metrics: dict[str, Metric]
+    is_final: bool
+
+
+def rehearse(
+    step: TrainingStep, module: nn.Module, batch: Any, *, num_slots: int, by_example: bool
+) -> Rehearsal:
+    """Run the step on a full batch, and on one example of it; only what it draws is a consequence.
+
+    Args:
+        step: of the module.
+        module: it is left alone.
+        batch: a full one.
+        num_slots: G.
+        by_example: whether the stacked step evaluates its loss example by example, to pad batches.
+
+    Raises:
+        CannotStack: naming a draw or a metric that slots cannot do.
+    """
+    size = len(tensors_in(batch)[0])
+    count = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+
+    def observed(part: Any) -> Observed:
+        return step.observe(copies_of(module, step.stand_ins.prefixes), part, count)
+
+    with step.in_place():
+        full = observed(batch)
+        one = observed(map_tensors(lambda tensor: tensor[:1], batch)) if by_example else None
+        draws = DrawnRows(full.draws, None if one is None else one.draws, num_slots, size)
+    feed = MetricFeed(full.calls, None if one is None else one.calls, size)
+    is_final = not full.draws and not full.has_dropout and not len(feed) and not full.metrics
+    return Rehearsal(draws, feed, full.metrics, is_final)
+
+
+_OF_PARAMETERS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+_OF_MODULES = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+_OF_OPTIMIZERS = {
+    "_optimizer_step_pre_hooks": "register_step_pre_hook",
+    "_optimizer_step_post_hooks": "register_step_post_hook",
+}
+
+
+def hooks_against_slots(module: nn.Module, optimizer: Optimizer) -> str | None:
+    """Return the first hook that slots do not call, in words; None if there is none.
+
+    Forward hooks are no such: a stacked step calls them.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters())
+        >>> hooks_against_slots(layer, optimizer)
+        >>> handle = layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        >>> hooks_against_slots(layer, optimizer)
+        'the parameter weight has a hook (register_hook)'
+    """
+    return next(_found(module, optimizer), None)
+
+
+def _found(module: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    for name, param in module.named_parameters():
+        yield from _of(param, _OF_PARAMETERS, f"the parameter {name}")
+    for name, child in module.named_modules():
+        yield from _of(child, _OF_MODULES, f"the layer {name}" if name else "the module")
+    yield from _of(optimizer, _OF_OPTIMIZERS, "the optimizer")
+
+
+def _of(owner: Any, names: dict[str, str], who: str) -> Iterator[str]:
+    for attribute, method in names.items():
+        if getattr(owner, attribute):
+            yield f"{who} has a hook ({method})"

@@ -15,20 +15,28 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
+from fl_lightning.engines.functional import CannotPad, CannotStack
 from fl_lightning.engines.functional.functional_step import (
     StepContext,
     TrainingStep,
     map_tensors,
     tensors_in,
 )
-from fl_lightning.engines.functional.user_hooks import hooks_against_slots
-from fl_lightning.engines.slots.rehearsal import Rehearsal, rehearse
-from fl_lightning.engines.slots.stacked_functions import StackedFunctions, StackedOptions
-from fl_lightning.engines.slots.stacked_gradients import Inputs, StackedGradients
-from fl_lightning.engines.slots.step_facts import BatchOf, StepFacts
-from fl_lightning.engines.slots.thin_steps import can_be_thin
+from fl_lightning.engines.slots.step_facts import (
+    BatchOf,
+    Rehearsal,
+    StepFacts,
+    hooks_against_slots,
+    rehearse,
+)
+from fl_lightning.engines.slots.step_functions import (
+    Inputs,
+    StackedFunctions,
+    StackedGradients,
+    StackedOptions,
+)
+from fl_lightning.engines.slots.thin import can_be_thin
 from fl_lightning.kernels import FEW
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
@@ -100,7 +108,7 @@ class StepGraphs:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its graphs, as far as they were needed, are compiled; not before the first round."""
+        """True if all graphs that were needed are compiled; not before the first round."""
         return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
@@ -120,6 +128,9 @@ class StepGraphs:
             raise CannotStack(reason)
         # padded, all batches are full ones
         sizes = sorted({max(sizes)} if self._options.padded else {*sizes}, reverse=True)
+        # every round begins with full batches in a graph, which tells if the step has changed; steps on
+        # smaller ones may run without a graph
+        self._seen &= {sizes[0]}
         with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
             self._rehearse_sizes(batch, sizes)
             self._read_step(batch, sizes)
@@ -150,7 +161,7 @@ class StepGraphs:
             )
 
     def forget(self) -> None:
-        """Have the next rehearsal find out everything anew."""
+        """Forget all findings, so that the next rehearsal makes them anew."""
         self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
@@ -172,7 +183,7 @@ class StepGraphs:
 
     @property
     def is_unused_any(self) -> bool:
-        """Whether a parameter that trains is not among what the loss depends on."""
+        """True if the loss does not depend on some parameter that trains."""
         return bool(self.functions.unused)
 
     def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
@@ -189,11 +200,12 @@ class StepGraphs:
         return self._run(self.functions.step, inputs, *arguments)
 
     def _run(self, function: Callable[..., Any], inputs: Inputs, *arguments: Any) -> Any:
-        size = inputs.valid.shape[1]
-        if len(self._compiled_sizes) < MOST_SIZES:
-            self._compiled_sizes.add(size)
-        if isinstance(function, Compiled) and size not in self._compiled_sizes:
-            function = function.plain
+        if isinstance(function, Compiled):
+            size = inputs.valid.shape[1]
+            if len(self._compiled_sizes) < MOST_SIZES:
+                self._compiled_sizes.add(size)
+            if size not in self._compiled_sizes:
+                function = function.plain
         with self._call.in_place():
             return function(inputs, *arguments)
 
@@ -202,13 +214,13 @@ class StepGraphs:
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
     def _is_known(self, sizes: Sequence[int]) -> bool:
-        """Whether the step is not run to rehearse it: nothing about it is open."""
+        """True if nothing about the step is open, so that it need not run in a rehearsal."""
         is_settled = bool(self.rehearsals) and self.rehearsals[sizes[0]].is_final
         return is_settled and self._graphs_can_tell and self._seen >= set(sizes)
 
     @property
     def _graphs_can_tell(self) -> bool:
-        """Whether graphs of the present rules and masks tell if what Python reads has changed."""
+        """True if graphs of the current rules and masks tell when values that Python reads have changed."""
         functions = self.functions
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         return is_known and self.is_compiled

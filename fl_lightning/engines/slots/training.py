@@ -18,19 +18,24 @@ from torch import Tensor
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.modules import sent
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates, rows_of
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged
+from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import Tensors
-from fl_lightning.engines.functional.metric_feed import GivenStep
-from fl_lightning.engines.slots.inputs import Guest, ReadBatch, SlotInputs, StepPart, StepPlan
-from fl_lightning.engines.slots.own import OwnOf, SlotOwn
-from fl_lightning.engines.slots.packing import Stays, pack
-from fl_lightning.engines.slots.results import SlotResults
-from fl_lightning.engines.slots.rows import SlotRows
+from fl_lightning.engines.functional.metrics import GivenStep
+from fl_lightning.engines.slots.inputs import ReadBatch, SlotInputs, StepPart
+from fl_lightning.engines.slots.plan import (
+    SlotClient,
+    SlotSchedule,
+    StepPlan,
+    in_part,
+    pack,
+    plan_steps,
+    slot_client,
+)
+from fl_lightning.engines.slots.results import OwnOf, SlotOwn, SlotResults, SlotRows
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
 # Gives a client's term by its id.
@@ -134,38 +139,44 @@ class SlotTrainer:
         draws = {size: r.draws for size, r in rehearsals.items()} if rehearsal.draws.numbers else {}
         pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
-        stays = pack(work.num_steps, self._num_slots)
-        plans = self._plan(stays, work)
+        schedule = pack(work.num_steps, self._num_slots)
+        plans = plan_steps(
+            schedule, work, self._num_slots, self._batch_size, self._step.count.device
+        )
         has_own = bool(self._step.shifts) or self._own is not None
-        has_guests = has_own or self._inputs.asks_guests(draws)
+        names_newcomers = has_own or self._inputs.depends_on_clients(draws)
         together = self._begin_alike(work)
         given: list[tuple[StepPlan, list[int] | None, list[Tensor]]] = []
         self._left_out.clear()
         for plan in plans:
-            new, done = stays.beginning(plan.number), stays.ending(plan.number)
-            guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
-            part, *apart = self._inputs.next(plan, guests, draws)
+            new, done = schedule.beginning(plan.number), schedule.ending(plan.number)
+            newcomers = (
+                [slot_client(schedule, position, work) for position in new]
+                if names_newcomers
+                else []
+            )
+            part, *apart = self._inputs.next(plan, newcomers, draws)
             if self._step.shifts:
-                self._shift(guests, term)
+                self._shift(newcomers, term)
             alike = together and bool(len(new))
             if alike and len(done):
-                yield self._only(named_start, part, stays.clients[done])
+                yield self._only(named_start, part, schedule.clients[done])
             elif alike:
                 self._step.first(named_start, part)
             else:
-                self._reset(stays.slots[new].tolist())
-                self._enter(guests)
+                self._reset(schedule.slots[new].tolist())
+                self._enter(newcomers)
                 self._step(part, apart)
             if len(rehearsal.feed):
                 given += [(plan, slots, tensors) for slots, tensors in self._step.given]
             if not alike:
-                slots, ended = stays.slots[done].tolist(), stays.clients[done].tolist()
+                slots, ended = schedule.slots[done].tolist(), schedule.clients[done].tolist()
                 yield from self._take_over(slots, ended, work)
         yield from self._results.hand_on()
         if given:
-            self._count_out(stays, work, plans)
+            self._count_out(schedule, work, plans)
             is_padded = self._step.options.padded
-            counts = (p.valid.bool() if is_padded else _in_part(p, slots) for p, slots, _ in given)
+            counts = (p.valid.bool() if is_padded else in_part(p, slots) for p, slots, _ in given)
             parts = zip((tensors for _, _, tensors in given), counts, strict=True)
             rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
@@ -176,7 +187,7 @@ class SlotTrainer:
             raise CannotStack(f"training_step changes the buffer {min(unknown)}")
 
     def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
-        """Have clients begin from a global model; return its parameters by name."""
+        """Prepare for clients that begin from a global model; return its parameters by name."""
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
@@ -190,35 +201,17 @@ class SlotTrainer:
             self._own.open(own)
         return named_start
 
-    def _count_out(self, stays: Stays, work: GroupWork, plans: Sequence[StepPlan]) -> None:
-        ids = work.client_ids[stays.clients]
-        for stay in np.flatnonzero(np.isin(ids, list(self._left_out))):
-            for plan in plans[stays.begins[stay] : stays.ends[stay]]:
-                plan.valid[stays.slots[stay]] = 0
+    def _count_out(
+        self, schedule: SlotSchedule, work: GroupWork, plans: Sequence[StepPlan]
+    ) -> None:
+        ids = work.client_ids[schedule.clients]
+        for position in np.flatnonzero(np.isin(ids, list(self._left_out))):
+            for plan in plans[schedule.begins[position] : schedule.ends[position]]:
+                plan.valid[schedule.slots[position]] = 0
 
     def leave_out(self, client: int) -> None:
-        """Have no example of a client count whose update cannot be used."""
+        """Count no example of a client whose update cannot be used."""
         self._left_out.add(client)
-
-    def _plan(self, stays: Stays, work: GroupWork) -> list[StepPlan]:
-        """Return all steps; a slot without a client repeats an example that somebody has."""
-        counts = work.num_steps[stays.clients]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        when = within + np.repeat(stays.begins, counts)
-        where = np.repeat(stays.slots, counts)
-        steps = within + np.repeat(work.first_steps[stays.clients], counts)
-        begins, sizes = work.begins[steps, None], work.sizes[steps, None]
-        of_slots = np.zeros((stays.num_steps, self._num_slots), np.int64)
-        of_slots[when, where] = sizes[:, 0]
-        columns = np.arange(self._batch_size)
-        order = work.order.numpy()
-        shape = stays.num_steps, self._num_slots, self._batch_size
-        indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
-        indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
-        valid[when, where] = columns < sizes
-        valids = sent(torch.from_numpy(valid), self._step.count.device)
-        steps_of_all = zip(torch.from_numpy(indices), valids, of_slots, strict=True)
-        return [StepPlan(number, *step) for number, step in enumerate(steps_of_all)]
 
     def _begin_alike(self, work: GroupWork) -> bool:
         """Return whether all slots begin together, with the same parameters and batches of one size."""
@@ -229,12 +222,12 @@ class SlotTrainer:
         has_own = bool(self._step.buffers) or self._own is not None
         return alike and not has_own and not self._step.graphs.is_unused_any
 
-    def _enter(self, guests: Sequence[Guest]) -> None:
-        """Have what clients that begin have for themselves in their slots."""
+    def _enter(self, newcomers: Sequence[SlotClient]) -> None:
+        """Write the personal parameters of clients that begin into their slots."""
         if self._own is None:
             return
-        for guest in guests:
-            self._own.enter(guest.slot, guest.work.client_id)
+        for client in newcomers:
+            self._own.enter(client.slot, client.work.client_id)
 
     def _only(self, start: Tensors, part: StepPart, clients: Integers) -> Updates:
         """Return the updates of clients whose first step is their last."""
@@ -248,7 +241,7 @@ class SlotTrainer:
     def _take_over(
         self, slots: list[int], clients: list[int], work: GroupWork
     ) -> Iterator[Updates]:
-        """Take over the results of clients that end; yield those of others to make room."""
+        """Collect the results of clients that end; yield those of others to make room."""
         if not slots:
             return
         if not self._results.has_room(len(slots)):
@@ -261,12 +254,12 @@ class SlotTrainer:
                 delta.fill_(torch.nan)  # without what it keeps its update cannot be used
 
     @torch.no_grad()
-    def _shift(self, guests: Sequence[Guest], term: TermOf | None) -> None:
-        """Have the clients that begin shift their gradients."""
+    def _shift(self, newcomers: Sequence[SlotClient], term: TermOf | None) -> None:
+        """Set the gradient shifts of clients that begin."""
         shifts = self._step.shifts
-        for guest in guests:
-            rows = {name: shift[guest.slot] for name, shift in shifts.items()}
-            vector = None if term is None else term(guest.work.client_id).shift
+        for client in newcomers:
+            rows = {name: shift[client.slot] for name, shift in shifts.items()}
+            vector = None if term is None else term(client.work.client_id).shift
             if vector is None:
                 torch._foreach_zero_(list(rows.values()))
                 continue
@@ -292,20 +285,3 @@ class SlotTrainer:
         self._fresh = self._fresh.following(fresh)
         torch._foreach_zero_(self._fresh.of(slots))
         torch._foreach_copy_(self._rows.of(slots), starts * len(slots))
-
-
-def _in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
-    """Which examples are in the batches of some slots; without any, in those of the largest size."""
-    if slots is not None:
-        return plan.valid[slots].bool()
-    return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(
-        plan.valid.device
-    )
-
-
-def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:
-    """Return the client of a stay."""
-    client, slot, begin, end = (
-        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
-    )
-    return Guest(work[client], slot, begin, end)

@@ -1,37 +1,70 @@
-"""How clients are trained: one after the other, or many at once in slots.
+"""Which way a run's clients train: one after the other, with which speedups, or many at once in slots.
 
-Both give the same updates, so the choice is one of speed. Slots are several times faster for small
-models, whose steps are too small to keep the hardware busy, but their step must be compiled first.
-``auto`` asks whether slots are possible and the run long enough to repay the compiler, and then
-measures; before, it finds the speedups that pay one after the other. What was chosen, and why, is
-said in one line and kept in the checkpoint: a resumed run does not choose again.
+All ways give the same updates, so the choice is one of speed. It is made once, before the first
+clients of a run train, in this order; each answer is said in one line.
+
+1. Speedups of a single step, one after the other, where training takes a minute or more. A compiled
+   graph brings some per cent and is tried where training takes 20 minutes.
+2. Slots, where nothing rules them out (`raise_if_impossible`) and a trial client's update is the
+   sequential one. First those that are not compiled, which cost a few steps: for small models they are
+   2 to 5 times as fast as one client after the other.
+3. Compiled slots, where what is left to train would take longer than a compiler.
+
+How times are taken: see `Trial`. The checkpoint keeps the choice: a resumed run does not choose again.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import CannotPad, CannotStack
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
-from fl_lightning.federation.clients.in_slots import (
-    SlotEngine,
-    Stacking,
-    TrainOne,
-    raise_if_impossible,
+from fl_lightning.engines import (
+    SPEEDUPS,
+    CannotPad,
+    CannotStack,
+    Speedup,
+    StackedOptions,
 )
-from fl_lightning.federation.clients.spot_check import SpotRate
-from fl_lightning.federation.clients.trial import SlotTrial, SpeedupTrial
+from fl_lightning.federation.clients.engine_options import (
+    FULL_PRECISIONS,
+    SHORT_RUN_STEPS,
+    most_parameters,
+)
+from fl_lightning.federation.clients.in_slots import SlotEngine, raise_if_impossible
+from fl_lightning.federation.clients.trial import (
+    TrainOne,
+    Trial,
+    additions,
+    reason_against_speedup,
+    sample_of,
+    without_idle_slots,
+)
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
+
+# What trains for fewer steps does not repay timing one client.
+LEAST_STEPS = 500
+# A trial of slots takes about a tenth of a second, of speedups about a second each.
+SLOTS_SECONDS, SPEEDUPS_SECONDS = 1.0, 60.0
+# Compiling takes 5 to 20 s and makes steps of slots 2 to 6 times as fast; a single step, some per cent.
+COMPILED_SLOTS_SECONDS, COMPILED_STEP_SECONDS = 20.0, 1200.0
+# What slots, or a speedup, must bring, so that it is not noise.
+LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
+# Of what is to be trained, the share that a measurement may take, and its most seconds: of slots once, of
+# all speedups together.
+_SHARE, _MOST_SECONDS = 0.02, 1.0
+_SHARE_OF_SPEEDUPS, _MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
 
 
 class EngineChooser:
@@ -48,38 +81,32 @@ class EngineChooser:
     Attributes:
         slots: the engine for many at once; None while, and if, clients train one after the other.
         is_settled: whether the choice has been made.
-        spot_rate: how many clients of slots are trained both ways.
     """
 
     def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
         correction, personal = asked.correction, asked.personal
-        trainer, local, step, options = run.trainer, run.local, run.step, asked.execution
+        self._trainer, self._local, self._step = run.trainer, run.local, run.step
+        self._options, self._accumulate = asked.execution, run.accumulate
         self._stages, self._own_stages = stages, asked.stages
-        stacking = Stacking(
+        self._stacking = StackedOptions(
             num_slots=1,
-            padded=options.pads(run.module),
+            padded=self._options.pads(run.module),
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
-        self._trial = SlotTrial(trainer, local, stacking, options.num_slots)
-        changes_loss = correction is not None and correction.changes_loss
-        self._trainer, self._local, self._step = trainer, local, step
-        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=changes_loss)
+        self._reason_against = partial(
+            reason_against_speedup,
+            run.step,
+            changes_loss=correction is not None and correction.changes_loss,
+        )
         self._needs_plain_steps = personal is not None and (
             personal.own_epochs is not None or personal.mixture is not None
         )
-        if options.speedups and self._needs_plain_steps:
-            raise ConfigurationError(
-                "federation: speedups are for plain steps on the whole model, and personal.own_epochs "
-                "freezes one part after the other, APFL mixes two models: leave speedups out"
-            )
-        if options.speedups is not None:
-            self._speedups.force(options.speedups)
-        self._kept = step.speedups  # after the fit the step itself has none
-        self._options, self._accumulate = options, run.accumulate
-        self.is_settled = options.engine == "sequential"
+        if self._options.speedups is not None:
+            self._force_speedups(self._options.speedups)
+        self._kept = run.step.speedups  # after the fit the step itself has none
+        self.is_settled = self._options.engine == "sequential"
         self.slots: SlotEngine | None = None
-        self.spot_rate = SpotRate(options.spot_check)
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
         """Choose, if that has not been done and there is any work to choose by; never fails.
@@ -94,55 +121,141 @@ class EngineChooser:
             return
         self.is_settled = True
         metrics = MetricStates(metrics_of(self._trainer.lightning_module))
-        sequential = "sequential"
+        trial = Trial(self._trainer, self._local, self._step, model, work, train_one)
+        is_forced, sequential = self._options.engine == "slots", "sequential"
         try:
-            sequential += self._choose_speedups(work, train_one)
+            sequential += self._choose_speedups(trial)
             sequential += self._remark("direct_layers" in self._step.speedups)
             raise_if_impossible(self._trainer, self._accumulate, self._one_at_a_time())
-            if self._options.engine == "slots":
-                self.slots, why = self._trial.force(model, work, train_one), "as asked for"
-            else:
-                self.slots, why = self._trial.measure(model, work, train_one)
-        except (
-            ClientFailure,
-            ConfigurationError,
-        ) as failure:  # it will be met again, where it counts
+            slots, why = self._forced_slots(trial) if is_forced else self._faster_slots(trial)
+        except (ClientFailure, ConfigurationError) as failure:  # it is met again, where it counts
             rank_zero_info(f"engine: {sequential}, because a trial failed: {failure}")
         except CannotStack as reason:
-            if self._options.engine == "slots":
+            if is_forced:
                 rank_zero_warn(f"engine: {sequential} and not slots as asked for: {reason}")
             else:
                 rank_zero_info(f"engine: {sequential}, because {reason}")
         else:
+            self.slots = slots
             if self._options.speedups is None:
                 self._step.use(())
-            self.spot_rate.times_faster = self._trial.times_faster
-            why += self._remark(self.slots.stacking.direct) + self._whole(self.slots, work)
-            why += self.spot_rate.remark
-            rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
+            why += self._remark(slots.stacking.direct)
+            why += slots.remark(work, may_pad=self._options.pad_batches is not False)
+            why += self._options.spot_check_remark
+            rank_zero_info(f"engine: {slots.stacking.num_slots} slots, {why}")
         finally:
             metrics.put_back()
         self._kept = self._step.speedups
+
+    def _force_speedups(self, speedups: Sequence[Speedup]) -> None:
+        if speedups and self._needs_plain_steps:
+            raise ConfigurationError(
+                "federation: speedups are for plain steps on the whole model, and personal.own_epochs "
+                "freezes one part after the other, APFL mixes two models: leave speedups out"
+            )
+        for speedup in speedups:
+            if reason := self._reason_against(speedup):
+                raise ConfigurationError(
+                    f"federation: speedups has {speedup}, but {reason}: leave it out"
+                )
+        self._step.use(speedups)
+
+    def _choose_speedups(self, trial: Trial) -> str:
+        """Use the speedups that pay where clients train one after the other; return them in words."""
+        options = self._options
+        if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
+            return f" with {', '.join(options.speedups)}" if options.speedups else ""
+        candidates = [speedup for speedup in SPEEDUPS if self._reason_against(speedup) is None]
+        if not str(self._trainer.precision).startswith("bf16"):
+            candidates = [speedup for speedup in candidates if speedup != "math_attention"]
+        if not candidates or trial.num_steps < LEAST_STEPS:
+            return ""
+        one = trial.seconds_of_longest()
+        total_seconds = one * trial.num_steps
+        if total_seconds < SPEEDUPS_SECONDS:
+            return ""
+        if total_seconds < COMPILED_STEP_SECONDS:
+            candidates = [speedup for speedup in candidates if speedup != "compiled"]
+        limit = min(_MOST_SECONDS_OF_SPEEDUPS, _SHARE_OF_SPEEDUPS * total_seconds)
+        rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
+        return self._add_speedups(trial, candidates, one, time.perf_counter() + limit)
+
+    def _add_speedups(
+        self, trial: Trial, candidates: Sequence[Speedup], one: float, ends: float
+    ) -> str:
+        total, remarks = 1.0, ""
+        for added in additions(candidates):
+            before = self._step.speedups
+            if set(added) & set(before) or time.perf_counter() > ends:
+                continue
+            ratio, remark = trial.by_speedups(before, added, one)
+            pays = ratio >= LEAST_BY_SPEEDUP
+            self._step.use((*before, *added) if pays else before)
+            total *= ratio if pays else 1.0
+            remarks += remark
+        if not self._step.speedups:
+            return remarks
+        speed = f"{total:.2f} times the plain steps' speed"
+        return f" with {', '.join(self._step.speedups)} ({speed}{remarks})"
+
+    def _forced_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
+        """Slots without measuring.
+
+        Raises:
+            CannotStack: if their updates are not those of the sequential engine.
+        """
+        stacking = replace(
+            trial.agreeing(self._stacking),
+            num_slots=self._options.num_slots or trial.most_slots(trial.work),
+            compiled=trial.num_steps >= SHORT_RUN_STEPS,
+        )
+        return SlotEngine(self._trainer, self._local, stacking), "as asked for"
+
+    def _faster_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
+        """Slots and why, if they are faster.
+
+        Raises:
+            CannotStack: if they are not, or the run is too short to try.
+        """
+        size, num_steps = self._local.space.num_entries, trial.num_steps
+        if size > most_parameters(self._trainer.strategy.root_device):
+            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
+        if num_steps < LEAST_STEPS:
+            raise CannotStack(f"{num_steps:.0f} local steps do not repay a trial")
+        one = trial.seconds_alone()
+        if one * num_steps < SLOTS_SECONDS:
+            raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")
+        began = time.perf_counter()
+        stacking = trial.agreeing(self._stacking)
+        fitting, share = trial.stackable(stacking)
+        number = self._options.num_slots or without_idle_slots(trial.most_slots(fitting), fitting)
+        seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
+        sample = sample_of(fitting, number, math.ceil(seconds / one))
+        engine, in_slots = trial.seconds_in_slots(replace(stacking, num_slots=number), sample)
+        left = num_steps * (min(one, in_slots) * share + one * (1 - share))
+        if is_long := left >= COMPILED_SLOTS_SECONDS:
+            rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
+            stacking = replace(engine.stacking, compiled=True)
+            compiled, seconds = trial.seconds_in_slots(stacking, sample)
+            if seconds < in_slots:
+                engine, in_slots = compiled, seconds
+        ratio = 1 / (share * in_slots / one + 1 - share)
+        spent = time.perf_counter() - began
+        if ratio < LEAST_BY_SLOTS:
+            raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
+        why = f"measured at {ratio:.1f} times the sequential speed"
+        if engine.stacking.compiled and engine.is_compiled:
+            return engine, f"{why}, compiled in {spent:.0f} s"
+        how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
+        return engine, f"{why}, not compiled, {how}"
 
     def _remark(self, is_direct: bool) -> str:
         """Say where layers are computed more precisely than asked for."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
 
-    def _whole(self, slots: SlotEngine, work: Sequence[ClientWork]) -> str:
-        """Say why batches are not padded, or what that would bring."""
-        if slots.stacking.whole_because:
-            return f", of whole batches because {slots.stacking.whole_because}"
-        without = len(slots.split(GroupWork.of(work))[1])
-        if not without or self._options.pad_batches is False:
-            return ""
-        return (
-            f", {without} of {len(work)} clients one after the other because none of their batches is "
-            "full (federation.pad_batches pads them, for a loss that is a mean over examples)"
-        )
-
     def _one_at_a_time(self) -> str | None:
-        """Return what in the configuration is done for one client at a time; None if nothing."""
+        """Part of the configuration that needs one client at a time; None if there is none."""
         if self._stages.one_at_a_time is not None:
             return self._stages.one_at_a_time
         for stage in self._own_stages:
@@ -152,19 +265,8 @@ class EngineChooser:
         frozen = [name for name in self._local.buffers.names if name not in buffers]
         return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
-    def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
-        """Settle the speedups of clients that train one after the other; return it in words."""
-        options = self._options
-        if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
-            return f" with {', '.join(options.speedups)}" if options.speedups else ""
-        return self._speedups.choose(work, train_one, self._trial.num_steps(work))
-
     def fall_back(self, reason: CannotStack) -> None:
-        """Choose another engine after slots have met what they cannot do, and say so.
-
-        Args:
-            reason: what it was.
-        """
+        """Choose another way, after slots have met what they cannot do; say so."""
         assert self.slots is not None
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
@@ -181,12 +283,11 @@ class EngineChooser:
             self.slots = SlotEngine(self._trainer, self._local, self.slots.stacking)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was chosen."""
+        """The choice."""
         return {
             "is_settled": self.is_settled,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
             "speedups": list(self._kept),
-            "times_faster": self.spot_rate.times_faster,
             "names": dict(self._local.collector.epoch_names),
         }
 
@@ -196,9 +297,8 @@ class EngineChooser:
             return
         self.is_settled = True
         if self._options.speedups is None:
-            self._step.use(state.get("speedups", ()))
+            self._step.use(state["speedups"])
             self._kept = self._step.speedups
         self._local.collector.epoch_names.update(state["names"])
-        self.spot_rate.times_faster = state.get("times_faster")
         if state["slots"] is not None:
-            self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
+            self.slots = SlotEngine(self._trainer, self._local, StackedOptions(**state["slots"]))

@@ -31,28 +31,29 @@ EngineName = Literal["auto", "sequential", "slots"]
 _MOST_PARAMETERS, _MOST_ON_GPU = 2_000_000, 50_000_000
 # Compiling takes 5 to 20 seconds: fewer steps than this do not take so long where slots are faster.
 SHORT_RUN_STEPS = 10_000
+# A check takes as long as 5 to 10 clients in slots: together 1 to 2 % of the time.
+SPOT_CHECK = 1 / 500
 # In these nothing is rounded to half precision on the way.
 FULL_PRECISIONS = ("32-true", "64-true")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The user's choice.
+    """Options for how clients train.
 
     Attributes:
         engine: how clients train.
         num_slots: clients at once; chosen by size if None.
         speedups: of the steps of clients that train one after the other; if None, ``auto``
             measures and the other engines use none.
-        spot_check: fraction of clients in slots that are trained one after the other as well; as
-            many as take little time if None.
+        spot_check: fraction of clients in slots that are trained one after the other as well.
         pad_batches: whether the loss is a mean over examples; as the module says if None.
     """
 
     engine: EngineName = "auto"
     num_slots: int | None = None
     speedups: tuple[Speedup, ...] | None = None
-    spot_check: float | None = None
+    spot_check: float = SPOT_CHECK
     pad_batches: bool | None = None
 
     def pads(self, module: nn.Module) -> bool:
@@ -69,6 +70,15 @@ class EngineOptions:
                 break
         return False
 
+    @property
+    def spot_check_remark(self) -> str:
+        """How many clients are checked, for the line that says how they train."""
+        if self.spot_check == 0:
+            return ", none of them checked (federation.spot_check: 0)"
+        if self.spot_check == 1:
+            return ", every client is trained both ways as a check"
+        return f", one client in {1 / self.spot_check:.0f} is trained both ways as a check"
+
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "sequential", "slots"):
             raise ConfigurationError(
@@ -78,10 +88,10 @@ class EngineOptions:
             raise ConfigurationError(
                 f"federation: slots must be at least 1 client at once, got {self.num_slots}"
             )
-        if self.spot_check is not None and not 0 <= self.spot_check <= 1:
+        if not 0 <= self.spot_check <= 1:
             raise ConfigurationError(
-                f"federation: spot_check must be in [0, 1], or null for as many as take 1 % of the time, "
-                f"got {self.spot_check}: it is the fraction of clients that are trained both ways"
+                f"federation: spot_check must be in [0, 1], got {self.spot_check}: it is the fraction "
+                "of clients that are trained both ways"
             )
         given = self.speedups or ()
         if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):
@@ -89,14 +99,6 @@ class EngineOptions:
                 f"federation: speedups must be some of {', '.join(SPEEDUPS)}, each once, or null "
                 f"to have them measured, got {list(given)}"
             )
-
-
-def tolerance(precision: str | int | None) -> float:
-    """Return by what share of itself an update may differ between two ways to train.
-
-    They differ in rounding only, which is coarse in half precision.
-    """
-    return 1e-3 if precision in FULL_PRECISIONS else 0.1
 
 
 def most_parameters(device: torch.device) -> int:

@@ -59,7 +59,7 @@ class FitClients:
             run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
         )
         spot_check = SpotCheck(
-            self.engine.spot_rate,
+            options.execution.spot_check,
             run.module,
             run.collector,
             self._train_again,

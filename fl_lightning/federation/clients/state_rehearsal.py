@@ -54,7 +54,7 @@ class StateRehearsal:
 
     @property
     def is_needed(self) -> bool:
-        """True if the state of some tensor is unknown."""
+        """True if some tensor may or may not be state."""
         return set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:

@@ -1,14 +1,11 @@
-"""The trial before a run: are many clients at once faster on some clients' work?
+"""Work of some clients, trained in several ways before a run: whether a way gives the same, and its time.
 
-First slots whose step is not compiled, which cost a few steps: for small models they are 2 to 5 times as
-fast as one client after the other. Then compiled ones, if what is left to train would take longer than
-a compiler. Times are those that this thread computes for, whoever else has the processor meanwhile.
+A way is the same if a client's update, buffers, personal parameters, logged values and torchmetrics
+objects differ by rounding only, on batches of several sizes where smaller ones are to be padded.
 
-Which speedups of a local step to use: those asked for, or those that a trial found to pay.
-
-A trial adds one speedup after the other, and keeps it if a client's update is still the same and
-its steps take less time, both ways measured in turn. A compiled graph is tried in the other memory
-layout as well.
+Times are the shortest of three, of what this thread computes (`time.thread_time`): who else has the
+processor meanwhile does not count, though a full cache or memory bus still does. A GPU is waited for by
+the clock on the wall. Who decides what by these times is `EngineChooser`.
 """
 
 from __future__ import annotations
@@ -20,193 +17,309 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torchmetrics import Metric
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import (
-    SPEEDUPS,
+    CannotPad,
     CannotStack,
     NotCompiled,
     Speedup,
+    StackedOptions,
     reason_against,
     usable_rows,
 )
-from fl_lightning.federation.clients.engine_options import (
-    SHORT_RUN_STEPS,
-    most_parameters,
-    tolerance,
-)
-from fl_lightning.federation.clients.in_slots import (
-    SlotEngine,
-    Stacking,
-    TrainOne,
-    agreeing,
-    fitting_slots,
-)
+from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
+from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
+from fl_lightning.kernels import reason_against_direct_layers
 from fl_lightning.server.means.running_mean import RunningMean
 
-# A trial of slots that are not compiled takes about a tenth of this; to time one client takes some steps.
-LEAST_SECONDS, LEAST_STEPS = 1.0, 500
-# Compiling takes 5 to 20 s and makes steps 2 to 6 times as fast: less training does not repay it.
-COMPILER_SECONDS = 20.0
-# Of what is to be trained, the share that one measurement may take, and its most seconds.
-_SHARE, _MOST_SECONDS = 0.02, 1.0
-_LEAST_RATIO = 1.1
+TrainOne = Callable[[ClientWork], ClientUpdate]
+
 _TURNS = 3
+# To tell a few per cent apart
+_TURNS_OF_SPEEDUPS = 7
+# Steps of one client are timed for about so long.
+SECONDS_OF_A_TURN = 0.1
+# Of the sizes that clients' batches have, a trial of padding takes about so many.
+_MOST_SIZES = 4
+_NO_FULL_BATCH = (
+    "no client has a full batch (federation.pad_batches pads smaller ones, for a loss that is a mean over "
+    "examples)"
+)
 
 
-@dataclass
-class SlotTrial:
-    """Tries slots on some clients' work.
+@dataclass(frozen=True)
+class Trial:
+    """Trains some clients without consequences.
 
     Args:
         trainer: set up for fitting.
         local: the sequential engine.
-        stacking: how clients would be stacked; the number of slots and the rest are found.
-        num_slots: how many are wanted; chosen by the model's size if None.
-
-    Attributes:
-        times_faster: than one after the other clients train in slots; None if not measured.
+        step: its local step.
+        model: the global model.
+        work: of some clients, who have a batch each.
+        train_one: trains a client sequentially; only the module's metrics remember it.
     """
 
     trainer: Trainer
     local: LocalTrainer
-    stacking: Stacking
-    num_slots: int | None = None
-    times_faster: float | None = None
+    step: LightningStep
+    model: GlobalModel
+    work: Sequence[ClientWork]
+    train_one: TrainOne
 
-    def force(
-        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
-    ) -> SlotEngine:
-        """Return slots without measuring.
-
-        Args:
-            model: the global model.
-            work: of some clients.
-            train_one: trains a client sequentially.
-
-        Raises:
-            CannotStack: if their updates are not those of the sequential engine.
-        """
-        stacking = replace(
-            agreeing(self.trainer, self.local, self.stacking, model, work, train_one),
-            num_slots=self.num_slots or self._fitting_slots(work),
-            compiled=self.num_steps(work) >= SHORT_RUN_STEPS,
-        )
-        return SlotEngine(self.trainer, self.local, stacking)
-
-    def measure(
-        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
-    ) -> tuple[SlotEngine, str]:
-        """Return slots and why, if they are faster; arguments as for `force`.
-
-        Raises:
-            CannotStack: if they are not, or the run is too short to try.
-        """
-        size = self.local.space.num_entries
-        if size > most_parameters(self.trainer.strategy.root_device):
-            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        if (num_steps := self.num_steps(work)) < LEAST_STEPS:
-            raise CannotStack(f"{num_steps:.0f} local steps do not repay a trial")
-        one = self._seconds_alone(model, work, train_one)
-        if one * num_steps < LEAST_SECONDS:
-            raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")
-        began = time.perf_counter()
-        self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
-        fitting, share = self._stackable(work)
-        number = self.num_slots or without_idle_slots(self._fitting_slots(fitting), fitting)
-        seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
-        sample = sample_of(fitting, number, math.ceil(seconds / one))
-        engine, in_slots = self._tried(replace(self.stacking, num_slots=number), model, sample)
-        left = num_steps * (min(one, in_slots) * share + one * (1 - share))
-        if is_long := left >= COMPILER_SECONDS:
-            rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
-            stacking = replace(engine.stacking, compiled=True)
-            compiled, seconds = self._tried(stacking, model, sample)
-            if seconds < in_slots:
-                engine, in_slots = compiled, seconds
-        self.times_faster = one / in_slots
-        ratio = 1 / (share / self.times_faster + 1 - share)
-        spent = time.perf_counter() - began
-        if ratio < _LEAST_RATIO:
-            raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
-        why = f"measured at {ratio:.1f} times the sequential speed"
-        if engine.stacking.compiled and engine.is_compiled:
-            return engine, f"{why}, compiled in {spent:.0f} s"
-        how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
-        return engine, f"{why}, not compiled, {how}"
-
-    def num_steps(self, work: Sequence[ClientWork]) -> float:
-        """Return about how many local steps the whole run has; it is not shorter when resumed."""
+    @property
+    def num_steps(self) -> float:
+        """Number of local steps of the whole run, about; it is not smaller when resumed."""
         # a round is one step of the server
         limits = (self.trainer.max_epochs, self.trainer.max_steps)
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
         if math.isinf(rounds):
             return rounds
-        return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in work)
+        return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in self.work)
 
-    def _stackable(self, work: Sequence[ClientWork]) -> tuple[Sequence[ClientWork], float]:
-        """Return whom slots can train, and their share of all steps."""
-        engine = SlotEngine(self.trainer, self.local, replace(self.stacking, num_slots=1))
-        fitting = list(engine.split(GroupWork.of(work))[0])
-        steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
-        return fitting, steps[0] / steps[1]
+    def seconds_per_step(self, train: Callable[[], object], sample: Sequence[ClientWork]) -> float:
+        """Shortest time of a client's step."""
+        seconds = min(self._seconds(train) for _ in range(_TURNS))
+        return seconds / sum(len(client.sizes) for client in sample)
 
-    def _seconds_alone(
-        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
-    ) -> float:
-        """Return those of a step of clients that train one after the other."""
-        sample = [client.head(10) for client in work[:: -(-len(work) // 4)]]
-        mean = RunningMean(model.params)
+    def _seconds(self, train: Callable[[], object]) -> float:
+        is_cpu = self.trainer.strategy.root_device.type == "cpu"
+        clock = time.thread_time if is_cpu else time.perf_counter
+        began = clock()
+        train()  # ends by reading a loss: nothing is left to wait for
+        return max(clock() - began, 1e-9)
+
+    def seconds_alone(self) -> float:
+        """Seconds of a step of clients that train one after the other."""
+        sample = [client.head(10) for client in self.work[:: -(-len(self.work) // 4)]]
+        mean = RunningMean(self.model.params)
 
         def train() -> None:
             for client in sample:
-                mean.add(train_one(client).delta, client.num_examples)
+                mean.add(self.train_one(client).delta, client.num_examples)
 
-        return self._seconds_per_step(train, sample)
+        return self.seconds_per_step(train, sample)
 
-    def _tried(
-        self, stacking: Stacking, model: GlobalModel, sample: Sequence[ClientWork]
+    def seconds_in_slots(
+        self, stacking: StackedOptions, sample: Sequence[ClientWork]
     ) -> tuple[SlotEngine, float]:
-        """Return slots, compiled if they are to be, and the seconds of a client's step in them."""
+        """Slots, compiled if they are to be, and the seconds of a client's step in them."""
         engine = SlotEngine(self.trainer, self.local, stacking)
 
         def train() -> None:  # as a round does: updates are looked at and folded in
-            mean = RunningMean(model.params)
-            for group in engine.train(model, sample):
+            mean = RunningMean(self.model.params)
+            for group in engine.train(self.model, sample):
                 usable, _ = usable_rows(group)
                 mean.add_rows(usable.deltas, usable.num_examples)
 
         train()  # compiles
-        return engine, self._seconds_per_step(train, sample)
+        return engine, self.seconds_per_step(train, sample)
 
-    def _seconds_per_step(self, train: Callable[[], None], sample: Sequence[ClientWork]) -> float:
-        """Return the shortest time of a client's step; what else the processor does is left out."""
-        is_cpu = self.trainer.strategy.root_device.type == "cpu"
-        clock = time.thread_time if is_cpu else time.perf_counter
-        times = []
-        for _ in range(_TURNS):
-            began = clock()
-            train()
-            times.append(clock() - began)
-        return max(min(times), 1e-9) / sum(len(client.sizes) for client in sample)
+    def stackable(self, stacking: StackedOptions) -> tuple[Sequence[ClientWork], float]:
+        """Clients that slots can train, and their share of all steps."""
+        engine = SlotEngine(self.trainer, self.local, replace(stacking, num_slots=1))
+        fitting = list(engine.split(GroupWork.of(self.work))[0])
+        steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
+        return fitting, steps[0] / steps[1]
 
-    def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
+    def most_slots(self, work: Sequence[ClientWork]) -> int:
+        """Number of slots that fit the memory and have a client each."""
         return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
+
+    def agreeing(self, stacking: StackedOptions) -> StackedOptions:
+        """Train a client both ways and return how slots give the same.
+
+        Args:
+            stacking: all else; found are whether batches that should be padded can be, and whether
+                layers can be computed directly.
+
+        Raises:
+            CannotStack: with the operation that slots cannot run, or how the updates differ.
+        """
+        size = self.trainer.datamodule.full_batch  # type: ignore[attr-defined]
+        full = next((client for client in self.work if size in client.sizes), None)
+        reason, whole_because = CannotStack(_NO_FULL_BATCH), ""
+        for padded in (True, False) if stacking.padded else (False,):
+            if full is None and not padded:
+                break
+            sizes = sizes_to_try(self.work, size) if padded else _two(size)
+            tried = replace(stacking, num_slots=2, padded=padded, compiled=False)
+            try:
+                direct = self._is_direct(tried, _of_sizes(full or self.work[0], sizes))
+            except CannotStack as found:
+                reason, whole_because = found, str(found)
+            else:
+                return replace(stacking, padded=padded, direct=direct, whole_because=whole_because)
+        raise reason
+
+    def _is_direct(self, stacking: StackedOptions, sample: ClientWork) -> bool:
+        """Train a client both ways; return True if layers can be computed directly.
+
+        Raises:
+            CannotStack: if its results differ in any case.
+        """
+        reason = CannotStack("")
+        has_direct = reason_against_direct_layers(self.trainer.lightning_module) is None
+        for direct in (True, False) if has_direct else (False,):
+            try:
+                self._compare(replace(stacking, direct=direct), sample)
+            except CannotPad:
+                raise
+            except CannotStack as found:
+                reason = found
+            except ClientFailure as failure:
+                if not stacking.padded:
+                    raise
+                text = str(failure).strip().splitlines()[0][:200]
+                raise CannotPad(f"a batch of another size fails ({text})") from failure
+            else:
+                return direct
+        raise reason
+
+    def _compare(self, stacking: StackedOptions, sample: ClientWork) -> None:
+        """Train a client both ways.
+
+        Raises:
+            CannotStack: if slots cannot, or something is not the same.
+        """
+        metrics = metrics_of(self.trainer.lightning_module)
+        before = MetricStates(metrics)
+        try:
+            expected, own = self.train_one(sample), self.local.kept
+            counted = [_numbers(metric) for metric in metrics]
+            before.put_back()
+            with warnings.catch_warnings():
+                # operators that vmap runs client by client: slower than one client after the other
+                warnings.filterwarnings("error", message="There is a performance drop")
+                slots = SlotEngine(self.trainer, self.local, stacking)
+                ((found,),) = slots.train(self.model, [sample])
+            recounted = [_numbers(metric) for metric in metrics]
+        except (CannotStack, ClientFailure, ConfigurationError):
+            raise
+        except Exception as error:
+            raise cannot_run(error) from error
+        finally:
+            before.put_back()
+        kept = slots.kept.get(sample.client_id)
+        pairs = [
+            ("update", expected.delta, found.delta),
+            ("buffers", expected.buffers, found.buffers),
+            *([] if kept is None else [("personal parameters", own, kept)]),
+        ]
+        for name, value in expected.metrics.items():
+            pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
+        for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
+            pairs.append((f"{type(metric).__name__} object", numbers, others))
+        for name, value, other in pairs:
+            if not is_close(value, other, self.trainer.precision):
+                raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+    def seconds_of_longest(self) -> float:
+        """Seconds of a step of the client with most steps."""
+        client = self._longest.head(1)
+        self.train_one(client)  # warms up
+        return self._seconds(lambda: self.train_one(client))
+
+    @property
+    def _longest(self) -> ClientWork:
+        return max(self.work, key=lambda client: len(client.sizes))
+
+    def by_speedups(
+        self, before: tuple[Speedup, ...], added: tuple[Speedup, ...], seconds: float
+    ) -> tuple[float, str]:
+        """Try a step with more speedups.
+
+        Args:
+            before: speedups to compare with.
+            added: those besides.
+            seconds: that a step takes, about.
+
+        Returns:
+            How many times faster a step is, 0 if it fails or gives another update, and a remark.
+        """
+        is_compiled, began = "compiled" in added, time.perf_counter()
+        try:
+            ratio = self._ratio(before, (*before, *added), seconds)
+        except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
+            return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
+        spent = time.perf_counter() - began
+        with_layout = " in channels_last" if len(added) > 1 else ""
+        remark = f"; {ratio:.2f} by compiling{with_layout}, tried in {spent:.0f} s"
+        return ratio, remark if is_compiled else ""
+
+    def _ratio(
+        self, before: tuple[Speedup, ...], after: tuple[Speedup, ...], seconds: float
+    ) -> float:
+        client, found = self._longest, []
+        for speedups in ((), after):
+            self.step.use(speedups)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", NotCompiled)
+                found.append(self.train_one(client.head(2)))
+        one, other = found
+        for value, changed in ((one.delta, other.delta), (one.buffers, other.buffers)):
+            if not is_close(value, changed, self.trainer.precision):
+                return 0.0
+        sample = client.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))
+        took: dict[tuple[Speedup, ...], list[float]] = {before: [], after: []}
+        for _ in range(_TURNS_OF_SPEEDUPS):
+            for speedups, times in took.items():
+                self.step.use(speedups)
+                times.append(self._seconds(lambda: self.train_one(sample)))
+        # the shortest of one of the two may be luck
+        ratios = [one / other for one, other in zip(took[before], took[after], strict=True)]
+        return min(median(ratios), min(took[before]) / min(took[after]))
+
+
+def reason_against_speedup(
+    step: LightningStep, speedup: Speedup, *, changes_loss: bool
+) -> str | None:
+    """Why a speedup does not apply to the steps of a fit; None if it does.
+
+    Args:
+        step: of the fit.
+        speedup: that is asked about.
+        changes_loss: whether a correction changes the loss of a step.
+    """
+    module = step.trainer.lightning_module
+    if not module.automatic_optimization:
+        return extra_work(step.trainer)
+    if not step.is_lean:
+        return "accumulation, clipping, gradient scaling or hooks take part in its steps"
+    if speedup == "compiled" and step.has_batch_hooks:
+        return "the module has hooks at the start or end of a batch"
+    if speedup == "compiled" and changes_loss:
+        return "a correction changes the loss"
+    return reason_against(speedup, module, step.trainer.optimizers[0])
+
+
+def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:
+    """Speedups to add in turn: each alone, and a compiled graph in the other layout before that.
+
+    PyTorch's own kernels may be slower in a layout in which compiled ones are faster.
+    """
+    additions: list[tuple[Speedup, ...]] = [(speedup,) for speedup in candidates]
+    if {"channels_last", "compiled"} <= set(candidates):
+        additions.insert(-1, ("channels_last", "compiled"))
+    return additions
 
 
 def without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
-    """Return how many slots do with as few idle ones what ``most`` do in the same time.
+    """Number of slots that do with as few idle ones what ``most`` do in the same time.
 
     Clients of one length end together, and the last ones leave slots empty.
 
     Example:
-        >>> import torch
         >>> work = [ClientWork(i, 4, torch.arange(4), [4]) for i in range(100)]
         >>> without_idle_slots(32, work)  # four times 25
         25
@@ -218,10 +331,9 @@ def without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
 
 
 def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> list[ClientWork]:
-    """Return the first steps of some clients, at least one client a slot, about ``num_steps`` in all.
+    """First steps of some clients, at least one client a slot, about ``num_steps`` in all.
 
     Example:
-        >>> import torch
         >>> work = [ClientWork(i, 8, torch.arange(8), [2] * 4) for i in range(100)]
         >>> [(len(some), len(some[0].sizes)) for some in (sample_of(work, 25, n) for n in (9, 75, 240))]
         [(25, 2), (25, 3), (60, 4)]
@@ -234,183 +346,41 @@ def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> lis
     return chosen
 
 
-# What trains for less time or fewer steps does not repay a trial.
-_SHORT_RUN_SECONDS = 60.0
-_SHORT_RUN_STEPS = 1000
-# Of what is to be trained, the share that a trial may take, and its most seconds.
-_SHARE_OF_TRIAL, _MOST_SECONDS_OF_TRIAL = 0.05, 120.0
-# Compiling takes 2 to 17 seconds, and brings some per cent.
-_COMPILER_SECONDS = 1200.0
-# What a speedup must bring, so that it is not noise.
-_LEAST_SPEEDUP = 1.03
-_SECONDS_OF_A_TRY = 0.1
-_FEWEST_TRIES = 3
-_NUM_TRIES = 5
-_NUM_TRIES_OF_LONG_RUN = 15
+def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
+    """Sizes on which padded batches are held to what whole ones come to.
 
-
-class SpeedupTrial:
-    """Finds speedups for one fit.
-
-    Args:
-        trainer: set up for fitting.
-        step: the local step that may use them.
-        adds_to_loss: whether a correction changes the loss of a step.
+    Example:
+        >>> work = [ClientWork(0, 17, torch.arange(17), [8, 8, 1]), ClientWork(1, 5, torch.arange(5), [5])]
+        >>> sizes_to_try(work, 8)
+        [8, 4, 1, 2, 5]
     """
-
-    def __init__(
-        self, trainer: Trainer, step: LightningStep, *, adds_to_loss: bool = False
-    ) -> None:
-        self._trainer, self._step, self._adds_to_loss = trainer, step, adds_to_loss
-        self._num_tries = _NUM_TRIES
-        self._ends = math.inf
-
-    def force(self, speedups: Sequence[Speedup]) -> None:
-        """Use what was asked for.
-
-        Raises:
-            ConfigurationError: if one of them does not apply, saying why.
-        """
-        for speedup in speedups:
-            if reason := self._reason_against(speedup):
-                raise ConfigurationError(
-                    f"federation: speedups has {speedup}, but {reason}: leave it out"
-                )
-        self._step.use(speedups)
-
-    def choose(self, work: Sequence[ClientWork], train_one: TrainOne, num_steps: float) -> str:
-        """Use the speedups that pay.
-
-        Args:
-            work: of some clients.
-            train_one: trains a client sequentially, without consequences.
-            num_steps: local steps of the whole run, about.
-
-        Returns:
-            What was chosen, in words; nothing if there is nothing to say.
-
-        Raises:
-            ClientFailure: if a client fails without any speedup.
-        """
-        if num_steps < _SHORT_RUN_STEPS:
-            return ""
-        candidates = [s for s in SPEEDUPS if self._reason_against(s) is None and self._may_pay(s)]
-        if not candidates:
-            return ""
-        client = max(work, key=lambda client: len(client.sizes))
-        self._seconds(train_one, client.head(1))  # warms up
-        one = self._seconds(train_one, client.head(1))
-        if one * num_steps < _SHORT_RUN_SECONDS:
-            return ""
-        self._num_tries = _NUM_TRIES_OF_LONG_RUN
-        if one * num_steps < _COMPILER_SECONDS:
-            self._num_tries = _NUM_TRIES
-            candidates = [speedup for speedup in candidates if speedup != "compiled"]
-        sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
-        limit = min(_MOST_SECONDS_OF_TRIAL, _SHARE_OF_TRIAL * one * num_steps)
-        self._ends = time.perf_counter() + limit
-        rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
-        expected, total, remarks = train_one(sample.head(2)), 1.0, ""
-        for added in additions(candidates):
-            before = self._step.speedups
-            if set(added) & set(before) or time.perf_counter() > self._ends:
-                continue
-            ratio, remark = self._tried(before, added, sample, train_one, expected)
-            pays = ratio >= _LEAST_SPEEDUP
-            self._step.use((*before, *added) if pays else before)
-            total *= ratio if pays else 1.0
-            remarks += remark
-        if not self._step.speedups:
-            return remarks
-        speed = f"{total:.2f} times the plain steps' speed"
-        return f" with {', '.join(self._step.speedups)} ({speed}{remarks})"
-
-    def _reason_against(self, speedup: Speedup) -> str | None:
-        if not self._trainer.lightning_module.automatic_optimization:
-            return extra_work(self._trainer)
-        if not self._step.is_lean:
-            return "accumulation, clipping, gradient scaling or hooks take part in its steps"
-        if speedup == "compiled" and self._step.has_batch_hooks:
-            return "the module has hooks at the start or end of a batch"
-        if speedup == "compiled" and self._adds_to_loss:
-            return "a correction changes the loss"
-        trainer = self._trainer
-        return reason_against(speedup, trainer.lightning_module, trainer.optimizers[0])
-
-    def _may_pay(self, speedup: Speedup) -> bool:
-        return speedup != "math_attention" or str(self._trainer.precision).startswith("bf16")
-
-    def _tried(
-        self,
-        before: tuple[Speedup, ...],
-        added: tuple[Speedup, ...],
-        sample: ClientWork,
-        train_one: TrainOne,
-        expected: ClientUpdate,
-    ) -> tuple[float, str]:
-        """Return how many times faster a step is with more, 0 if impossible, and a remark."""
-        is_compiled, began = "compiled" in added, time.perf_counter()
-        try:
-            ratio = self._ratio(before, added, sample, train_one, expected)
-        except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
-            return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
-        spent = time.perf_counter() - began
-        with_layout = " in channels_last" if len(added) > 1 else ""
-        remark = f"; {ratio:.2f} by compiling{with_layout}, tried in {spent:.0f} s"
-        return ratio, remark if is_compiled else ""
-
-    def _ratio(
-        self,
-        before: tuple[Speedup, ...],
-        added: tuple[Speedup, ...],
-        sample: ClientWork,
-        train_one: TrainOne,
-        expected: ClientUpdate,
-    ) -> float:
-        """Return how many times faster a step is with more speedups; 0 if the update differs.
-
-        Raises:
-            ClientFailure: if its steps fail.
-        """
-        without: list[float] = []
-        with_it: list[float] = []
-        turns = ((before, without), ((*before, *added), with_it))
-        self._step.use((*before, *added))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", NotCompiled)
-            found = train_one(sample.head(2))
-        if not self._agree(expected, found):
-            return 0.0
-        for number in range(self._num_tries):
-            if number >= _FEWEST_TRIES and time.perf_counter() > self._ends:
-                break
-            for chosen, seconds in turns:
-                self._step.use(chosen)
-                seconds.append(self._seconds(train_one, sample))
-        # on a busy machine one of the two may be luck
-        ratios = [one / other for one, other in zip(without, with_it, strict=True)]
-        return min(median(ratios), min(without) / min(with_it))
-
-    def _seconds(self, train_one: TrainOne, work: ClientWork) -> float:
-        """Return what a client takes: on a CPU time of this thread, whoever else has the processor."""
-        is_cpu = self._trainer.strategy.root_device.type == "cpu"
-        clock = time.thread_time if is_cpu else time.perf_counter
-        began = clock()
-        train_one(work)  # ends by reading its loss: nothing is left to wait for
-        return max(clock() - began, 1e-9)
-
-    def _agree(self, expected: ClientUpdate, found: ClientUpdate) -> bool:
-        share = tolerance(self._trainer.precision)
-        pairs = ((expected.delta, found.delta), (expected.buffers, found.buffers))
-        return all(float((a - b).norm()) <= share * float(a.norm()) for a, b in pairs)
+    others = sorted({size for client in work for size in client.sizes})
+    some = others[:: max(1, len(others) // _MOST_SIZES)]
+    return list(dict.fromkeys([full, (full + 1) // 2, 1, min(2, full), *some]))
 
 
-def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:
-    """Return what to add in turn: each alone, and a compiled graph in the other layout before that.
+def _two(full: int) -> list[int]:
+    """Sizes of two batches; batch norm has no use for one example."""
+    return [full, full // 2] if full >= 4 else [full]
 
-    PyTorch's own kernels may be slower in a layout in which compiled ones are faster.
-    """
-    additions: list[tuple[Speedup, ...]] = [(speedup,) for speedup in candidates]
-    if {"channels_last", "compiled"} <= set(candidates):
-        additions.insert(-1, ("channels_last", "compiled"))
-    return additions
+
+def _of_sizes(client: ClientWork, sizes: list[int]) -> ClientWork:
+    """A client's work on batches of some sizes, which may share examples."""
+    order = torch.cat([client.order[torch.arange(size) % len(client.order)] for size in sizes])
+    return client._replace(order=order, sizes=sizes)
+
+
+def _numbers(metric: Metric) -> Tensor:
+    """All that a metric holds as one vector."""
+    states = [s for v in metric.metric_state.values() for s in (v if isinstance(v, list) else [v])]
+    return torch.cat([torch.zeros(0), *(s.detach().float().cpu().flatten() for s in states)])
+
+
+def is_close(value: Tensor, other: Tensor, precision: str | int | None) -> bool:
+    """True if numbers differ by rounding: by a small share of the largest, or together of the norm."""
+    if value.shape != other.shape:
+        return False
+    if precision not in FULL_PRECISIONS:  # Adam steps either way where rounding is all there is
+        return bool((value - other).norm() <= 0.1 * value.norm() + 1e-12)
+    bound = 1e-3 * float(value.abs().max()) if value.numel() else 0.0
+    return bool(((value - other).abs() <= bound + 1e-12).all())

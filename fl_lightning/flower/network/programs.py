@@ -15,8 +15,8 @@ from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
 # what a site's process and a run consist of: functions of the site's folder, and of the channel
-SITE_PROCESS = "fl_lightning.cli.over_network.site_run:site_process"
-SERVER_RUN = "fl_lightning.cli.over_network.server_run:server_run"
+SITE_PROCESS = "fl_lightning.cli.network.site:site_process"
+SERVER_RUN = "fl_lightning.cli.network.server:server_run"
 _LOCAL = "127.0.0.1"
 
 

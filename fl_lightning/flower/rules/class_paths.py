@@ -30,6 +30,7 @@ from lightning.pytorch import LightningDataModule
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import shown
+from fl_lightning.core.public_names import public_paths
 
 DEFAULT = (
     "fl_lightning.*",
@@ -42,12 +43,6 @@ DEFAULT = (
 )
 # whose classes fetch models by name from the internet: only if a site names one exactly
 _FETCHES = tuple(f"torchmetrics.{each}." for each in ("audio", "image", "multimodal", "text"))
-# the packages whose exported classes an option may name; a short name is one of the first that has it
-_OWN_PACKAGES = (
-    "fl_lightning",
-    *(f"fl_lightning.{room}" for room in ("server", "client", "data", "secure", "updates")),
-    *(f"fl_lightning.{room}" for room in ("sparsity", "models", "nas")),
-)
 _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
 # options of exported classes, and functions that they take
 _OWN_EXTRA = (
@@ -168,19 +163,15 @@ def _full_path(path: Any, place: Place) -> str:
 @cache
 def own_names() -> dict[str, str]:
     """Return the paths of the classes that fl_lightning exports, by their short names."""
-    found: dict[str, str] = {}
-    for package in _OWN_PACKAGES:
-        try:
-            module = import_module(package)
-        except ImportError:  # needs an extra
-            continue
-        for name in module.__all__:
-            exported = getattr(module, name)
-            if name in _NO_OPTIONS or not inspect.isclass(exported):
-                continue
-            if not issubclass(exported, LightningDataModule):  # a site's data are its own
-                found.setdefault(name, f"{package}.{name}")
-    return found
+    return {name: path for name, path in public_paths().items() if _is_option(name, path)}
+
+
+def _is_option(name: str, path: str) -> bool:
+    found = _look_up(path)  # None for a class that needs an extra
+    is_data = inspect.isclass(found) and issubclass(
+        found, LightningDataModule
+    )  # a site's are its own
+    return inspect.isclass(found) and not is_data and name not in _NO_OPTIONS
 
 
 def _named(value: Any, place: Place) -> Iterator[tuple[Place, str]]:

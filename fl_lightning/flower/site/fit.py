@@ -205,7 +205,7 @@ def options_at_site(options: Options, num_clients: int) -> Options:
     own.cohort, own.clients_per_group = AllClients(), num_clients  # one group, whose names are told
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
-    own.engine, own.slots, own.speedups, own.spot_check = "sequential", None, None, None
+    own.engine, own.slots, own.speedups = "sequential", None, None
     own.pad_batches = None
     own.handed = []
     if as_aggregator(options.aggregator).protection is not None:

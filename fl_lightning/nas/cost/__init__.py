@@ -1,1 +1,1 @@
-"""What architectures cost: multiply-adds, parameters, activations."""
+"""Costs of architectures: multiply-adds, parameters, activations, latencies."""

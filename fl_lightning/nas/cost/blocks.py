@@ -1,6 +1,6 @@
-"""What the networks of a space are made of, as far as time is concerned: kinds of blocks.
+"""Kinds of blocks in the networks of a space, for latencies.
 
-Two blocks are of one kind if they have the same layers and get images of the same size:
+Two blocks are of the same kind if they have the same layers and the same input size:
 
     cells   "cell nor_conv_3x3 16→32 stride 2": the cell, the operation, its channels and stride
     sizes   "stage 2 first w0.8 after w0.65 e0.25": the stage, whether the block opens it (then the
@@ -114,7 +114,7 @@ class CellBlocks(Blocks):
         ]
 
     def table(self, milliseconds: Mapping[str, float]) -> Tensor:
-        """Return what each operation on each row takes in all, (num_rows, num_operations)."""
+        """Total time of each operation on each row, (num_rows, num_operations)."""
         table = torch.zeros(self.space.num_rows, len(self.space.operations), dtype=torch.float64)
         for edge, count in self.edges.items():
             for operation in self._operations():

@@ -1,6 +1,6 @@
-"""What an architecture costs, whatever space it is of.
+"""Cost of an architecture of any space.
 
-Of a space of cells, a table has what every operation on every edge costs; sums give any cell's cost exactly:
+In a space of cells, a table has the cost of every operation on every edge; sums give any cell's cost exactly:
 
     cost(cell) = fixed + Σ_rows cost[row, operation on it]
     E[cost]    = fixed + Σ_rows Σ_operations p[row, operation] · cost[row, operation]
@@ -31,7 +31,7 @@ class Buildable(Protocol):
     """A space that builds the network of an architecture."""
 
     def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
-        """Return it."""
+        """Build the network of an architecture."""
 
 
 def of(
@@ -43,18 +43,18 @@ def of(
     num_classes: int = 10,
     **options: Any,
 ) -> Cost:
-    """Return what one image costs the network of an architecture, exactly.
+    """Exact cost of an architecture's network for one image.
 
-    Of cells it is a sum from the space's table, which is counted once; of sizes the space's formulas
-    say it; of other spaces the network is built, without memory for its parameters, and counted.
+    For cells it is a sum from the space's table, which is counted once; for sizes it follows from
+    formulas; for other spaces the network is built, without memory for its parameters, and counted.
 
     Args:
-        space: of the architecture.
-        architecture: of which.
-        side: of the images, in pixels.
-        in_channels: of the images.
-        num_classes: of the classifier.
-        options: of the space's `build`, e.g. ``channels`` and ``cells``.
+        space: space of the architecture.
+        architecture: the architecture.
+        side: side of the images, in pixels.
+        in_channels: channels of the images.
+        num_classes: number of classes.
+        options: options of the space's `build`, e.g. ``channels`` and ``cells``.
 
     Raises:
         ConfigurationError: if the architecture is of another space.
@@ -78,7 +78,7 @@ def of(
 
 
 def built_cost(space: Buildable, architecture: Architecture, *, side: int, **options: Any) -> Cost:
-    """Return what one image costs a network that is built for it, on no device.
+    """Cost of a network for one image, counted on a network built on the meta device.
 
     Args:
         space: of the architecture.
@@ -100,8 +100,8 @@ class CostTable:
     """Costs of one space in networks of one shape; what `cost_table` returns.
 
     Attributes:
-        fixed: what is there whatever the cells are.
-        flops: multiply-adds, (num_rows, num_operations), whole numbers.
+        fixed: cost of all parts except cells.
+        flops: multiply-adds, (num_rows, num_operations), integers.
         params: numbers.
         activations: numbers.
     """
@@ -139,9 +139,9 @@ def cost_table(
     channels: int | None = None,
     cells: int | None = None,
 ) -> CostTable:
-    """Count what one image costs each operation on each row, and the rest of the network.
+    """Count the cost of each operation on each row, and of the rest of the network, for one image.
 
-    Nothing is computed: sizes alone flow through the network.
+    Only shapes are computed, on the meta device.
 
     Args:
         space: of cells.
@@ -200,7 +200,7 @@ class _Watched(nn.Module):
 
 
 def _sums(space: CellSpace, flows: Sequence[_Flow]) -> Tensor:
-    """Return what each operation on each row costs in all, (measures, rows, operations)."""
+    """Total cost of each operation on each row, (measures, rows, operations)."""
     sums = torch.zeros(
         len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""What one example costs a module: counted by running it, and of single layers by formulas.
+"""Cost of a module for one example, counted by running it, and of single layers by formulas.
 
     flops        multiply-adds of convolutions, products of matrices and attention, and their biases
     params       numbers that are trained or frozen, each once
@@ -61,7 +61,7 @@ class Cost:
 
 
 def count(module: nn.Module, *inputs: Any) -> Cost:
-    """Return what these inputs cost a module; of a batch of one, an example.
+    """Count the cost of a module for its inputs; for one example, pass a batch of one.
 
     The module is run once, in evaluation mode and without gradients; it is left as it was.
 
@@ -116,7 +116,7 @@ _COUNTS = {
 
 
 class _ContiguousLinear(TorchFunctionMode):
-    """Of a transposed input PyTorch would multiply, then add the bias: an addition nobody counts."""
+    """Linear layer on contiguous inputs: for transposed ones PyTorch adds the bias in a step of its own, uncounted."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -128,7 +128,7 @@ class _ContiguousLinear(TorchFunctionMode):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Dropout is off and batch norm takes one example; afterwards every mode is as before."""
+    """Evaluation mode inside the block: no dropout, and batch norm accepts one example."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""How long a network takes on a device: a sum over its blocks, calibrated on whole networks.
+"""Latency of a network on a device: a sum over its blocks, calibrated on whole networks.
 
     latency = a · (rest + Σ_blocks milliseconds of its kind) + b
 
@@ -58,7 +58,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far off the latencies of networks are that nothing was fitted to.
+    """Error of the predicted latencies of held-out networks.
 
     Attributes:
         networks: how many.
@@ -151,7 +151,7 @@ class LatencyTable:
         return expectation
 
     def check(self, space: SearchSpace, side: int, options: Mapping[str, Any]) -> None:
-        """Refuse to speak of other networks than those that were measured.
+        """Check that a table was measured for these networks.
 
         Args:
             space: of the networks.
@@ -229,7 +229,7 @@ class LatencyTable:
         return table
 
     def _check_numbers(self, path: str | Path) -> None:
-        """Refuse NaN, which would meet every constraint, and what no measurement gives."""
+        """Raise ConfigurationError for NaN, which would meet every constraint, and for impossible times."""
         holds = {
             **{name: 0 <= time < math.inf for name, time in self.blocks.items()},
             "rest": math.isfinite(self.rest),

@@ -1,11 +1,11 @@
-"""Measures a latency table on this device: blocks, then whole networks to fit and to check it.
+"""Measurement of a latency table on this device: blocks, then whole networks for fit and error.
 
-A block that is timed alone finds its input in the cache and the processor to itself. So blocks are
-timed where they stand: a stamp before and after each, in forward passes of the whole network. On a GPU
-the stamps are events of the stream; on a CPU they are readings of the clock.
+A block that is timed alone finds its input in the cache and has the processor to itself. So blocks are
+timed inside forward passes of whole networks, by a time stamp before and after each. On a GPU the stamps
+are events of the stream; on a CPU they are readings of the clock.
 
-A time is the median, over visits, of the shortest of a visit's passes: other programs only ever add
-to a pass, and visits are spread over the whole measurement.
+A time is the median over visits of the shortest pass of a visit: other programs can only lengthen a pass,
+and visits are distributed over the whole measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How often things are timed.
+    """Numbers of passes and visits of a measurement.
 
     Attributes:
         warmup: passes of every network that are not counted.
@@ -278,7 +278,7 @@ def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float,
 
 
 def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
-    """Return how far off predictions are.
+    """Return the errors of predictions.
 
     Example:
         >>> accuracy_of([1.0, 3.0, 3.0], [1.0, 2.0, 4.0]).mape

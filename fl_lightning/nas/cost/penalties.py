@@ -1,4 +1,4 @@
-"""How the expected cost of a network enters the loss of α.
+"""Penalties: the expected cost of a network in the loss of α.
 
     E = expected cost, Σ p · F,   r = reference,   CE = the task's loss
 
@@ -7,8 +7,8 @@
     mul log      CE · α (log E)^β                  Wu et al. 2019, FBNet, section 3.2
     absolute     CE + β |E / r - 1|                Bender et al. 2020, TuNAS
 
-The first three push the cost down without end; the last one towards the reference. Logarithms make
-sense of costs above 1: choose a unit in which they are.
+The first three always reduce the cost; the last one moves it towards the reference. Logarithms need costs
+above 1: choose a suitable unit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NoPenalty(Penalty):
     """The task's loss alone."""
 
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the loss as it is."""
+        """Return the loss unchanged."""
         return loss
 
 

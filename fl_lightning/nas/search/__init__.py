@@ -1,1 +1,1 @@
-"""Searches among architectures that train nothing: problems, strategies, scores, findings."""
+"""Searches without training: problems, strategies, scores, findings."""

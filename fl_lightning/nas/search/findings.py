@@ -1,4 +1,4 @@
-"""What a search leaves in its folder.
+"""Files that a search writes into its folder.
 
 evaluated.csv         every architecture, with its score and costs, in the order of the search
 front.png, front.svg  score over one cost, with the Pareto front

@@ -1,15 +1,15 @@
-"""What a search that trains nothing is given, and what it returns.
+"""Problem and result of a search without training.
 
     maximise score(architecture)   subject to constraints on cost(architecture), e.g. ``latency_ms<=8``
 
-Scores are dear and costs are cheap: a search has a budget of scores, each of a different architecture
-that meets all constraints. It asks for costs as often as it likes.
+Scores are expensive and costs are cheap: a search has a budget of scores, each of a different architecture
+that meets all constraints. The number of costs is not limited.
 
-A constraint's excess is by how much a cost misses the bound, as a share of the bound: 0 if it is met.
-Excesses of several constraints add up, whatever their units.
+The excess of a constraint is the relative difference between a cost and the bound: 0 if it is met. Excesses
+of several constraints are added up, for any units.
 
-A draw of an architecture that meets them is uniform while that succeeds; where constraints leave little, a
-uniform draw is walked towards them, one decision at a time, in random order. Those are not uniform any more.
+Architectures that meet the constraints are drawn uniformly by rejection; if this fails too often, a uniform
+draw is moved towards the constraints, one decision at a time, in random order. Such draws are not uniform.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Problem:
         return sum(constraint.excess(costs) for constraint in self.constraints)
 
     def is_met(self, architecture: Architecture) -> bool:
-        """Return whether all constraints are met."""
+        """True if all constraints are met."""
         return self.excess(architecture) == 0
 
     def _towards(self, constraint: Constraint, architecture: Architecture) -> float:
@@ -207,7 +207,7 @@ class Problem:
         return value if constraint.is_upper else -value
 
     def check(self) -> None:
-        """Refuse constraints that no architecture meets.
+        """Raise ConfigurationError if no architecture meets the constraints.
 
         Raises:
             ConfigurationError: with the smallest cost that there is (or the largest).
@@ -252,11 +252,11 @@ class Evaluations:
 
     @property
     def left(self) -> int:
-        """How many more may be scored."""
+        """Number of architectures that may still be scored."""
         return self.budget - len(self._done)
 
     def knows(self, architecture: Architecture) -> bool:
-        """Return whether it was scored already: to ask again costs nothing."""
+        """True if an architecture was scored before: its score is then free."""
         return architecture.choices in self._done
 
     def of(self, architecture: Architecture) -> Evaluated:
@@ -278,7 +278,7 @@ class Evaluations:
         return self._done[architecture.choices]
 
     def result(self) -> SearchResult:
-        """Return what was scored."""
+        """Return the scored architectures."""
         return SearchResult(tuple(self._done.values()), self.budget)
 
 

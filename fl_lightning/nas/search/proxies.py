@@ -1,4 +1,4 @@
-"""Scores of architectures that need no training: zero-cost proxies of fresh networks, sizes, a table of truths.
+"""Scores of architectures without training: zero-cost proxies, sizes, a table of results.
 
     synflow   log(1 + Σ_θ |θ · ∂R/∂θ|), R the sum of the outputs for an image of ones, of the network
               with |θ| and without norms                            Tanaka et al. 2020, NeurIPS
@@ -90,7 +90,7 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return how well a batch's examples are told apart by which activations are on.
+    """NASWOT score of a network: log-determinant of the similarity of examples' activation patterns.
 
     Args:
         network: fresh, with activations as modules.
@@ -125,7 +125,7 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return how little examples' input gradients are correlated.
+    """Jacobian covariance score: higher if examples' input gradients are less correlated.
 
     Args:
         network: fresh.
@@ -265,7 +265,7 @@ class TableScore:
 
 
 def builder(space: SearchSpace, **options: Any) -> Build:
-    """Return what makes the networks of a space.
+    """Return a function that builds the networks of a space.
 
     Args:
         space: of the architectures.

@@ -1,6 +1,6 @@
-"""Searches that train nothing: random, by evolution, by Optuna's samplers; ways to spend a budget of scores.
+"""Search strategies: random, evolution, Optuna's samplers.
 
-Random search draws architectures and keeps the best: what every other search must beat.
+Random search draws architectures and keeps the best, which is the baseline of all other searches.
 Source: Li & Talwalkar 2019, "Random search and reproducibility for NAS".
 
 Regularized evolution: of S members drawn from P, the best has a child with one choice changed; the

@@ -1,1 +1,1 @@
-"""Spaces of architectures and their networks, a file each, of plain or of elastic layers."""
+"""Spaces of architectures and their networks, one file each."""

@@ -1,11 +1,10 @@
-"""Spaces of cells: a small graph whose edges carry operations, repeated to make a network.
+"""Spaces of cells: a small graph with operations on its edges, repeated to form a network.
 
-A row is an edge with a decision of its own: row r of α (num_rows, num_operations) says what each
-operation on that edge is worth. Networks are made of edges that somebody else makes: one that mixes
-all candidates while a search runs, one operation in the network that comes out of it.
+A row is an edge with its own decision: row r of α (num_rows, num_operations) has the logits of the
+operations on that edge. Networks are built by a function that makes edges: mixtures of all candidates
+during a search, single operations in the final network.
 
-Operations that more than one space has normalise after they convolve, and convolve without bias: ReLU,
-convolution, batch norm.
+Operations of more than one space are ReLU, convolution without bias, batch norm, in this order.
 Sources: Liu et al. 2019 (DARTS) and Dong & Yang 2020 (NAS-Bench-201), with their released code.
 Differs: on images of odd side a factorized reduction pads by one; theirs cannot run there.
 """
@@ -27,18 +26,18 @@ from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 # channels in, channels out, stride -> an operation
 Candidate = Callable[[int, int, int], nn.Module]
 # row, candidates in the order of the space's operations, channels in, channels out, stride
-# -> the edge, called with what flows in and the weights; None: no such edge
+# -> the edge, called with its input and the edge weights; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """An edge with a decision of its own.
+    """An edge with its own decision.
 
     Attributes:
-        cell: the kind of cell that it is in, e.g. ``"normal"``.
-        source: the number of the node that it leaves.
-        target: the number of the node that it enters.
+        cell: kind of its cell, e.g. ``"normal"``.
+        source: number of the node that it leaves.
+        target: number of the node that it enters.
     """
 
     cell: str
@@ -57,15 +56,15 @@ class FixedEdge(nn.Module):
         self.operation = operation
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return what the operation makes of x."""
+        """Apply the operation to x."""
         return self.operation(x)  # type: ignore[no-any-return]
 
 
 class CellSpace(SearchSpace):
     """A space whose decisions are operations on edges.
 
-    A member writes `rows`, `operations_of`, `network` and `derive` besides what a space writes.
-    ``operations[none]`` is the one that gives zeros: an edge that is left out.
+    Subclasses also define `rows`, `operations_of`, `network` and `derive`. ``operations[none]`` returns
+    zeros, which means no edge.
     """
 
     operations: ClassVar[tuple[str, ...]]
@@ -74,16 +73,16 @@ class CellSpace(SearchSpace):
     @property
     @abstractmethod
     def rows(self) -> tuple[Row, ...]:
-        """The edges, in the order of α's rows; those that enter one node follow each other."""
+        """Edges in the order of α's rows; those that enter the same node are adjacent."""
 
     @property
     def num_rows(self) -> int:
-        """How many edges have a decision of their own."""
+        """Number of edges with their own decision."""
         return len(self.rows)
 
     @property
     def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """For every node that edges enter, their rows."""
+        """Rows of the edges that enter a node, for every such node."""
         rows = self.rows
         starts = [
             row
@@ -94,14 +93,14 @@ class CellSpace(SearchSpace):
 
     @abstractmethod
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the number of the operation on every row; `none` on edges that are left out."""
+        """Return the number of the operation on every row; `none` for missing edges."""
 
     @abstractmethod
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return the names of a cell's nodes, in the order of their numbers, for pictures."""
+        """Return the names of a cell's nodes by number, for pictures."""
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
-        """Return the edges (source, target) that no operation is on: by default none."""
+        """Return the edges (source, target) without operation; none by default."""
         return ()
 
     @abstractmethod
@@ -115,37 +114,37 @@ class CellSpace(SearchSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> nn.Module:
-        """Return a network of these edges; its ``forward(x, weights=None)`` hands weights to each.
+        """Build a network of these edges; its ``forward(x, weights=None)`` passes the weights to each.
 
         Args:
             make_edge: makes an edge.
-            num_classes: of the classifier.
-            in_channels: of the images.
-            channels: of the first cells.
-            cells: how many; of what, the space says.
-            affine: whether the candidates' batch normalisations scale and shift. Off while
-                operations compete: a scale could undo α.
+            num_classes: number of classes.
+            in_channels: channels of the images.
+            channels: channels of the first cells.
+            cells: number of cells; the space defines their unit.
+            affine: whether the candidates' batch norms scale and shift. False during a search, because a
+                scale could undo α.
         """
 
     @abstractmethod
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture that architecture parameters mean, by the published rule.
+        """Return the architecture of architecture parameters, by the published rule.
 
         Args:
             alpha: logits of the operations, (num_rows, num_operations).
-            beta: logits of the edges that enter a node, (num_rows,), as PC-DARTS has them.
+            beta: logits of the edges that enter a node, (num_rows,), for PC-DARTS.
 
         Raises:
             ValueError: if a shape is wrong, or a number not finite.
         """
 
     def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
-        """Return the network of an architecture.
+        """Build the network of an architecture.
 
         Args:
-            architecture: of this space.
-            num_classes: of the classifier.
-            options: as of `network`.
+            architecture: architecture of this space.
+            num_classes: number of classes.
+            options: options of `network`.
         """
         chosen = self.operations_of(architecture)
 
@@ -163,15 +162,11 @@ class CellSpace(SearchSpace):
         return self.network(make_edge, num_classes=num_classes, **options)
 
     def edge_shares(self, beta: Tensor) -> Tensor:
-        """Return the softmax of edges' logits over the edges that enter one node, (num_rows,)."""
+        """Softmax of the edges' logits over the edges that enter the same node, (num_rows,)."""
         return torch.cat([beta[list(rows)].softmax(0) for rows in self.incoming])
 
     def check_alpha(self, alpha: Tensor, beta: Tensor | None = None) -> None:
-        """Refuse architecture parameters that are not this space's.
-
-        Raises:
-            ValueError: if a shape is wrong, or a number not finite.
-        """
+        """Raise ValueError if architecture parameters have a wrong shape or are not finite."""
         rows = {"alpha": (alpha, (self.num_rows, len(self.operations)))}
         if beta is not None:
             rows["beta"] = (beta, (self.num_rows,))  # type: ignore[assignment]
@@ -181,18 +176,18 @@ class CellSpace(SearchSpace):
                     f"{name} of {self.name} is of shape {shape}, got {tuple(tensor.shape)}"
                 )
             if not tensor.isfinite().all():
-                raise ValueError(f"{name} holds a number that is not finite: it means no cell")
+                raise ValueError(f"{name} has a number that is not finite, so it defines no cell")
 
 
 class Zero(nn.Module):
-    """Zeros, in the shape that an operation of this stride would give (``none``)."""
+    """Zeros in the output shape of an operation with this stride (``none``)."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return them."""
+        """Return zeros."""
         return torch.zeros_like(x[:, :, :: self.stride, :: self.stride])
 
 
@@ -210,11 +205,11 @@ class ReLUConvBN(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """ReLU, then half of the channels from even pixels, half from odd ones: nothing is lost.
+    """ReLU, then half of the channels from even pixels and half from odd ones: no pixel is dropped.
 
     Args:
-        channels_in: of the input.
-        channels_out: of the output, even.
+        channels_in: channels of the input.
+        channels_out: channels of the output, even.
         affine: whether the batch norm scales and shifts.
     """
 
@@ -234,12 +229,12 @@ class FactorizedReduce(nn.Module):
 
 
 def average_pool(stride: int) -> nn.Module:
-    """Return a 3×3 average that does not count the padding."""
+    """Return a 3×3 average pool that ignores the padding."""
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
 def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.Conv2d:
-    """Return a convolution of each channel by itself that keeps the side (at stride 1)."""
+    """Return a depthwise convolution that keeps the side (at stride 1)."""
     padding = dilation * (kernel // 2)
     return nn.Conv2d(
         channels, channels, kernel, stride, padding, dilation, groups=channels, bias=False
@@ -249,7 +244,7 @@ def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.
 def separable(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
-    """Return a separable convolution, twice: the published one."""
+    """Return the published separable convolution, which is applied twice."""
     return nn.Sequential(
         nn.ReLU(),
         depthwise(channels_in, kernel, stride),
@@ -265,7 +260,7 @@ def separable(
 def dilated(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
-    """Return a separable convolution over every second pixel."""
+    """Return a separable convolution with dilation 2."""
     return nn.Sequential(
         nn.ReLU(),
         depthwise(channels_in, kernel, stride, dilation=2),

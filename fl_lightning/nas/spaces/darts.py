@@ -230,7 +230,7 @@ STEM_MULTIPLIER = 3
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return what makes the operations, in their order."""
+    """Return the functions that make the operations, in order."""
 
     def pool(make: Callable[[int], nn.Module]) -> Candidate:
         def candidate(channels_in: int, channels_out: int, stride: int) -> nn.Module:
@@ -370,7 +370,7 @@ class _Genotype:
     text: str
 
     def cells(self) -> dict[str, Inputs]:
-        """Return what it says for each cell."""
+        """Return the pairs of operation and input of each cell."""
         try:
             call = ast.parse(self.text, mode="eval").body
         except SyntaxError as error:
@@ -417,7 +417,7 @@ class _Genotype:
         return name, source
 
     def _check_output(self, output: ast.expr | None) -> None:
-        """Refuse a cell that puts out other nodes than all four; none given means these."""
+        """Raise ConfigurationError if a cell outputs other nodes than all four, the default."""
         if output is None or ast.unparse(output) in ("range(2, 6)", "list(range(2, 6))"):
             return
         value = _literal(output)

@@ -1,10 +1,10 @@
-"""Elastic layers: the first channels, blocks, heads or a smaller kernel run alone, as views of the whole.
+"""Elastic layers, which can run with their first channels, blocks or heads, or a smaller kernel.
 
     y = W[:channels out, :channels in] x + b[:channels out]
 
-How many channels come in is what the input has; how many go out is an argument. Slices of a
-parameter share its memory, and their gradients add up in the whole parameter's. Called without sizes
-on a full input, a layer is PyTorch's own, bit for bit.
+The number of input channels is that of the input; the number of output channels is an argument. Slices
+share the memory of a parameter, and their gradients add up in it. Called without sizes on a full input, a
+layer equals PyTorch's, bit for bit.
 
 A depthwise convolution runs with smaller kernels too:
 
@@ -213,7 +213,7 @@ class ElasticDepthwise(nn.Conv2d):
         return weight
 
     def held_by(self, part: nn.Conv2d) -> dict[str, Tensor]:
-        """Return which coordinates a plain layer of smaller size comes from, by parameter.
+        """Masks of the coordinates of a plain layer of smaller size, by parameter.
 
         Of a matrix on the way those rows count that the next centre reads.
         """
@@ -267,7 +267,7 @@ class ElasticQKV(nn.Linear):
         )
 
     def held_by(self, part: nn.Linear) -> dict[str, Tensor]:
-        """Return which coordinates a plain layer of fewer heads holds, by parameter."""
+        """Masks of the coordinates of a plain layer with fewer heads, by parameter."""
         held = {
             name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
         }

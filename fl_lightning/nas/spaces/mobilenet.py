@@ -120,7 +120,7 @@ class MobileNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Return what one image costs, by formulas."""
+        """Cost of an architecture for one image, by formulas."""
         plan = self.plan(self.sizes(architecture))
         return network_cost(plan, side, in_channels, num_classes)
 
@@ -155,7 +155,7 @@ class Block:
 
     @property
     def hidden(self) -> int:
-        """How many channels there are inside."""
+        """Number of inner channels."""
         return hidden_channels(self.channels_in, self.chosen.expansion)
 
 
@@ -251,7 +251,7 @@ class InvertedResidual(nn.Module):
         return x + inside if self.adds else inside
 
     def hidden_channels(self) -> list[Channels]:
-        """Return where the channels inside live: those of the block, those of the squeeze."""
+        """Return the tensors with the inner channels of the block, and of the squeeze."""
         reduce: Any
         expand: Any
         if not hasattr(self, "conv_pw"):
@@ -352,7 +352,7 @@ class MobileNetNetwork(nn.Module):
 
 
 def block_cost(shape: Block, side: int) -> Cost:
-    """Return what one image of this side costs a block."""
+    """Cost of a block for one image of this side."""
     hidden, width = shape.hidden, shape.channels_out
     before, after = side**2, halved(side, shape.stride) ** 2
     kernel = shape.chosen.kernel
@@ -370,7 +370,7 @@ def block_cost(shape: Block, side: int) -> Cost:
 def ends_cost(
     plan: MobileNetShape, side: int, last: int, in_channels: int, num_classes: int
 ) -> Cost:
-    """Return what one image costs the stem, the first block and the head.
+    """Cost of the stem, the first block and the head for one image.
 
     Args:
         plan: of the network.
@@ -388,7 +388,7 @@ def ends_cost(
 
 
 def network_cost(plan: MobileNetShape, side: int, in_channels: int, num_classes: int) -> Cost:
-    """Return what one image costs the network of a plan."""
+    """Cost of the network of a plan for one image."""
     first = side = halved(side, plan.stem_stride)
     cost = Cost(0, 0, 0)
     for shape in (shape for stage in plan.stages for shape in stage):

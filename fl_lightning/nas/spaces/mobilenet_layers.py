@@ -74,7 +74,7 @@ class MobileNetLayers(CellSpace):
 
     @property
     def depth(self) -> int:
-        """How many layers a stage has."""
+        """Number of layers of a stage."""
         return self.shapes.depths[-1]
 
     @cached_property

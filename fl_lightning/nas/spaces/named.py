@@ -1,4 +1,4 @@
-"""Spaces by name, by class and settings, or from a file; and back to class and settings."""
+"""Conversion of names, classes with settings and files to spaces, and back to class and settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES: dict[str, Callable[[], SearchSpace]] = {
 
 
 def named_space(text: str) -> SearchSpace:
-    """Return the space that a text means.
+    """Return the space of a name, a class or a file.
 
     Args:
         text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML
@@ -42,7 +42,7 @@ def named_space(text: str) -> SearchSpace:
             ``model.init_args.space`` as in a run's configuration.
 
     Raises:
-        ConfigurationError: if it means none.
+        ConfigurationError: if it is none of these.
 
     Example:
         >>> named_space("nas_bench_201")
@@ -68,7 +68,7 @@ def described_space(description: Any) -> SearchSpace:
     """Return the space of a ``class_path`` with its ``init_args``.
 
     Raises:
-        ConfigurationError: if there is no such class, it is no space, or it refuses its settings.
+        ConfigurationError: if there is no such class, it is no space, or its settings are invalid.
     """
     if not isinstance(description, Mapping) or "class_path" not in description:
         raise ConfigurationError(
@@ -95,7 +95,7 @@ def described_space(description: Any) -> SearchSpace:
 
 
 def description(space: SearchSpace) -> dict[str, Any]:
-    """Return a space's ``class_path`` and ``init_args``, of numbers, texts, lists and mappings.
+    """Return a space's ``class_path`` and ``init_args`` as numbers, strings, lists and mappings.
 
     Example:
         >>> description(NASBench201())

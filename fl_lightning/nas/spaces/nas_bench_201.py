@@ -145,7 +145,7 @@ def _term(source: str, operation: str) -> str:
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return what makes the operations, in their order; all keep channels and side."""
+    """Return the functions that make the operations, in order; all keep channels and side."""
     return (
         lambda channels_in, channels_out, stride: Zero(stride),
         lambda channels_in, channels_out, stride: nn.Identity(),

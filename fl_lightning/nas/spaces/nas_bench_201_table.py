@@ -1,4 +1,4 @@
-"""NAS-Bench-201's truth: what every cell reaches when others train it, from a file that you give.
+"""Published results of NAS-Bench-201 for every cell, from a file of the user.
 
 A CSV file with a header, a row a cell; other columns are ignored, the order is free:
 

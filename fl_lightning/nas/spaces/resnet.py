@@ -115,7 +115,7 @@ class ResNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Return what one image costs, by formulas."""
+        """Cost of an architecture for one image, by formulas."""
         cost, side = stem_cost(self.stem, self.stem_strides, side, in_channels)
         stages = self.blocks(architecture)
         for block in (block for stage in stages for block in stage):
@@ -157,7 +157,7 @@ class Bottleneck:
 
     @property
     def hidden(self) -> int:
-        """How many channels there are inside."""
+        """Number of inner channels."""
         return hidden_channels(self.channels_out, self.expansion)
 
 
@@ -202,7 +202,7 @@ class BottleneckBlock(nn.Module):
         return self.act3(x + inside)  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return where the channels inside live: before the 3×3 convolution, and after it."""
+        """Return the tensors with the inner channels before and after the 3×3 convolution."""
         first = [(tensor, 0) for tensor in (self.conv1.weight, *norm_tensors(self.bn1))]
         second = [(tensor, 0) for tensor in (self.conv2.weight, *norm_tensors(self.bn2))]
         return [
@@ -267,7 +267,7 @@ class ResNetNetwork(nn.Module):
 
 
 def block_cost(shape: Bottleneck, side: int) -> Cost:
-    """Return what one image of this side costs a block."""
+    """Cost of a block for one image of this side."""
     hidden, width = shape.hidden, shape.channels_out
     before, after = side**2, halved(side, shape.stride) ** 2
     cost = normalised(convolution(shape.channels_in, hidden, 1, before), hidden, before)
@@ -284,7 +284,7 @@ def block_cost(shape: Bottleneck, side: int) -> Cost:
 def stem_cost(
     channels: int, strides: tuple[int, int], side: int, in_channels: int
 ) -> tuple[Cost, int]:
-    """Return what one image costs the stem, and the side after it."""
+    """Cost of the stem for one image, and the side of its output."""
     stride, pool = strides
     side = halved(side, stride)
     kernel = 3 if stride == 1 else 7

@@ -1,14 +1,14 @@
-"""Spaces whose decisions are sizes: how wide, how deep, which kernel.
+"""Spaces whose decisions are sizes: widths, depths, kernels.
 
-A network is made of parts (stages). A part has sizes of its own, a depth, and sizes for each of its
-blocks. What is decided for blocks beyond the depth has no effect: those choices are 0, so that equal
-networks are equal architectures, and so that `size` counts each once.
+A network consists of parts (stages). A part has its own sizes, a depth, and sizes for each of its blocks.
+Choices for blocks beyond the depth have no effect: they are 0, so that equal networks are equal
+architectures, and `size` counts each once.
 
-In strings parts are joined by ``|``, a part's own sizes stand before ``:``, its blocks are joined by ``-``, a size
-is its letter and number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
+In strings, parts are joined by ``|``, the sizes of a part precede ``:``, its blocks are joined by ``-``, and a
+size is a letter and a number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
 
-A setting of such a space is what the annotation of its field says: whole numbers are sizes or counts, from 1;
-other numbers are above 0; or it is a list of these, or of lists. Lists of a YAML file become tuples.
+Settings of such a space are checked by their annotations: integers are sizes or counts, at least 1; other
+numbers are above 0; or lists of these, or of lists. Lists of a YAML file become tuples.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Part:
-    """A stage: what there is to choose in it.
+    """A stage and the choices in it.
 
     Attributes:
         name: e.g. ``"stage 1"``.
@@ -101,7 +101,7 @@ class PartSizes:
 
 
 def most_blocks(part: Part) -> int:
-    """Return how many blocks a part has at most."""
+    """Largest number of blocks of a part."""
     return int(part.depth.options[-1])
 
 
@@ -137,7 +137,7 @@ class SizeSpace(SearchSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Return what one image costs the network of an architecture, by formulas, exactly.
+        """Exact cost of an architecture's network for one image, by formulas.
 
         Args:
             architecture: of this space.
@@ -171,7 +171,7 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def size(self) -> int:
-        """How many different networks there are."""
+        """Number of different networks."""
         return math.prod(_count(part) for part in self.parts)
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
@@ -182,7 +182,7 @@ class SizeSpace(SearchSpace):
         return Architecture(self, tuple(choice if on else 0 for choice, on in pairs))
 
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """Return which choices have an effect: those of blocks that there are."""
+        """True for choices that have an effect, i.e. those of existing blocks."""
         active: list[bool] = []
         for part in self.parts:
             depth = int(part.depth.options[choices[len(active) + len(part.own)]])
@@ -264,7 +264,7 @@ class SizeSpace(SearchSpace):
         return subnetwork.copy(supernet, part)
 
     def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
-        """Return which coordinates of the supernet's parameters a sub-network holds.
+        """Masks of the coordinates of the supernet's parameters that a sub-network holds.
 
         Returns:
             A mask for every parameter by name, bool, of the parameter's shape. All coordinates that
@@ -293,7 +293,7 @@ def _choices(part: Part) -> Iterator[tuple[int, ...]]:
 
 
 def part_text(part: Part, chosen: PartSizes) -> str:
-    """Return the string of what is chosen in a part."""
+    """String of the choices in a part."""
     own = _sizes_text(part.own, chosen.own)
     blocks = "-".join(_sizes_text(part.block, block) for block in chosen.blocks)
     return f"{own}:{blocks}" if own else blocks

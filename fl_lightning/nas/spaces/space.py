@@ -1,8 +1,8 @@
-"""A space of architectures: decisions, for each of them some options, and how their strings are read.
+"""Base of the spaces of architectures: decisions with options, and a parser for strings.
 
-An architecture is one option for every decision. It is a value: two of the same choices are equal,
-its string tells them all, and the space's `parse` reads it back, piece by piece; what it cannot read is refused
-with the place where the string stops making sense.
+An architecture has one option for every decision. Architectures with equal choices are equal, the string
+of an architecture contains all choices, and the space's `parse` reads it; errors name the position in the
+string.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from fl_lightning.core.errors import ConfigurationError
 
-# Architectures that `enumerate` gives: beyond, a walk over all of them would not end.
+# Largest number of architectures for `enumerate`: more would take too long.
 MOST_ENUMERATED = 1_000_000
 
 
@@ -28,8 +28,8 @@ class Decision:
     """A decision and its options, in the order of their numbers.
 
     Attributes:
-        name: of what is decided, e.g. ``"0→1"`` for an edge or ``"stage 2 depth"``.
-        options: their names, at least one.
+        name: name of the decision, e.g. ``"0→1"`` for an edge or ``"stage 2 depth"``.
+        options: names of the options, at least one.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Architecture:
     """A member of a space; ``str`` of it is its canonical string.
 
     Attributes:
-        space: it is a member of.
-        choices: the number of the option taken at every decision.
+        space: the space.
+        choices: number of the chosen option of every decision.
 
     Raises:
-        ConfigurationError: if there is not one option of the space for each of its decisions.
+        ConfigurationError: if there is not one valid choice per decision.
     """
 
     space: SearchSpace
@@ -66,7 +66,7 @@ class Architecture:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of the options taken."""
+        """Names of the chosen options."""
         pairs = zip(self.choices, self.space.decisions, strict=True)
         return tuple(decision.options[choice] for choice, decision in pairs)
 
@@ -75,10 +75,7 @@ class Architecture:
 
 
 class SearchSpace(ABC):
-    """Architectures to choose from; a frozen dataclass, so that equal spaces are equal.
-
-    A member writes `decisions`, `text` and `parse`; the rest follows.
-    """
+    """Base of all spaces; subclasses are frozen dataclasses and define `decisions`, `text` and `parse`."""
 
     name: ClassVar[str]
 
@@ -93,23 +90,23 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> Architecture:
-        """Return the architecture that a string tells.
+        """Parse the string of an architecture.
 
         Raises:
-            ConfigurationError: if it tells none; the message says where it stops making sense.
+            ConfigurationError: if it is none; the message has the position of the error.
         """
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture of these choices."""
+        """Return the architecture with these choices."""
         return Architecture(self, tuple(int(choice) for choice in choices))
 
     @property
     def size(self) -> int:
-        """How many architectures there are; different ones may compute the same."""
+        """Number of architectures; different ones may compute the same function."""
         return math.prod(len(decision.options) for decision in self.decisions)
 
     def sample(self, generator: torch.Generator) -> Architecture:
-        """Return an architecture of which every choice is drawn uniformly."""
+        """Draw an architecture, every choice uniformly."""
         return self.architecture(
             [
                 int(torch.randint(len(decision.options), (), generator=generator))
@@ -118,7 +115,7 @@ class SearchSpace(ABC):
         )
 
     def enumerate(self) -> Iterator[Architecture]:
-        """Yield all architectures, the last decision's options first.
+        """Yield all architectures; the last decision varies fastest.
 
         Raises:
             ConfigurationError: if there are more than a million.
@@ -134,11 +131,11 @@ class SearchSpace(ABC):
 
 
 class ArchitectureReader:
-    """A string and a place in it.
+    """A parser with a position in the string of an architecture.
 
     Args:
         text: the string.
-        space: the name of the space that it should be of.
+        space: name of the space, for errors.
 
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
@@ -156,20 +153,20 @@ is 'skip'; expected an operation: conv, pool
         self.place = 0
 
     def expect(self, piece: str) -> None:
-        """Pass a piece.
+        """Read a piece.
 
         Raises:
-            ConfigurationError: if something else stands there.
+            ConfigurationError: if the string has something else there.
         """
         if not self.text.startswith(piece, self.place):
             self.refuse(f"expected {piece!r}")
         self.place += len(piece)
 
     def word(self, words: Sequence[str], what: str) -> int:
-        """Pass one of these words; return its number.
+        """Read one of these words, and return its index.
 
         Raises:
-            ConfigurationError: if there is none of them.
+            ConfigurationError: if the string has something else there.
         """
         found = self._match(r"\w*")
         if found not in words:
@@ -179,10 +176,10 @@ is 'skip'; expected an operation: conv, pool
         return words.index(found)
 
     def number(self, allowed: Sequence[int], what: str) -> int:
-        """Pass one of these numbers; return it.
+        """Read one of these numbers, and return it.
 
         Raises:
-            ConfigurationError: if there is none of them.
+            ConfigurationError: if the string has something else there.
         """
         found = self._match(r"\d*")
         if not found or int(found) not in allowed:
@@ -191,20 +188,12 @@ is 'skip'; expected an operation: conv, pool
         return int(found)
 
     def end(self) -> None:
-        """Refuse what follows.
-
-        Raises:
-            ConfigurationError: if anything does.
-        """
+        """Raise ConfigurationError unless the string ends here."""
         if self.place < len(self.text):
             self.refuse("expected its end")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Say what is wrong, and where.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise ConfigurationError with a reason and the position."""
         found = self._match(r"\w+|.")
         where = f"character {self.place + 1} is {found!r}" if found else "it ends there"
         before = self.text[: self.place]

@@ -1,15 +1,14 @@
-"""A sub-network taken out of a supernet: its weights, the coordinates that it holds, the channels it keeps.
+"""Sub-networks of a supernet: their weights, their coordinates, and the order of channels.
 
-A plain network names its layers as the supernet does. Its tensors are the first rows and columns of
-the supernet's of the same name; layers of which a part is something else say so by themselves
-(`copy_to`, `held_by`).
+A plain network has the same layer names as the supernet. Its tensors are the first rows and columns of the
+supernet's tensors of the same name; other layers define `copy_to` and `held_by`.
 
-Channels that count most are sorted to the front, so that a narrow sub-network keeps them:
+The most important channels are sorted to the front, so that a narrow sub-network keeps them:
 
-    importance of channel j = Σ |W_next[:, j]|,   the L1 norm of what the next layer makes of it
+    importance of channel j = Σ |W_next[:, j]|,   the L1 norm of its weights in the next layer
 
-Permuting the channels inside a block, in all tensors that number them, changes nothing that the
-largest network computes. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
+Permuting the inner channels of a block, in all tensors that have them, does not change the outputs of the
+largest network. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Channels:
 
     @property
     def number(self) -> int:
-        """How many channels there are."""
+        """Number of channels."""
         weights, dimension = self.ranked_by
         return weights.shape[dimension]
 
@@ -113,7 +112,7 @@ class Channels:
 
 
 def norm_tensors(norm: nn.BatchNorm2d) -> list[Tensor]:
-    """Return what a batch norm has a number a channel of."""
+    """Tensors of a batch norm with one number per channel."""
     candidates = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     return [tensor for tensor in candidates if tensor is not None]
 

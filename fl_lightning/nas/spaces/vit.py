@@ -99,7 +99,7 @@ class ViT(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Return what one image costs, by formulas.
+        """Cost of an architecture for one image, by formulas.
 
         Raises:
             ConfigurationError: if images have another side than the space is for.
@@ -137,7 +137,7 @@ class Shape:
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """Number of patches of an image."""
         return (self.image_side // self.patch) ** 2
 
 
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x), None if heads is None else hidden(x.shape[-1], ratio))  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return where heads and the MLP's features live."""
+        """Return the tensors with the heads and the MLP's inner features."""
         qkv, size = self.attn.qkv, self.attn.head_features
         heads = [(tensor.data.unflatten(0, (3, -1, size)), 1) for tensor in (qkv.weight, qkv.bias)]
         mixed = (self.attn.proj.weight.data.unflatten(1, (-1, size)), 1)
@@ -193,7 +193,7 @@ class TransformerBlock(nn.Module):
 
 
 def hidden(features: int, ratio: float) -> int:
-    """Return how many features there are inside an MLP."""
+    """Number of inner features of an MLP."""
     return int(features * ratio)
 
 
@@ -265,7 +265,7 @@ class ViTNetwork(nn.Module):
 
 
 def network_cost(shape: Shape, in_channels: int, num_classes: int) -> Cost:
-    """Return what one image costs a network."""
+    """Cost of a network for one image."""
     width, tokens = shape.features, shape.patches + 1
     cost = convolution(in_channels, width, shape.patch, shape.patches, bias=True)
     cost += Cost(0, width * (1 + tokens), 0)

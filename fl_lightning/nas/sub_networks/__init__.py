@@ -1,1 +1,1 @@
-"""One-shot networks: which sub-networks train, on which client, and how one is evaluated."""
+"""One-shot networks: methods of training, clients' capabilities, evaluation of sub-networks."""

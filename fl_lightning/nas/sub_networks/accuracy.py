@@ -1,4 +1,4 @@
-"""The accuracy of sub-networks without training them: measured in a run or after it, and predicted.
+"""Accuracy of sub-networks without training them: measured during or after a run, and predicted.
 
     accuracy(a) = Σ_owners right answers of a / Σ_owners examples,   batch norm statistics recalibrated
 
@@ -155,7 +155,7 @@ class RunPredictor:
         self.predict: Predict | None = None
 
     def check(self, trainer: Trainer) -> None:
-        """Refuse a run whose end nobody knows.
+        """Raise ConfigurationError for a run without a known end.
 
         Raises:
             ConfigurationError: saying what to set.
@@ -206,7 +206,7 @@ class RunPredictor:
         return rank_correlation(self.predict(drawn[half:]), scores[half:])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was scored."""
+        """Return the scored sub-networks."""
         return {"scores": self._scores}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class RunPredictor:
 
 
 def _half(drawn: Sequence[Architecture]) -> int:
-    """Return how many fit the forest."""
+    """Number of sub-networks that fit the forest."""
     return (len(drawn) + 1) // 2
 
 
@@ -344,7 +344,7 @@ class SubNetworkScore:
         return right / total
 
     def _normalised(self, sums: Sums) -> AbstractContextManager[Any]:
-        """Give the network its statistics; one that keeps none, for a while."""
+        """Apply statistics to the network; to one without running statistics only inside the block."""
         if not has_statistics(self.network):
             return normalised_by(self.network, sums)
         apply_sums(self.network, sums)

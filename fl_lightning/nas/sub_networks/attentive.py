@@ -1,4 +1,4 @@
-"""AttentiveNAS: a sandwich whose drawn sub-networks are the best, or the worst, of several of similar cost.
+"""AttentiveNAS: a sandwich whose sub-networks are the best, or the worst, of several of similar cost.
 
     L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest),   s_i by `attentive_draw`:
 
@@ -115,7 +115,7 @@ def _bins_once(
 
 @dataclass(frozen=True, eq=False)
 class CostBins:
-    """How uniform draws of a space spread over bins of their cost; `bins_by_cost` counts.
+    """Distribution of uniform draws over bins of cost; computed by `bins_by_cost`.
 
     Attributes:
         space: of the sub-networks.
@@ -197,7 +197,7 @@ def _bins(costs: Tensor, edges: Tensor) -> Tensor:
 
 
 def check_candidates(keep: str, num_candidates: int) -> None:
-    """Refuse what is neither best nor worst, or of nobody.
+    """Raise ConfigurationError for a kind that is neither best nor worst, or without candidates.
 
     Raises:
         ConfigurationError: with the value.

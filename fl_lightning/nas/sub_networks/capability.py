@@ -1,17 +1,17 @@
-"""What clients can afford: a budget each, and the part of the network that goes with it.
+"""Capabilities of clients: a budget each, and the part of the network that each can afford.
 
     limit of a client = the largest sub-network within its budget   (`largest_within`)
-    it trains the sub-networks that lie inside the limit, and holds what any of them holds
+    it trains the sub-networks inside the limit, and holds the coordinates of all of them
 
-A budget is of multiply-adds, parameters or activations, or of milliseconds on the client's own device;
-or, if relative, a multiple of what the largest network costs there.
+A budget is in multiply-adds, parameters or activations, or in milliseconds on the client's device; or, if
+relative, a multiple of the cost of the largest network.
 
-Inside means: no size is larger. A network that costs less but is, say, deeper than the limit has
-coordinates that the client does not hold.
+A sub-network is inside the limit if no size is larger. A network that costs less but is, for example,
+deeper than the limit has coordinates that the client does not hold.
 
-The largest grows from the smallest: the size that lags most behind its options is raised first, as long as
-the result fits; the end is a network of which no size can be raised. Budgets that rise give
-networks that are alike in shape, rather than one deep and narrow, the other wide and shallow.
+`largest_within` grows the smallest network: the size that is smallest relative to its options is raised
+first, while the result fits, until no size can be raised. So rising budgets give networks of similar shape,
+rather than one deep and narrow, another wide and shallow.
 Source of the setting: Diao et al. 2021 (HeteroFL); the rule of growth is ours.
 """
 
@@ -43,9 +43,9 @@ class CostOf:
 
     Attributes:
         measure: ``flops``, ``params`` or ``activations``.
-        side: of the images, in pixels.
-        in_channels: of the images.
-        num_classes: of the classifier.
+        side: side of the images, in pixels.
+        in_channels: channels of the images.
+        num_classes: number of classes.
     """
 
     measure: Measure = "flops"
@@ -54,14 +54,14 @@ class CostOf:
     num_classes: int = 10
 
     def __call__(self, architecture: Architecture) -> float:
-        """Return the cost."""
+        """Return the cost of an architecture."""
         space: Any = architecture.space
         shape = {"in_channels": self.in_channels, "num_classes": self.num_classes}
         return float(getattr(space.cost(architecture, side=self.side, **shape), self.measure))
 
 
 class Capability(ABC):
-    """A family: which budget each client has."""
+    """Base of the assignments of budgets to clients."""
 
     measure: Measure
     relative: bool | None
@@ -76,7 +76,7 @@ class Capability(ABC):
 
     @abstractmethod
     def latencies(self, num_clients: int) -> list[str | None]:
-        """Return the latency file of every client's device; None: its budget is of `measure`."""
+        """Return the latency file of every client's device; None if its budget is in `measure`."""
 
 
 @final
@@ -85,14 +85,14 @@ class DeviceClasses(Capability):
     """Classes of devices, each with a budget and a share of the clients.
 
     Attributes:
-        budgets_of_classes: of each class.
-        shares: of the clients, that sum to 1; equal ones if None.
-        measure: what budgets are of: ``flops``, ``params`` or ``activations``.
-        relative: whether budgets are multiples of what the largest network costs, or of its latency
+        budgets_of_classes: budget of each class.
+        shares: shares of the clients, which sum to 1; equal if None.
+        measure: unit of budgets: ``flops``, ``params`` or ``activations``.
+        relative: whether budgets are multiples of the cost of the largest network, or of its latency
             with `latency_files`. If None: multiples of the cost, and milliseconds with `latency_files`.
-        latency_files: of each class, what ``fl-lightning latency`` wrote on its device; budgets are then
-            milliseconds there, unless `relative` is true.
-        seed: of which clients are in which class; the run's seed if None.
+        latency_files: a file of ``fl-lightning latency`` for the device of each class; budgets are then
+            in milliseconds, unless `relative` is true.
+        seed: seed of the assignment of clients to classes; the run's seed if None.
 
     Example:
         >>> sorted(DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4))
@@ -154,12 +154,12 @@ class BudgetTable(Capability):
     """A budget for every client, from a CSV file with the columns ``client`` and ``budget``.
 
     A third column, ``latency``, may name a file of ``fl-lightning latency`` for each client's device: the
-    budget of a client who has one is in milliseconds there.
+    client's budget is then in milliseconds.
 
     Attributes:
-        path: of the file; clients are numbered from 0.
-        measure: what other budgets are of: ``flops``, ``params`` or ``activations``.
-        relative: whether budgets are multiples of what the largest network costs, or of its latency.
+        path: path of the file; clients are numbered from 0.
+        measure: unit of other budgets: ``flops``, ``params`` or ``activations``.
+        relative: whether budgets are multiples of the cost of the largest network, or of its latency.
     """
 
     path: str
@@ -174,7 +174,7 @@ class BudgetTable(Capability):
         return [budget for budget, _ in self._rows(num_clients)]
 
     def latencies(self, num_clients: int) -> list[str | None]:
-        """Return what the third column says."""
+        """Return the third column."""
         return [file for _, file in self._rows(num_clients)]
 
     def _rows(self, num_clients: int) -> list[tuple[float, str | None]]:
@@ -211,7 +211,7 @@ def limits(
     """Return the largest sub-network that each client can afford.
 
     Raises:
-        ConfigurationError: if a client cannot afford the smallest, or a latency file is of other networks.
+        ConfigurationError: if a client cannot afford the smallest, or a latency file is for other networks.
     """
     files = capability.latencies(num_clients)
     wanted = list(zip(files, capability.budgets(num_clients), strict=True))
@@ -226,7 +226,7 @@ def limits(
 
 
 def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Architecture], float]:
-    """Return what gives a network's milliseconds on a device, or without one its cost."""
+    """Return the function for a network's milliseconds on a device, or for its cost without a file."""
     if file is None:
         return cost
     table = LatencyTable.read(file)
@@ -236,7 +236,7 @@ def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Arch
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:
-    """Return an architecture with every size cut to that of another.
+    """Reduce every size of an architecture to at most that of another.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import small_resnet
@@ -249,13 +249,10 @@ def within(architecture: Architecture, limit: Architecture) -> Architecture:
 
 
 def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[str, Tensor]:
-    """Return which coordinates the sub-networks inside a limit hold together.
+    """Mask of the coordinates that any sub-network inside a limit holds, bool by parameter name.
 
-    A smaller kernel comes from a larger one by a matrix of its own, which the limit alone does not
-    hold. So each kind of size is lowered once to each of its options, and the masks are united.
-
-    Returns:
-        A mask for every parameter by name, bool.
+    A smaller kernel is computed from a larger one by a matrix, which the limit itself does not hold. So
+    each kind of size is lowered once to each of its options, and the masks are united.
     """
     masks = space.held(supernet, limit)
     kinds = {size.name: len(size.options) for _, size in space.named_sizes}
@@ -289,9 +286,10 @@ def largest_within(
     """Return a sub-network within a budget of which no size can be raised.
 
     Args:
-        space: of sizes.
-        cost: of an architecture, in FLOPs, parameters or milliseconds; it must not fall when a size is raised.
-        budget: in the same unit.
+        space: space of sizes.
+        cost: cost of an architecture, in FLOPs, parameters or milliseconds; it must not fall when a size
+            is raised.
+        budget: budget in the same unit.
 
     Raises:
         ConfigurationError: if the smallest sub-network costs more.
@@ -310,7 +308,7 @@ def largest_within(
         )
     if cost(space.largest) <= budget:
         return space.largest
-    full: set[int] = set()  # decisions that do not fit one more: nor will they later
+    full: set[int] = set()  # decisions that cannot be raised, now or later
     while True:
         candidates = [index for index in _raisable(space, best) if index not in full]
         if not candidates:
@@ -334,7 +332,7 @@ def _raisable(space: SizeSpace, architecture: Architecture) -> list[int]:
 
 
 def _level(architecture: Architecture, index: int) -> float:
-    """How far up its options a size is, in [0, 1]."""
+    """Position of a size among its options, in [0, 1]."""
     return architecture.choices[index] / (len(architecture.space.decisions[index].options) - 1)
 
 

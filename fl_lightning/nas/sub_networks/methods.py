@@ -1,4 +1,4 @@
-"""How a step trains a network of all sizes: a family, one class a method.
+"""Methods that train a network of all sizes: the sub-networks and the loss of a step.
 
     RandomPath   L = Σ_i CE(s_i, y)                        s_i drawn uniformly
     Shrinking    L = Σ_i CE(s_i, y) + λ KD(s_i, largest)   s_i drawn from what a round allows
@@ -85,7 +85,7 @@ class Method(ABC):
         """Return the loss of a step, the sum over the sub-networks that it trains."""
 
     def check(self, space: SizeSpace) -> None:  # noqa: B027 - most can train any
-        """Refuse a space that it cannot train.
+        """Raise ConfigurationError for a space that the method cannot train.
 
         Raises:
             ConfigurationError: saying why.
@@ -93,7 +93,7 @@ class Method(ABC):
 
 
 def check_drawn(num_drawn: int, least: int) -> None:
-    """Refuse fewer draws in a step than make sense.
+    """Raise ConfigurationError for too few draws per step.
 
     Raises:
         ConfigurationError: with both numbers.
@@ -152,11 +152,11 @@ class Shrinking(Method):
             raise ConfigurationError(f"distillation must be at least 0, got {self.distillation}")
 
     def check(self, space: SizeSpace) -> None:
-        """Refuse phases that are none of the space."""
+        """Raise ConfigurationError for phases that do not match the space."""
         self.schedule(space, num_rounds=1)
 
     def schedule(self, space: SizeSpace, num_rounds: int) -> ProgressiveShrinking:
-        """Return which options there are in which round."""
+        """Return the schedule of options over rounds."""
         order = self.order or published_order(space)
         rounds = self.rounds
         if rounds is None:
@@ -347,7 +347,7 @@ class ProgressiveShrinking:
         return sum(round_ >= end for end in ends)
 
     def options(self, round_: int) -> dict[str, tuple[float, ...]]:
-        """Return what may be chosen of each size in a round, where all parts have the same options.
+        """Options of each size in a round, if all parts have the same options.
 
         Of sizes whose options differ from part to part, those of the first part.
         """
@@ -366,7 +366,7 @@ class ProgressiveShrinking:
         return self.space.architecture(choices)
 
     def kept(self, round_: int) -> list[int]:
-        """Return how many of the largest options each decision has in a round."""
+        """Number of the largest options that each decision has in a round."""
         left = self.phase(round_)
         most = most_options(self.space)
         joined = dict.fromkeys(most, 0)

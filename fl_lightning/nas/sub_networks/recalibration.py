@@ -1,4 +1,4 @@
-"""Batch norm statistics of sub-networks, from the examples that a run trains on.
+"""Batch norm statistics of sub-networks, recalibrated on training examples.
 
     mean = Σx / n,   variance = (Σx² - (Σx)² / n) / (n - 1),   per channel over examples and pixels
 
@@ -53,13 +53,13 @@ class Recalibrated(NamedTuple):
 
 
 def has_statistics(network: nn.Module) -> bool:
-    """Return whether there is anything to recalibrate."""
+    """True if a network has statistics to recalibrate."""
     norms = (m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return any(norm.running_mean is not None for norm in norms)
 
 
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
-    """Refuse models of clients beside the shared one, whose statistics nobody recalibrates.
+    """Raise ConfigurationError for personal models, whose statistics would not be recalibrated.
 
     Args:
         personal: of the federation.
@@ -202,7 +202,7 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Give batch norms that keep no statistics those of sums for a while, in evaluation mode.
+    """Use the statistics of sums inside the block, in evaluation mode, for batch norms without running ones.
 
     Args:
         network: whose layers the sums name; others go on with the statistics of the batch.
@@ -234,7 +234,7 @@ def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
 
 
 def has_norms(network: nn.Module) -> bool:
-    """Return whether there is anything to collect."""
+    """True if a network has batch norms."""
     return any(_is_norm(layer) for layer in network.modules())
 
 
@@ -295,7 +295,7 @@ class TrainingExamples:
     def of(
         cls, trainer: Trainer, *, max_examples: int | None, seed: int
     ) -> TrainingExamples | None:
-        """Return those of a trainer's run; None if no training data are at hand.
+        """Return the examples of a trainer's run, or None without training data.
 
         Args:
             trainer: whose training data are read.

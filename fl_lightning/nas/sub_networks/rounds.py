@@ -1,14 +1,14 @@
-"""What a `OneShot` brings to a run: who trains which sub-networks, and the evaluation of some.
+"""The callback of a `OneShot`: sub-networks of each client, sorted channels, recalibrated statistics.
 
-Training: in a federation it tells the module whose turn it is. With a capability each client keeps to a
-mask: the coordinates that it can afford, which alone travel and are averaged over those who held them.
+Training: in a federation it tells the module which client trains. With a capability each client has a mask
+of the coordinates that it can afford; only these are sent, and averaged over their holders.
 Between rounds: channels are sorted before narrower widths join, and a predictor of accuracy is fitted, if
-the method says so. Once-for-All sorts at the start of a phase in which a width joins: narrow networks then
-begin with the channels that count most. The largest network, and those of widths that train already, compute
-the same before and after. Who remembers channels by their number begins anew, as the published phases do:
-the optimizer of a central run, the server's of a federation. What clients remember is refused.
-Evaluation: statistics of the largest, of the smallest and of one in between are recalibrated before
-every validation and test, and at the end of rounds without one. The module keeps the largest's.
+the method needs it. Once-for-All sorts at the start of a phase in which a width joins, so that narrow
+networks start with the most important channels. The outputs of the largest network, and of widths that
+already train, do not change. The optimizer, which remembers channels by their number, starts without state,
+as in the published phases: that of a central run, or the server's. State of clients is rejected.
+Evaluation: statistics of the largest, the smallest and a middle network are recalibrated before every
+validation and test, and at the end of rounds without one. The module keeps those of the largest.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
@@ -42,10 +42,10 @@ from fl_lightning.nas.sub_networks.recalibration import (
 
 
 class ClientAtWork(NamedTuple):
-    """Whose turn it is in the module.
+    """The client that trains now.
 
     Attributes:
-        client: its number.
+        client: number of the client.
         limit: its largest sub-network.
     """
 
@@ -53,45 +53,45 @@ class ClientAtWork(NamedTuple):
     limit: Architecture
 
 
-class Turns(Stage):
-    """Notes whose turn it is.
+class CurrentClient(Stage):
+    """Stage that records which client trains now.
 
     Args:
-        limits: the largest sub-network of every client; None: the space's, for all.
-        largest: of the space.
+        limits: largest sub-network of every client; None for that of the space.
+        largest: largest sub-network of the space.
 
     Attributes:
-        guest: the client at work; None between turns.
+        client: the client that trains now; None between clients.
     """
 
     one_at_a_time = "which sub-networks train differs from step to step"
-    # it reads a client's number alone
+    # it reads only the number of a client
     traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
     def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
         self._limits, self._largest = limits, largest
-        self.guest: ClientAtWork | None = None
+        self.client: ClientAtWork | None = None
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Note whose turn it is, for a client's turn."""
+        """Record the client while it trains."""
         return self._visit(turn.work.client_id)
 
     @contextmanager
     def _visit(self, client: int) -> Iterator[None]:
-        before = self.guest
+        before = self.client
         limit = self._largest if self._limits is None else self._limits[client]
-        self.guest = ClientAtWork(client, limit)
+        self.client = ClientAtWork(client, limit)
         try:
             yield
         finally:
-            self.guest = before
+            self.client = before
 
 
 class SubNetworkRounds(Callback):
-    """The callback, which a `OneShot` brings along.
+    """The callback, which a `OneShot` adds itself.
 
     Attributes:
-        unprotected: what of clients no privacy of rounds covers, in words.
+        unprotected: description of clients' values that no privacy covers.
     """
 
     def __init__(self) -> None:
@@ -99,32 +99,32 @@ class SubNetworkRounds(Callback):
         self.unprotected: str | None = None
         self._space: SizeSpace | None = None
         self._network: nn.Module | None = None
-        self._turns: Turns | None = None
+        self._current: CurrentClient | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
         self._predictor: RunPredictor | None = None
 
     @property
-    def guest(self) -> ClientAtWork | None:
-        """Whose turn it is; None in a central run."""
-        return None if self._turns is None else self._turns.guest
+    def client(self) -> ClientAtWork | None:
+        """The client that trains now; None in a central run."""
+        return None if self._current is None else self._current.client
 
     @property
     def predict(self) -> Predict | None:
-        """Accuracies of architectures; None as long as nothing has been fitted to predict them."""
+        """Predictor of architectures' accuracies; None before it is fitted."""
         return None if self._predictor is None else self._predictor.predict
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the run, and add the stage that notes whose turn it is.
+        """Check the run, and add the stage that records which client trains.
 
         Raises:
             ConfigurationError: for a capability in a run without clients, a budget that no network
-                meets, or models of clients whose statistics would not be recalibrated.
+                meets, or personal models whose statistics would not be recalibrated.
         """
         module: Any = pl_module
         self._space, self._network, self._sums = module.space, module.network, {}
-        self._turns = self._limits = self._predictor = None
+        self._current = self._limits = self._predictor = None
         self._masks = {}
         if has_statistics(module.network):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
@@ -142,7 +142,7 @@ class SubNetworkRounds(Callback):
         if module.capability is not None:
             if not federations:
                 raise ConfigurationError(
-                    "model.capability is of clients, and this run has none: add a federation block, or "
+                    "model.capability needs clients, and this run has none: add a federation block, or "
                     "leave it out"
                 )
             num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
@@ -150,11 +150,11 @@ class SubNetworkRounds(Callback):
             self._limits = limits(module.capability, module.space, cost, num_clients)
         if federations:
             check_personal(federations[0].personal, module.network)
-            self._turns = Turns(self._limits, module.space.largest)
-            federations[0].add(self._turns)
+            self._current = CurrentClient(self._limits, module.space.largest)
+            federations[0].add(self._current)
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return what gives a client's mask; None without a capability."""
+        """Return a function from a client to its mask, or None without a capability."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
@@ -168,25 +168,25 @@ class SubNetworkRounds(Callback):
         return self._masks[limit]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sort the channels where the method asks for it, and fit its predictor of accuracy."""
+        """Sort the channels and fit the predictor of accuracy if the method needs it."""
         sort_before_round(trainer, pl_module)
         assert self._predictor is not None, "a fit was set up"
         for name, value in self._predictor.before_round(trainer, pl_module).items():
             pl_module.log(name, value, on_epoch=True, sync_dist=True)  # the same in all processes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the predictor was fitted on."""
+        """Return the measurements that the predictor was fitted on."""
         return {} if self._predictor is None else self._predictor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the predictor that the run had."""
+        """Restore the predictor from `state_dict`."""
         if self._predictor is not None:
             self._predictor.load_state_dict(state_dict)
 
     # Evaluation.
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recalibrate the statistics of those that are shown."""
+        """Recalibrate the statistics of the evaluated sub-networks."""
         self._recalibrate(trainer, pl_module)
 
     on_test_epoch_start = on_validation_epoch_start
@@ -199,7 +199,7 @@ class SubNetworkRounds(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Recalibrate where no validation does, ahead of checkpoints."""
+        """Recalibrate at the end of a round without validation, before checkpoints."""
         if trainer.is_last_batch and not trainer.enable_validation:
             self._recalibrate(trainer, pl_module)
 
@@ -224,46 +224,42 @@ class SubNetworkRounds(Callback):
 
     @property
     def has_statistics(self) -> bool:
-        """True where the statistics of all that are shown are known, or none are needed."""
+        """True if the statistics of all evaluated sub-networks are known, or none are needed."""
         assert self._network is not None
         return bool(self._sums) or not has_statistics(self._network)
 
     def use(self, name: str) -> None:
-        """Write the statistics of one that is shown into the network."""
+        """Write the statistics of an evaluated sub-network into the network."""
         assert self._network is not None
         if name in self._sums:
             apply_sums(self._network, self._sums[name])
 
 
 _NO_WIDTH = ("kernel", "depth")
-# of a federation, that remember coordinates from round to round
+# options of a federation with a state by coordinates
 _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state", "privacy")
 
 
 def check_sorting(trainer: Trainer, method: Any) -> None:
-    """Refuse to sort where something of the run would go on with channels in their old places.
-
-    Raises:
-        ConfigurationError: naming it.
-    """
+    """Raise ConfigurationError if channels are sorted in a run with a state by coordinates."""
     federation = _federation(trainer)
     if not (isinstance(method, Shrinking) and method.sort) or federation is None:
         return
     found = [name for name in _MEMORIES if getattr(federation, name, None)]
     if found:
         raise ConfigurationError(
-            f"model.method.sort gives channels new places between rounds, and federation.{found[0]} "
-            "remembers the old ones: leave one of them out"
+            f"model.method.sort reorders channels between rounds, and federation.{found[0]} "
+            "has a state in the old order: leave one of them out"
         )
     if str(trainer.precision) in ("bf16-true", "64-true"):
         raise ConfigurationError(
-            f"model.method.sort: with precision {trainer.precision} the server keeps weights of its own, "
+            f"model.method.sort: with precision {trainer.precision} the server has a copy of the weights, "
             "which cannot be sorted between rounds: use 32-true or bf16-mixed"
         )
 
 
 def sort_before_round(trainer: Trainer, module: Any) -> bool:
-    """Sort the channels if a narrower width joins in the round that begins; return whether they were."""
+    """Sort the channels if a narrower width joins in this round; returns True if they were sorted."""
     method, round_ = module.method, trainer.current_epoch
     if not (isinstance(method, Shrinking) and method.sort) or round_ == 0:
         return False
@@ -279,7 +275,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> bool:
 
 
 def _begin_anew(trainer: Trainer) -> None:
-    """Clear the state of the optimizer that lasts from round to round."""
+    """Reset the state of the optimizer that persists between rounds."""
     federation = _federation(trainer)
     if federation is None:
         for optimizer in trainer.optimizers:
@@ -289,7 +285,7 @@ def _begin_anew(trainer: Trainer) -> None:
     server = federation.rounds.server.optimizer
     fresh = federation.server_optimizer([p for g in server.param_groups for p in g["params"]])
     server.state.clear()
-    server.state.update(fresh.state)  # some have their first one from the start
+    server.state.update(fresh.state)  # some optimizers have a state from the start
 
 
 def _width_joins(schedule: ProgressiveShrinking, round_: int) -> bool:
@@ -299,7 +295,7 @@ def _width_joins(schedule: ProgressiveShrinking, round_: int) -> bool:
 
 
 def _trained(schedule: ProgressiveShrinking, round_: int) -> list[Architecture]:
-    """Return networks of all narrower widths that train in a round, as deep as there are."""
+    """Return the deepest networks of all narrower widths that train in a round."""
     space: SizeSpace = schedule.space
     kept = schedule.kept(round_)
     narrower = range(1, max(kept))

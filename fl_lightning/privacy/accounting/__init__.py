@@ -1,1 +1,1 @@
-"""ε of a number of rounds."""
+"""Accounting: ε of a number of rounds."""

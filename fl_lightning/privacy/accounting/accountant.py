@@ -1,26 +1,21 @@
-"""What rounds cost in privacy: ε after any number of them.
+"""Privacy accounting: ε after a number of rounds, and the smallest noise for a budget.
 
-A round releases a sum over its cohort plus Gaussian noise. Its cost is composed by dp-accounting
-from the privacy-loss distribution (PLD; Koskela et al. 2020, Doroshenko et al. 2022), which is
-tight, or from Rényi divergences (RDP; Mironov et al. 2019; for fixed sizes Wang et al. 2019, Theorem
-27), which is looser. Where everybody takes part the PLD has a closed form. Of fixed-size
-samples only the RDP is known. Noise below a fifth of the sensitivity needs PLDs of gigabytes: it gets an
-upper bound in closed form. The central limit theorem's ε (GDP) is no upper bound, and not offered.
+A round releases a sum over its cohort plus Gaussian noise. dp-accounting composes rounds by the
+privacy-loss distribution (PLD; Koskela et al. 2020, Doroshenko et al. 2022), which is tight, or by
+Rényi divergences (RDP; Mironov et al. 2019; for fixed sizes Wang et al. 2019, Theorem 27), which is
+looser. With full participation the PLD has a closed form. For cohorts of fixed size only the RDP is
+known. Noise below a fifth of the sensitivity would need PLDs of gigabytes: it gets an upper bound in
+closed form. The ε of the central limit theorem (GDP) is no upper bound, and not offered.
 
-The least noise that keeps to a budget.
-
-ε falls as noise rises, so the noise multiplier is found by halving intervals: first on the quick
+ε falls as noise rises, so the noise multiplier of a budget is found by bisection: first on the quick
 grid, whose ε is a little too high, then on the fine one just below.
 
-How cohorts are drawn, in the terms of privacy theorems.
+The sensitivity of a round to one client depends on the sampling, with clip norm S:
 
-What one client can change of a round depends on who is compared with whom:
-
-    Poisson, everybody      with and without one client       the sum moves by ≤ S
+    Poisson, all clients    with and without one client       the sum moves by ≤ S
     fixed size              one client replaced by another    the sum moves by ≤ 2 S
 
-S is the clip norm. A sampler that looks at losses, speeds or availability depends on the data, or
-on what nobody knows the chances of, and has no such theorem.
+There is no such theorem for samplers that depend on losses, speeds or availability.
 """
 
 from __future__ import annotations
@@ -42,26 +37,26 @@ if TYPE_CHECKING:
 
 
 Method = Literal["pld", "rdp"]
-# Losses are rounded up to multiples of these: the ε of the fine one is tight to about 1e-5.
+# Privacy losses are rounded up to multiples of these: ε of the fine grid is tight to about 1e-5.
 _FINE, _QUICK = 1e-4, 1e-3
-# Below, losses spread so far that ten times the grid is as tight, relative to ε.
+# With less noise, losses vary so much that a grid ten times as coarse is as tight, relative to ε.
 _WIDE = 0.5
-# Below, the closed form replaces the PLD of Poisson samples.
+# With less noise, the closed form replaces the PLD of Poisson samples.
 _LEAST = 0.2
 
 
 @dataclass(frozen=True)
 class Accountant:
-    """ε of rounds that all release alike.
+    """ε of rounds with equal sampling and noise.
 
     Args:
-        sampling: how cohorts are drawn.
+        sampling: sampling of the cohorts.
         noise_ratio: standard deviation of the noise over the L2 sensitivity of the sum, ≥ 0: with
             noise z·S it is z / `Sampling.sensitivity`.
         method: ``pld`` or ``rdp``.
 
     Raises:
-        ConfigurationError: where dp-accounting is needed and not installed.
+        ConfigurationError: if dp-accounting is needed and not installed.
 
     Example:
         >>> everybody = Accountant(Sampling("all", num_clients=100, expected=100), noise_ratio=5.0)
@@ -75,17 +70,17 @@ class Accountant:
 
     @property
     def method_used(self) -> Method:
-        """The method asked for, or RDP where there is no other."""
+        """The method, or RDP if the sampling has no other."""
         return "rdp" if self.sampling.kind == "fixed" else self.method
 
     def epsilon(self, rounds: int, delta: float, *, quick: bool = False) -> float:
-        """Return ε after so many rounds; an upper bound.
+        """Return an upper bound of ε after ``rounds`` rounds.
 
         Args:
-            rounds: ≥ 0.
+            rounds: number of rounds, ≥ 0.
             delta: in (0, 1).
-            quick: take a coarser grid where there is one: ten times faster, and up to about 0.01
-                higher over 10,000 rounds.
+            quick: use a coarser grid if there is one: ten times faster, and up to about 0.01 higher
+                over 10,000 rounds.
         """
         if rounds == 0:
             return 0.0
@@ -117,7 +112,7 @@ def _library() -> Any:
 
 @lru_cache(maxsize=64)
 def _round_loss(noise_ratio: float, rate: float, grid: float) -> PrivacyLossDistribution:
-    """Return the privacy-loss distribution of one Poisson-sampled round."""
+    """Privacy-loss distribution of one Poisson-sampled round."""
     distributions = _library().pld.privacy_loss_distribution
     return distributions.from_gaussian_mechanism(
         noise_ratio, value_discretization_interval=grid, sampling_prob=rate
@@ -137,7 +132,7 @@ def _rdp_epsilon(sampling: Sampling, noise_ratio: float, rounds: int, delta: flo
     elif sampling.kind == "poisson":
         event = library.PoissonSampledDpEvent(sampling.rate, event)
     accountant = library.rdp.RdpAccountant(neighboring_relation=relation)
-    with _silenced("absl"):  # it tells of orders that it leaves out: ε stays an upper bound
+    with _silenced("absl"):  # it warns of orders that it skips: ε stays an upper bound
         return float(accountant.compose(event, rounds).get_epsilon(delta))
 
 
@@ -152,12 +147,12 @@ def _silenced(name: str) -> Iterator[None]:
 
 
 def most_rounds(epsilon: Callable[[int], float], budget: float, limit: int) -> int:
-    """Return the largest number of rounds, at most ``limit``, whose ε is within the budget.
+    """Largest number of rounds, at most ``limit``, whose ε is within the budget.
 
     Args:
-        epsilon: of a number of rounds, increasing.
-        budget: ≥ 0.
-        limit: ≥ 0.
+        epsilon: maps a number of rounds to ε, increasing.
+        budget: largest ε allowed, ≥ 0.
+        limit: largest number of rounds, ≥ 0.
 
     Example:
         >>> most_rounds(lambda rounds: 0.5 * rounds, budget=2.2, limit=100)
@@ -180,23 +175,23 @@ def most_rounds(epsilon: Callable[[int], float], budget: float, limit: int) -> i
 
 
 _MOST = 1e6
-# of the noise multiplier, relative
+# relative tolerance of the noise multiplier
 _TOLERANCE = 2e-5
 
 
 class EpsilonOf(Protocol):
-    """ε of a run by its noise multiplier."""
+    """Function from a noise multiplier to ε of a run."""
 
     def __call__(self, noise_multiplier: float, *, quick: bool) -> float:
         """Return ε; ``quick`` allows a slightly higher one."""
 
 
 def noise_for_budget(epsilon_of: EpsilonOf, budget: float) -> float:
-    """Return the smallest noise multiplier whose ε is at most the budget, to 2e-5 of it or better.
+    """Smallest noise multiplier whose ε is at most the budget, with a relative error of 2e-5.
 
     Args:
-        epsilon_of: falls with the noise multiplier.
-        budget: ε, > 0.
+        epsilon_of: maps a noise multiplier to ε, decreasing.
+        budget: ε > 0.
 
     Raises:
         ConfigurationError: if a million clip norms of noise are not enough.
@@ -225,6 +220,15 @@ def noise_for_budget(epsilon_of: EpsilonOf, budget: float) -> float:
     return _halved(epsilon_of, below, high, budget, quick=False)[1]
 
 
+def gaussian_noise_for_budget(share: float, budget: float, delta: float) -> float:
+    """Smallest z ≥ 0 for which `gaussian_epsilon` of ``z * share`` is at most the budget."""
+
+    def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+        return gaussian_epsilon(noise_multiplier * share, delta)
+
+    return noise_for_budget(epsilon_of, budget)
+
+
 def _halved(
     epsilon_of: EpsilonOf, low: float, high: float, budget: float, *, quick: bool
 ) -> tuple[float, float]:
@@ -239,12 +243,12 @@ def _halved(
 
 @dataclass(frozen=True)
 class Sampling:
-    """A draw of clients.
+    """The sampling of cohorts, in the terms of privacy theorems.
 
     Attributes:
-        kind: each by its own coin (``poisson``), a ``fixed`` number without replacement, or ``all``.
-        num_clients: how many there are, N.
-        expected: clients of a round, qN, in (0, N].
+        kind: each client independently (``poisson``), a ``fixed`` number without replacement, or ``all``.
+        num_clients: number of all clients, N.
+        expected: expected number of clients of a round, qN, in (0, N].
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
@@ -259,17 +263,17 @@ class Sampling:
 
     @property
     def rate(self) -> float:
-        """A client's chance of taking part in a round, q in (0, 1]."""
+        """Probability q in (0, 1] that a client is sampled in a round."""
         return self.expected / self.num_clients
 
     @property
     def sensitivity(self) -> float:
-        """How far one client moves a sum of clipped updates, in clip norms."""
+        """L2 sensitivity of a sum of clipped updates to one client, in clip norms."""
         return 2.0 if self.kind == "fixed" else 1.0
 
     @property
     def relation(self) -> str:
-        """Which data sets ε compares."""
+        """Relation between the neighbouring data sets that ε compares."""
         return "one client replaced" if self.kind == "fixed" else "one client added or removed"
 
     def __str__(self) -> str:
@@ -281,17 +285,13 @@ class Sampling:
 
 
 def check_sampler(cohort: CohortSampler) -> None:
-    """Refuse samplers that no accountant knows.
-
-    Raises:
-        ConfigurationError: saying which are known.
-    """
+    """Raise ConfigurationError, with a list of alternatives, if ε of a sampler is unknown."""
     asked = as_cohort(cohort)
     if asked.coin is None and not asked.is_uniform:
         raise ConfigurationError(
-            f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because a "
-            "client's chance of taking part is not known: set federation.cohort to PoissonCohort, "
-            "UniformCohort or AllClients, or use BandedMatrixDP for cohorts that take turns"
+            f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because the "
+            "probability that a client is sampled is not known: set federation.cohort to "
+            "PoissonCohort, UniformCohort or AllClients, or use BandedMatrixDP for cohorts that take turns"
         )
     if asked.redrawn_below > 0:
         raise ConfigurationError(
@@ -302,10 +302,10 @@ def check_sampler(cohort: CohortSampler) -> None:
 
 
 def sampling_of(cohort: CohortSampler, num_clients: int) -> Sampling:
-    """Return how a sampler draws.
+    """Return the `Sampling` of a cohort sampler.
 
     Raises:
-        ConfigurationError: for samplers that no accountant knows.
+        ConfigurationError: if ε of the sampler is unknown.
     """
     check_sampler(cohort)
     coin = as_cohort(cohort).coin

@@ -1,14 +1,14 @@
-"""What Gaussian noise costs where nobody is sampled: a closed form.
+"""ε of Gaussian and Skellam noise without sampling.
+
+Gaussian noise has a closed form:
 
     δ(ε) = Φ(1/2σ - εσ) - e^ε Φ(-1/2σ - εσ),   σ = noise stddev / (L2 sensitivity √compositions)
 
-Source: Balle and Wang 2018 (1805.06530), Theorem 8; that compositions add up like that holds for
-Gaussians exactly (Dong, Roth and Su 2019, Corollary 3.3).
+Source: Balle and Wang 2018 (1805.06530), Theorem 8; this composition is exact for Gaussians (Dong,
+Roth and Su 2019, Corollary 3.3).
 
-What releases of several costs cost together, where nobody is sampled.
-
-Gaussians compose exactly: n_i releases of sensitivity over noise μ_i are one of √(Σ n_i μ_i²). With Skellam
-noise on whole numbers among them, Rényi divergences add up:
+Releases with different costs: n_i Gaussian releases with sensitivity over noise μ_i equal one with
+√(Σ n_i μ_i²), exactly. If some have integer Skellam noise, Rényi divergences are added up:
 
     ε_α ≤ α Δ₂² / 2μ + min(((2α - 1) Δ₂² + 6 Δ₁) / 4μ², 3 Δ₁ / 2μ)
     ε(δ) = min over α of  Σ n ε_α + log(1 - 1/α) - log(δ α) / (α - 1)
@@ -30,11 +30,11 @@ from scipy.stats import binom
 
 
 def gaussian_delta(sigma: float, epsilon: float) -> float:
-    """Return δ of one release, in [0, 1].
+    """δ of one release, in [0, 1].
 
     Args:
-        sigma: noise standard deviation over sensitivity, > 0.
-        epsilon: ≥ 0.
+        sigma: standard deviation of the noise over the sensitivity, > 0.
+        epsilon: ε ≥ 0.
 
     Example:
         >>> round(gaussian_delta(1.0, 4.377178095681), 10)
@@ -46,10 +46,10 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
-    """Return the smallest ε for which `gaussian_delta` is at most ``delta``; ∞ without noise.
+    """Smallest ε for which `gaussian_delta` is at most ``delta``; ∞ without noise.
 
     Args:
-        sigma: noise standard deviation over sensitivity, ≥ 0.
+        sigma: standard deviation of the noise over the sensitivity, ≥ 0.
         delta: in (0, 1).
 
     Example:
@@ -58,22 +58,22 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     """
     if sigma <= 0:
         return math.inf
-    # an ε that is surely enough: the privacy loss is normal with mean 1/2σ² and stddev 1/σ
+    # an upper bound of ε: the privacy loss is normal with mean 1/2σ² and standard deviation 1/σ
     enough = 0.5 / sigma**2 + math.sqrt(2 * math.log(1 / delta)) / sigma
     return _smallest(lambda epsilon: gaussian_delta(sigma, epsilon), delta, enough)
 
 
 def turns_epsilon(sigma: float, rate: float, rounds: int, delta: float) -> float:
-    """Return an upper bound on ε of Poisson-sampled rounds, tight for little noise.
+    """Upper bound on ε of Poisson-sampled rounds, tight for little noise.
 
         δ(ε) ≤ Σ_k Binomial(rounds, rate)(k) · δ of k releases without sampling
 
-    That is δ towards somebody who is told in which rounds the client took part, and knows no less.
+    This is δ against an adversary who knows the rounds in which the client is sampled.
 
     Args:
-        sigma: noise standard deviation over sensitivity, > 0.
-        rate: a client's chance of taking part in a round, in (0, 1].
-        rounds: ≥ 1.
+        sigma: standard deviation of the noise over the sensitivity, > 0.
+        rate: probability that a client is sampled in a round, in (0, 1].
+        rounds: number of rounds, ≥ 1.
         delta: in (0, 1).
 
     Example:
@@ -94,7 +94,7 @@ def turns_epsilon(sigma: float, rate: float, rounds: int, delta: float) -> float
 
 
 def _smallest(delta_of: Callable[[float], float], delta: float, enough: float) -> float:
-    """Return the smallest ε whose δ, which falls with it, is at most ``delta``."""
+    """Smallest ε in [0, enough] whose δ is at most ``delta``, by bisection."""
     low, high = 0.0, enough
     if delta_of(low) <= delta:
         return low
@@ -117,9 +117,9 @@ class ReleaseCost:
     """Noise and sensitivity of one release of a client.
 
     Attributes:
-        l2: by how much the client moves what is released, Δ₂.
-        variance: of the noise, in the same units squared, μ ≥ 0.
-        skellam_size: numbers k in a vector of whole numbers with Skellam noise, for which Δ₁ is at most
+        l2: L2 sensitivity Δ₂ of the release.
+        variance: variance of the noise μ ≥ 0, in the same units squared.
+        skellam_size: length k of an integer vector with Skellam noise, for which Δ₁ is at most
             min(√k Δ₂, Δ₂²); 0 for Gaussian noise.
     """
 
@@ -128,7 +128,7 @@ class ReleaseCost:
     skellam_size: int = 0
 
     def divergence(self, orders: npt.NDArray[np.int64] = _ORDERS) -> npt.NDArray[np.float64]:
-        """Return the Rényi divergence ε_α at each order α, or more."""
+        """Upper bound of the Rényi divergence ε_α at each order α."""
         variance, l1 = self.variance, min(math.sqrt(self.skellam_size) * self.l2, self.l2**2)
         first = ((2 * orders - 1) * self.l2**2 + 6 * l1) / (4 * variance**2)
         beyond_gaussian = np.minimum(first, 3 * l1 / (2 * variance)) if self.skellam_size else 0.0
@@ -137,7 +137,7 @@ class ReleaseCost:
 
 
 def composed_epsilon(releases: Mapping[ReleaseCost, int], delta: float) -> float:
-    """Return ε of some releases of each cost together.
+    """ε of all releases together, given the number of releases of each cost.
 
     Example:
         >>> releases = {ReleaseCost(1.0, 4.0): 3, ReleaseCost(1.0, 16.0): 4}

@@ -1,1 +1,1 @@
-"""Noise in whole steps of a grid."""
+"""Noise as integer steps of a grid."""

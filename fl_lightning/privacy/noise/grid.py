@@ -1,22 +1,22 @@
-"""The grid of what is released: clipped vectors as whole steps, their sums, and noise on them.
+"""The grid of releases: clipped vectors as integer steps, their sums, and noise on them.
 
     step γ = 2^⌊log2(S / R)⌋,   R = max(2²⁶, 2¹⁴ √k)
     v = round at random (clip_S(x) / γ),  ‖v‖₂ ≤ B        Σ v + round(N(0, (σ/γ)²))
 
-Sums of whole numbers are exact, and so is the noise: what is released is a multiple of γ that any of
-two neighbours' data could have led to. A power of two as the step keeps that so in every floating-point
-format: a conversion rounds to a coarser grid, which is no more than post-processing.
-Rounding makes a vector longer, B γ / S ≤ 1 + 2⁻²⁶ whatever its length k, and that is in every ε. Coins of the
-rounding may be known to everybody: the bound holds for each of their outcomes. Source: Kairouz, Liu and
-Steinke 2021 (2102.06387), Section 4.1. Differs: no rotation, since the grid is fine in 64 bits.
+Sums of integers are exact, and so is the noise: a release is a multiple of γ that the data of either
+neighbour could have produced. Because the step is a power of two, this holds in every floating-point
+format: a conversion rounds to a coarser grid, which is post-processing.
+Rounding makes a vector longer, by a factor B γ / S ≤ 1 + 2⁻²⁶ for any length k, which every ε includes.
+The coins of the rounding may be public: the bound holds for each of their outcomes. Source: Kairouz, Liu
+and Steinke 2021 (2102.06387), Section 4.1. Differs: no rotation, since the grid is fine in 64 bits.
 
-A clipped update as whole numbers of bounded norm, for sums modulo a power of two.
+A clipped update becomes integers of bounded norm, for sums modulo a power of two, by
 
     v = round at random (Δ / step), drawn again until ‖v‖₂ ≤ B
     B² = min((R + √k)², R² + k/4 + √(2 log(1/β)) (R + √k/2)),   R = S / step,  β = e^(-½)
 
-Each coordinate is rounded up or down so that its expectation is right; B is exceeded with a chance
-of less than β. Source: Kairouz, Liu and Steinke 2021 (2102.06387), Algorithm 1 and Equation 4.
+Each coordinate is rounded up or down without bias; the probability of exceeding B is less than β.
+Source: Kairouz, Liu and Steinke 2021 (2102.06387), Algorithm 1 and Equation 4.
 Differs: no rotation beforehand, since sums here have 63 bits.
 """
 
@@ -38,17 +38,17 @@ from fl_lightning.kernels import (
 )
 
 _LEAST_RADIUS, _RADIUS_PER_ROOT = 2.0**26, 2.0**14
-# By how much rounding raises the norm of a vector at most.
+# Upper bound of the factor by which rounding raises the norm of a vector.
 GRID_COST = 1 + 2.0**-26
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Whole steps for vectors of one length and norm.
+    """A grid of integer steps for vectors of one length and clip norm.
 
     Attributes:
         clip_norm: S.
-        step: γ, a power of two.
+        step: step width γ, a power of two.
     """
 
     clip_norm: float
@@ -61,11 +61,11 @@ class Grid:
 
     @classmethod
     def of(cls, clip_norm: float, size: int) -> Grid:
-        """Return the grid for vectors of so many numbers.
+        """Return the grid for vectors of length ``size``.
 
         Args:
             clip_norm: S > 0, finite.
-            size: k ≥ 0.
+            size: length k ≥ 0.
 
         Example:
             >>> Grid.of(1.0, size=100).step == 2.0**-26
@@ -78,11 +78,11 @@ class Grid:
         return cls(clip_norm, step)
 
     def to_steps(self, vector: Tensor, draw: Draw) -> Integers:
-        """Return a vector as whole steps that are no longer than S · `GRID_COST`, shape (k,).
+        """Clip a vector and round it to integer steps of norm ≤ S · `GRID_COST`, shape (k,).
 
         Args:
-            vector: finite, shape (k,); whatever it has beyond the clip norm is clipped off.
-            draw: gives the coins.
+            vector: finite vector, shape (k,).
+            draw: source of the coins.
 
         Example:
             >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
@@ -97,35 +97,35 @@ class Grid:
         return to_integers(exact, self.clip_norm, self.step, draw)
 
     def noise(self, stddev: float, size: int, draw: Draw) -> Integers:
-        """Return noise in whole steps, shape (size,); see `noise_of`.
+        """Draw noise in integer steps, shape (size,); see `noise_of`.
 
         Args:
-            stddev: in the units of vectors, > 0.
-            size: how many numbers.
-            draw: gives random words, which nobody else may know.
+            stddev: standard deviation in the units of vectors, > 0.
+            size: number of draws.
+            draw: source of secret random words.
         """
         return noise_of(stddev / self.step, size, draw)
 
     def value(self, steps: Tensor) -> Tensor:
-        """Return what steps stand for, float64, see `wide`."""
+        """Convert steps into the units of vectors, float64, see `wide`."""
         return wide(steps) * self.step
 
 
 def wide(numbers: Tensor) -> Tensor:
-    """Return numbers in float64, on the CPU where their device has none."""
+    """Convert to float64, on the CPU if the device has no float64."""
     return (numbers.cpu() if numbers.device.type == "mps" else numbers).double()
 
 
 def noise_of(stddev: float, size: int, draw: Draw) -> Integers:
-    """Return rounded Gaussian noise, shape (size,).
+    """Draw rounded Gaussian noise, int64 of shape (size,).
 
     Args:
-        stddev: in steps; below 2⁸ it is raised to that, which protects more.
-        size: how many numbers.
-        draw: gives random words.
+        stddev: standard deviation in steps; raised to 2⁸ if it is less, which protects more.
+        size: number of draws.
+        draw: source of random words.
 
     Raises:
-        ConfigurationError: if it is larger than 2⁵² steps.
+        ConfigurationError: if the standard deviation is larger than 2⁵² steps.
     """
     if stddev > LARGEST_STDDEV:
         raise ConfigurationError(
@@ -136,32 +136,32 @@ def noise_of(stddev: float, size: int, draw: Draw) -> Integers:
 
 
 def noisy(vector: Tensor, clip_norm: float, stddev: float, draw: Draw) -> Tensor:
-    """Return one clipped vector with noise, on the grid, in the dtype and on the device of the vector.
+    """Clip a vector, round it to the grid and add noise; keeps dtype and device.
 
     Args:
         vector: shape (k,).
         clip_norm: S.
-        stddev: of the noise, in the units of the vector.
-        draw: gives the rounding's coins, then the noise.
+        stddev: standard deviation of the noise, in the units of the vector.
+        draw: source of the coins, and then of the noise.
     """
     grid = Grid.of(clip_norm, len(vector))
     steps = grid.to_steps(vector, draw) + grid.noise(stddev, len(vector), draw)
     return grid.value(torch.from_numpy(steps)).to(vector)
 
 
-# What the check of a norm in double precision may let through beyond the bound.
+# Factor beyond the bound that the check of a norm in double precision may let pass.
 CHECKED_TO = 1 + 1e-12
-# The chance that so many are all too long is below e^-500 for a clipped vector.
+# The probability that this many roundings are all too long is below e^-500 for a clipped vector.
 _MOST_TRIES = 1000
 
 
 def norm_bound(clip_norm: float, step: float, size: int) -> float:
-    """Return B, the largest L2 norm of a rounded vector, in steps.
+    """Largest L2 norm B of a rounded vector, in steps.
 
     Args:
         clip_norm: S ≥ 0.
-        step: of the grid, > 0.
-        size: of the vector, k.
+        step: step width of the grid, > 0.
+        size: length k of the vector.
 
     Example:
         >>> norm_bound(1.0, step=0.5, size=0), round(norm_bound(100.0, step=1.0, size=4), 2)
@@ -175,13 +175,13 @@ def norm_bound(clip_norm: float, step: float, size: int) -> float:
 
 
 def to_integers(delta: Tensor, clip_norm: float, step: float, draw: Draw) -> Integers:
-    """Return a vector of norm ≤ S as whole steps, of norm ≤ `norm_bound` · 1.000000000002.
+    """Round a vector of norm ≤ S to integer steps of norm ≤ `norm_bound` · 1.000000000002.
 
     Args:
-        delta: clipped, shape (k,).
+        delta: clipped vector, shape (k,).
         clip_norm: S.
-        step: of the grid, > 0.
-        draw: gives random words, k for each try.
+        step: step width of the grid, > 0.
+        draw: source of random words, k for each try.
 
     Example:
         >>> generator = np.random.default_rng(0)
@@ -201,5 +201,5 @@ def to_integers(delta: Tensor, clip_norm: float, step: float, draw: Draw) -> Int
 
 
 def from_integers(numbers: Integers, step: float, like: Tensor) -> Tensor:
-    """Return whole steps as a vector of the dtype and device of ``like``, shape (k,)."""
+    """Convert integer steps into a vector with the dtype and device of ``like``, shape (k,)."""
     return torch.from_numpy(numbers * step).to(like)

@@ -1,9 +1,8 @@
-"""Where a mechanism's random words come from.
+"""Sources of a mechanism's random words.
 
-`SeededNoise` draws them from (seed, purpose, round, …), as everything else: whoever knows the seed
-can take the noise off again, so it protects nobody who does. `SecureNoise` draws them from a
-cryptographically secure generator that begins at the operating system's, keeps nothing, and cannot be
-repeated.
+`SeededNoise` derives them from (seed, purpose, round, …): anybody who knows the seed can subtract the
+noise. `SecureNoise` draws them from a cryptographically secure generator seeded by the operating
+system; they are not stored and cannot be repeated.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from fl_lightning.core.whole_numbers import Draw, Words
 
 
 class NoiseSource(Protocol):
-    """Gives random words, uniform on 64 bits."""
+    """A source of random words, uniform on 64 bits."""
 
     def stream(self, *ids: int) -> Draw:
-        """Return what gives words, each call the next ones.
+        """Return a function that draws the next words of a stream on each call.
 
         Args:
-            ids: what tells this stream from others, e.g. round and client.
+            ids: numbers that distinguish streams, e.g. round and client.
         """
 
     def words(self, size: int, *ids: int) -> Words:
@@ -35,7 +34,7 @@ class NoiseSource(Protocol):
 
 @dataclass(frozen=True)
 class SeededNoise:
-    """A pure function of (seed, ids), for tests and for results that repeat to the bit.
+    """Words that are a pure function of (seed, ids), for tests and reproducible results.
 
     Example:
         >>> noise = SeededNoise(0)
@@ -47,7 +46,7 @@ class SeededNoise:
     purpose: str = "privacy noise"
 
     def stream(self, *ids: int) -> Draw:
-        """Return what gives the words of these ids."""
+        """Return a function that draws the words of these ids."""
         generator = numpy_generator(self.seed, self.purpose, *ids)
         return lambda count: generator.integers(0, 2**64, count, dtype=np.uint64)
 
@@ -58,11 +57,11 @@ class SeededNoise:
 
 @dataclass(frozen=True)
 class SecureNoise:
-    """Fresh words at every call.
+    """Fresh secure words at every call.
 
-    With the package ``cryptography`` they are AES-256's in counter mode, under a key that the operating
-    system's secure generator draws for each stream; without it they are that generator's own, which
-    takes five times as long.
+    With the package ``cryptography`` they come from AES-256 in counter mode, with a key from the
+    operating system's secure generator for each stream; without it they come from that generator
+    itself, which takes five times as long.
 
     Example:
         >>> noise = SecureNoise()
@@ -71,14 +70,14 @@ class SecureNoise:
     """
 
     def stream(self, *ids: int) -> Draw:
-        """Return what gives new words, whatever the ids."""
+        """Return a function that draws new words, for any ids."""
         encryptor = _encryptor()
         if encryptor is None:
             return lambda count: np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         return lambda count: np.frombuffer(encryptor.update(_zeros(8 * count)), dtype=np.uint64)
 
     def words(self, size: int, *ids: int) -> Words:
-        """Return new words, whatever the ids."""
+        """Return new words, for any ids."""
         return self.stream(*ids)(size)
 
 
@@ -88,7 +87,7 @@ def _zeros(count: int) -> bytes:
 
 
 def _encryptor() -> Any:
-    """Return a stream cipher under a fresh key; None where there is none."""
+    """Return a stream cipher with a fresh key, or None without the package ``cryptography``."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError:
@@ -97,10 +96,10 @@ def _encryptor() -> Any:
 
 
 def coins(seed: int) -> SeededNoise:
-    """Return a source for roundings at random, which everybody may know."""
+    """Return the source of the coins for random rounding, which may be public."""
     return SeededNoise(seed, "privacy rounding")
 
 
 def noise_source(seed: int, *, secure: bool) -> NoiseSource:
-    """Return a source of fresh secure words, or of those of a seed."""
+    """Return a source of fresh secure words, or of the words of a seed."""
     return SecureNoise() if secure else SeededNoise(seed)

@@ -1,1 +1,1 @@
-"""From scores to a mask: plans, densities, rules."""
+"""Calibration of a mask from scores: plans, densities, rules."""

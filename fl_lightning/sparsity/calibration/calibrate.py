@@ -1,14 +1,14 @@
-"""From sensitivities to a mask, in rounds.
+"""Calibration of a mask from sensitivities, in rounds.
 
     round r of R:  score every maskable entry at  θ ⊙ (m + s (1 - m)),  s the soft mask
-                   m <- of the entries that m keeps, those N · density^(r/R) that come first
+                   m <- the N · density^(r/R) first entries, by the rule's order, of those in m
 
-One threshold over all maskable entries; entries that were dropped never come back; exactly as many
-are kept as the density says, equal ones by their flat index, in the order of the names.
+There is one threshold over all maskable entries; dropped entries never come back. Exactly as many are
+kept as the density says; ties are kept by their flat index, in the order of the names.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), Algorithm 1 and appendix A: R = 4, soft mask 0.01; its
 released code uses 0.1, and a threshold that keeps all ties.
-Differs: N · density is rounded to the nearest, the code cuts it off.
+Differs: N · density is rounded to the nearest integer, the released code truncates it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 
 class Calibration:
-    """The rounds of a calibration, for whoever gathers the scores.
+    """A calibration round by round, for callers that collect the scores themselves.
 
     Args:
-        plan: how.
-        parameters: the maskable parameters by name; they are read, never written to.
-        seed: of rules that draw.
+        plan: options of the calibration.
+        parameters: the maskable parameters by name; they do not change.
+        seed: seed of random rules.
 
     Example:
         >>> import torch
@@ -63,20 +63,20 @@ class Calibration:
 
     @property
     def is_done(self) -> bool:
-        """Whether all rounds were taken: `mask` is the result."""
+        """True after the last round: `mask` is then the result."""
         return self.round == len(self.num_kept)
 
     @property
     def needs_scores(self) -> bool:
-        """Whether `step` needs scores."""
+        """True if `step` needs scores."""
         return self._rule.needs_scores
 
     def soft_parameters(self) -> dict[str, Tensor]:
-        """Return the values at which this round scores: dropped entries times the soft mask."""
+        """Values at which to score in this round: dropped entries are multiplied by the soft mask."""
         return soften(self._parameters, self.mask, self._plan.soft_mask)
 
     def step(self, scores: Scores | None = None) -> None:
-        """Drop entries by this round's scores, summed over all clients that sent some.
+        """Drop entries by this round's scores, summed over all clients.
 
         Raises:
             ConfigurationError: if scores are needed and missing, of other tensors, nan or negative.
@@ -125,21 +125,21 @@ def calibrate(
     names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Mask:
-    """Return the mask of a module on some examples; the module stays as it is.
+    """Calibrate the mask of a module on some examples; the module does not change.
 
     Args:
         module: the model.
-        batches: a loader or a list of batches; read once a round. Rules without scores read none.
+        batches: a loader or a list of batches, read once per round; unused by rules without scores.
         density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, instead of it.
-        rule: which entries train; None is the least sensitive.
-        sensitivity: how they are scored; None is `SampledFisher`, as in the paper.
+        sparsity: 1 - density, an alternative to density.
+        rule: rule for the entries that train; None for the least sensitive.
+        sensitivity: estimator of the scores; None for `SampledFisher`, as in the paper.
         rounds: R ≥ 1; 1 is one-shot.
-        progressive: False scores R times without masking anything, adds up, and drops once.
+        progressive: False scores R times without a mask, adds the scores up, and drops once.
         soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold a tensor, all with the same density, instead of a global one.
-        names: the parameters that the mask covers; None is `maskable_names`.
-        seed: of everything drawn, the order of a shuffling loader among it.
+        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
+        names: names of the parameters to mask; None for `maskable_names`.
+        seed: seed of all random draws, including the order of a shuffling loader.
 
     Raises:
         ConfigurationError: if an option is out of range, or ``batches`` can be read only once.

@@ -1,14 +1,10 @@
-"""How a mask is found: everything about a calibration but the model and its scores.
+"""Options of a calibration: densities after each round, rule, soft mask.
 
-What fraction of the maskable entries trains, in the end and after each round of calibration.
+    keep_r = density^(r / R),   r = 1 … R          fraction of the maskable entries kept after round r
+    θ ⊙ (m + s (1 - m))                            dropped entries become small instead of zero
 
-    keep_r = density^(r / R),   r = 1 … R
-
-Source: Iurada et al. 2025, ICLR (TaLoS), Algorithm 1, whose "final sparsity k" is this density.
-
-Dropped entries made small instead of zero: θ ⊙ (m + s (1 - m)).
-
-Source: Iurada et al. 2025, ICLR (TaLoS), appendix A: s = 0.01; its released code uses 0.1.
+Source: Iurada et al. 2025, ICLR (TaLoS), Algorithm 1, whose "final sparsity k" is this density, and
+appendix A: s = 0.01; its released code uses 0.1.
 """
 
 from __future__ import annotations
@@ -31,12 +27,12 @@ class CalibrationPlan:
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, instead of it.
-        rule: which entries are kept; None is the least sensitive.
-        rounds: R ≥ 1; 1 is one-shot. Rules without scores need one round whatever this says.
-        progressive: False scores R times without masking anything, adds up, and drops once.
+        sparsity: 1 - density, an alternative to density.
+        rule: rule for the entries that train; None for the least sensitive.
+        rounds: R ≥ 1; 1 is one-shot. Rules without scores always use one round.
+        progressive: False scores R times without a mask, adds the scores up, and drops once.
         soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold a tensor, all with the same density, instead of a global one.
+        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -62,11 +58,11 @@ class CalibrationPlan:
 
     @property
     def chosen_rule(self) -> Rule:
-        """The rule, or the one that None stands for."""
+        """The rule; `LeastSensitive` by default."""
         return self.rule or LeastSensitive()
 
     def num_kept(self, num_entries: int) -> list[int]:
-        """Return how many entries are kept after each round; at least one."""
+        """Number of entries kept after each round, ≥ 1."""
         density = resolve_density(self.density, self.sparsity)
         rounds = self.rounds if self.chosen_rule.needs_scores else 1
         kept = [max(1, round(num_entries * d)) for d in density_schedule(density, rounds)]
@@ -74,10 +70,10 @@ class CalibrationPlan:
 
 
 def resolve_density(density: float | None, sparsity: float | None) -> float:
-    """Return the density, in (0, 1], from either it or the sparsity: density = 1 - sparsity.
+    """Return the density, in (0, 1], given it or the sparsity: density = 1 - sparsity.
 
     Raises:
-        ConfigurationError: if neither is given, one is out of range, or the two contradict.
+        ConfigurationError: if neither is given, one is out of range, or they contradict each other.
 
     Example:
         >>> resolve_density(None, 0.75)
@@ -108,7 +104,7 @@ def resolve_density(density: float | None, sparsity: float | None) -> float:
 
 
 def density_schedule(density: float, rounds: int) -> list[float]:
-    """Return the densities after rounds 1 to R, the last one being ``density`` itself.
+    """Densities after rounds 1 to R; the last one is ``density`` itself.
 
     Example:
         >>> [round(d, 6) for d in density_schedule(0.1, 4)]
@@ -118,7 +114,7 @@ def density_schedule(density: float, rounds: int) -> list[float]:
 
 
 def soften(parameters: Mapping[str, Tensor], mask: Mask, factor: float) -> dict[str, Tensor]:
-    """Return parameters with the entries outside the mask times a factor, as new tensors.
+    """Multiply the entries outside the mask by a factor; returns new tensors by name.
 
     Example:
         >>> weight = torch.tensor([2.0, 4.0])

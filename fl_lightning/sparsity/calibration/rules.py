@@ -1,17 +1,15 @@
-"""In which order entries are kept: the five rules.
+"""Rules for the order in which entries are kept, and the mask of the first k entries.
 
 A mask of density d lets the first d · N entries of a rule's order move, so density is the fraction
 that trains, under every rule: "least sensitive at density 0.1" trains the tenth of all entries
 with the lowest scores and freezes the rest.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), section 4.2, keeps the least sensitive: training them
-moves the model's function least. The other four are what it is compared with.
+changes the model's function least. The other four rules are baselines.
 
-Exactly k entries with the lowest values, whatever the ties.
-
-A threshold alone keeps too many: of [0, 0, 0, 4, …] the two lowest are two, and "≤ 0" is three.
-Here the entries below the k-th lowest value are kept, and of those equal to it the first ones by
-index, as many as are missing. That is what a stable sort would keep, at a tenth of its time.
+Exactly k entries are kept, also with ties. A threshold alone would keep too many: of [0, 0, 0, 4, …]
+"≤ 0" keeps three for k = 2. Here all entries below the k-th lowest value are kept, and then the first
+ones by index of those equal to it. A stable sort would keep the same, in ten times the time.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ Tensors = Mapping[str, Tensor]
 
 
 class Rule(Protocol):
-    """Orders entries.
+    """A rule for the order in which entries are kept.
 
-    `needs_scores` says whether sensitivities matter; rules that do not need them are given none.
-    `order_by` returns a tensor a parameter, of its shape: the lowest values are kept first.
+    Attributes:
+        needs_scores: whether the rule uses sensitivities; otherwise it gets none.
     """
 
     needs_scores: ClassVar[bool]
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return what entries are sorted by, ascending."""
+        """Return sort keys, a tensor of each parameter's shape; the lowest keys are kept first."""
 
 
 @final
@@ -75,7 +73,7 @@ class MostSensitive:
     needs_scores: ClassVar[bool] = True
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the scores' negatives."""
+        """Return the negated scores."""
         return {name: -score for name, score in scores.items()}
 
 
@@ -93,7 +91,7 @@ class LowestMagnitude:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return absolute values."""
+        """Return the absolute values."""
         return {name: parameter.detach().abs() for name, parameter in parameters.items()}
 
 
@@ -111,14 +109,14 @@ class HighestMagnitude:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the negatives of absolute values."""
+        """Return the negated absolute values."""
         return {name: -parameter.detach().abs() for name, parameter in parameters.items()}
 
 
 @final
 @dataclass(frozen=True)
 class RandomEntries:
-    """Entries drawn uniformly from all, not tensor by tensor, train.
+    """Entries drawn uniformly from all entries of all tensors train.
 
     Example:
         >>> parameters = {"weight": torch.zeros(2)}
@@ -130,22 +128,22 @@ class RandomEntries:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return independent uniform numbers: a pure function of the seed and the shapes."""
+        """Return independent uniform numbers, a pure function of the seed and the shapes."""
         generator = numpy_generator(seed, "random mask")
         return {
-            # 53 random bits: equal numbers, which would favour the first, practically do not occur
+            # 53 random bits: ties, which would favour the first entry, practically never occur
             name: torch.from_numpy(generator.random(tuple(p.shape))).to(p.device)
             for name, p in parameters.items()
         }
 
 
 def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
-    """Return a bool tensor of shape (n,) with k times True: the lowest of the allowed values.
+    """Mask of the k lowest allowed values, bool of shape (n,).
 
     Args:
         values: shape (n,), without nan.
-        allowed: bool, shape (n,): only these may be kept.
-        k: how many, in [0, number of allowed ones].
+        allowed: True for entries that may be kept, bool of shape (n,).
+        k: number of entries to keep, from 0 to the number of allowed entries.
 
     Example:
         >>> values = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0])
@@ -162,9 +160,9 @@ def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
 
 
 def apportion(sizes: list[int], k: int) -> list[int]:
-    """Share k over parts in proportion to their sizes, no part more than its size.
+    """Distribute k over parts in proportion to their sizes; no part gets more than its size.
 
-    Largest remainders (Hamilton); of equal remainders the first part's.
+    Method of largest remainders (Hamilton); ties go to the first part.
 
     Example:
         >>> apportion([4, 4, 2], 5)
@@ -182,13 +180,13 @@ def apportion(sizes: list[int], k: int) -> list[int]:
 
 
 def next_mask(order: Mapping[str, Tensor], mask: Mask, k: int, *, per_tensor: bool = False) -> Mask:
-    """Return the mask of the k entries with the lowest values among those that a mask keeps.
+    """Mask of the k entries with the lowest sort keys among the active entries of a mask.
 
     Args:
-        order: values by name, without nan; ties are kept by flat index, in the mask's order.
-        mask: what may be kept.
-        k: how many, in [0, mask.num_active].
-        per_tensor: share k over the tensors by what the mask keeps of each, choose in each.
+        order: sort keys by name, without nan; ties are kept by flat index, in the mask's order.
+        mask: the entries that may be kept.
+        k: number of entries to keep, in [0, mask.num_active].
+        per_tensor: distribute k over the tensors by their active entries, and choose in each.
 
     Raises:
         ConfigurationError: if k is out of range.

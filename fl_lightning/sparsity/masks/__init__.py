@@ -1,1 +1,1 @@
-"""Masks: what may move, their files, their counts and pictures."""
+"""Masks: files, densities, and the parameters that may be masked."""

@@ -1,11 +1,11 @@
-"""Which entries of which parameters may move: True where training is allowed.
+"""Masks over parameters: True for entries that may move. Their files.
 
-A mask speaks only of the tensors it names. What becomes of a parameter that is not in it, whether
-it trains densely or stays frozen, is for those who use the mask to say.
+A mask covers only the tensors that it names. Whether other parameters train or stay frozen is decided
+by the user of the mask.
 
-A mask as a file: a container (`fl_lightning.core.container`, which is a safetensors file), eight entries to
-a byte. The tensors are the packed bits under the parameters' names (little endian: the first entry is the
-lowest bit of the first byte); the fields are version, hash, and names with shapes in order.
+A file of a mask is a container (`fl_lightning.core.container`, a safetensors file) with eight entries per
+byte: packed bits under the parameters' names (little endian: the first entry is the lowest bit of the
+first byte); its fields are version, hash, and names with shapes in order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fl_lightning.core.container import read, write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import MessageError, check_string, check_whole, fields_of
 
-VERSION = 1  # of the layout of packed bits, in checkpoints, in files and under the hash
+VERSION = 1  # of the layout of packed bits, in checkpoints, files and the hash
 
 
 class Mask(Mapping[str, Tensor]):
-    """Parameter names mapped to bool tensors of the parameters' shapes; it never changes.
+    """An immutable mapping from parameter names to bool tensors of the parameters' shapes.
 
-    Two masks are equal if they name the same tensors with the same shapes and bits, in whatever
-    order and on whatever devices. Tensors handed out are the mask's own: do not write to them.
+    Two masks are equal if names, shapes and bits are equal, in any order and on any devices. Its
+    tensors are not copied on access: do not write to them.
 
     Args:
         tensors: bool tensors by name; they are copied.
@@ -61,7 +61,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def ones(cls, tensors: Mapping[str, Tensor]) -> Mask:
-        """Return the mask that lets every entry of these tensors move: the identity."""
+        """Return the mask in which every entry of these tensors may move."""
         return cls({name: torch.ones_like(t, dtype=torch.bool) for name, t in tensors.items()})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -87,12 +87,12 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def num_active(self) -> int:
-        """How many entries may move."""
+        """Number of entries that may move."""
         return sum(self._active.values())
 
     @property
     def num_entries(self) -> int:
-        """How many entries there are."""
+        """Number of all entries."""
         return sum(tensor.numel() for tensor in self._tensors.values())
 
     @property
@@ -102,12 +102,12 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def sparsity(self) -> float:
-        """Fraction of entries that may not: 1 - density."""
+        """Fraction of entries that may not move: 1 - density."""
         return 1 - self.density
 
     @property
     def active_per_tensor(self) -> dict[str, int]:
-        """How many entries of each tensor may move."""
+        """Number of entries that may move, by tensor."""
         return dict(self._active)
 
     def to(self, device: torch.device | str) -> Mask:
@@ -115,7 +115,7 @@ class Mask(Mapping[str, Tensor]):
         return Mask({name: tensor.to(device) for name, tensor in self._tensors.items()})
 
     def hash(self) -> str:
-        """Return 32 hexadecimal digits that stand for names, shapes and bits (blake2b)."""
+        """Hash of names, shapes and bits (blake2b), 32 hexadecimal digits."""
         if self._hash is None:
             digest = hashlib.blake2b(f"mask {VERSION}".encode(), digest_size=16)
             for name in sorted(self._tensors):
@@ -126,7 +126,7 @@ class Mask(Mapping[str, Tensor]):
         return self._hash
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, shapes, hash and bits, eight to a byte, for a checkpoint."""
+        """Return names, shapes, hash and packed bits for a checkpoint."""
         return {
             "version": VERSION,
             "hash": self.hash(),
@@ -136,11 +136,10 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Mask:
-        """Return the mask that `state_dict` described, on the CPU.
+        """Restore a mask from `state_dict`, on the CPU.
 
         Raises:
-            ConfigurationError: if it is of another version, incomplete, or its bits do not belong
-                to its hash.
+            ConfigurationError: if it has another version, is incomplete or does not match its hash.
         """
         if state.get("version") != VERSION:
             raise ConfigurationError(
@@ -160,11 +159,7 @@ class Mask(Mapping[str, Tensor]):
         return mask
 
     def check_fits(self, module: nn.Module) -> None:
-        """Refuse a module without the mask's tensors.
-
-        Raises:
-            ConfigurationError: with the names that the module lacks or has in other shapes.
-        """
+        """Raise ConfigurationError if the module lacks tensors of the mask, or has other shapes."""
         found = dict(module.named_parameters())
         missing = [name for name in self if name not in found]
         differing = [
@@ -182,7 +177,7 @@ class Mask(Mapping[str, Tensor]):
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Return the first few of some names in a line.
+    """Join the first names of a list for a message.
 
     Example:
         >>> some(["a", "b", "c"], most=2)
@@ -211,7 +206,7 @@ def _unpack(name: str, bits: Tensor, shape: list[int]) -> Tensor:
 
 
 def save_mask(mask: Mask, path: str | Path) -> None:
-    """Write a mask to a file; folders that are missing are made.
+    """Write a mask to a file; missing folders are created.
 
     Example:
         >>> import tempfile, torch
@@ -235,8 +230,7 @@ def load_mask(path: str | Path) -> Mask:
     """Read a mask from a file, on the CPU.
 
     Raises:
-        ConfigurationError: if there is no such file, it holds no mask or one of another version,
-            or its content does not belong to its hash.
+        ConfigurationError: if the file does not exist, is no mask of this version, or is damaged.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"mask: there is no file {str(path)!r} on this machine")

@@ -1,13 +1,11 @@
-"""Which parameters of a module may be masked at all.
+"""Parameters of a module that may be masked, and parameters that a mask freezes altogether.
 
-By default weights and biases of linear, attention, convolution and norm layers of the backbone.
-Embeddings (of patches, positions, classes) and the classifier are left out.
+By default weights and biases of linear, attention, convolution and norm layers of the backbone may be
+masked, but not embeddings (of patches, positions, classes) and the classifier.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), appendix A: Linear, Attention, LayerNorm and Conv layers;
 embeddings and the final projection are frozen.
-Differs: batch norm and the other norms belong to it too, so that convolutional networks do.
-
-Tensors of which nothing may move need no gradient, and then cost nothing in backward.
+Differs: batch norm and other norms are included, for convolutional networks.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-# Other libraries' layers are known by their names: timm's RmsNorm, BatchNormAct2d, EvaAttention, …
+# Layers of other libraries are recognised by name: timm's RmsNorm, BatchNormAct2d, EvaAttention, …
 _LAYER_WORDS = ("norm", "attention")
 _EMBEDDING_WORDS = ("embed", "token", "position", "rel_pos")
 
@@ -39,20 +37,20 @@ def maskable_names(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Return the names of the parameters that a mask may cover, in the module's order.
+    """Names of the parameters that a mask may cover, in the module's order.
 
-    Only parameters that train (``requires_grad``) are among them. The classifier is what timm's
-    `get_classifier` returns, of the module or of a network inside it; a module without one needs
-    ``exclude`` to keep its last layer out of the mask.
+    Only trainable parameters (``requires_grad``) are included. The classifier is found by timm's
+    `get_classifier` of the module or of a network inside it; for a module without it, exclude the last
+    layer by ``exclude``.
 
     Args:
         module: any module.
-        include: instead of the default layers, all parameters whose names match one of these
-            patterns (`fnmatch`: ``*`` matches dots as well).
-        exclude: without those that match one of these.
+        include: patterns of names that replace the default layers (`fnmatch`: ``*`` matches dots as
+            well).
+        exclude: patterns of names to leave out.
 
     Raises:
-        ConfigurationError: if a pattern matches no parameter, or nothing is left.
+        ConfigurationError: if a pattern matches no parameter, or no parameter is left.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2))
@@ -70,7 +68,7 @@ def maskable_names(
     chosen = [name for name in chosen if not _matches(name, exclude)]
     if not chosen:
         raise ConfigurationError(
-            f"of the {len(trained)} parameters of {type(module).__name__} that train none may be "
+            f"none of the {len(trained)} trainable parameters of {type(module).__name__} may be "
             f"masked: {some(trained)}. Name them with include."
         )
     return chosen
@@ -100,17 +98,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze_masked(module: nn.Module, masks: Mapping[str, Tensor]) -> list[str]:
-    """Switch off the gradient of parameters whose mask is all zero; return their names.
+    """Disable the gradient of parameters whose mask is all False; returns their names.
 
-    Where these are the first layers of a network, the backward pass ends above them. Before a mask
-    that lets some of them move again, switch their gradient on with ``requires_grad_(True)``.
+    If these are the first layers of a network, the backward pass ends above them. Before you set a
+    mask that lets some of them move again, enable their gradient with ``requires_grad_(True)``.
 
     Args:
-        module: its parameters are changed in place.
-        masks: by parameter name, ``True`` where an entry may move.
+        module: the module; its parameters are changed in place.
+        masks: masks by parameter name, True for entries that may move.
 
     Raises:
-        ValueError: if a mask is of no parameter.
+        ValueError: if a name is no parameter of the module.
 
     Example:
         >>> import torch

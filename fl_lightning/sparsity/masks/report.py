@@ -1,14 +1,12 @@
-"""Where in the network a mask lets entries move: numbers for a table or a figure.
+"""Densities of a mask per tensor and layer, as rows and as a figure, and statistics over many masks.
 
-A picture of where in the network a mask lets entries move.
+The statistics over n masks of N entries need only c_j, the number of masks in which entry j may move:
 
-What many masks are together, from how often each entry may move: c_j of n masks.
+    density = Σ_j c_j / (n N),   union = Σ_j [c_j > 0] / N
+    overlap = Σ_{a<b} |m_a ∧ m_b| / Σ_{a<b} |m_a ∨ m_b|       over all pairs
 
-density = Σ_j c_j / (n N),   union = Σ_j [c_j > 0] / N    of N entries
-overlap = Σ_{a<b} |m_a ∧ m_b| / Σ_{a<b} |m_a ∨ m_b|       over all pairs
-
-where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks that is Jaccard's overlap; for more
-numerators and denominators are added up apart, so that no pair has to be looked at.
+where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks this is Jaccard's index; for more,
+numerators and denominators are summed separately, so that no pair is computed by itself.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerDensity:
-    """One row.
+    """Density of one tensor or layer.
 
     Attributes:
-        name: of the tensor or layer.
-        num_entries: how many entries it has.
-        num_active: how many of them may move.
+        name: name of the tensor or layer.
+        num_entries: number of its entries.
+        num_active: number of its entries that may move.
     """
 
     name: str
@@ -41,23 +39,23 @@ class LayerDensity:
 
     @property
     def density(self) -> float:
-        """Fraction that may move, in [0, 1]; 1 without entries."""
+        """Fraction of entries that may move, in [0, 1]; 1 without entries."""
         return self.num_active / self.num_entries if self.num_entries else 1.0
 
 
 def density_per_tensor(mask: Mask) -> list[LayerDensity]:
-    """Return a row a tensor, in the mask's order."""
+    """Density of each tensor, in the mask's order."""
     active = mask.active_per_tensor
     return [LayerDensity(name, mask[name].numel(), active[name]) for name in mask]
 
 
 def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity]:
-    """Return a row a layer: weight and bias together, in the order of first appearance.
+    """Density of each layer, weight and bias together, in the order of first appearance.
 
     Args:
-        mask: whose.
-        depth: at most so many parts of the dotted names, to join whole blocks; None joins only
-            the tensors of one layer.
+        mask: the mask.
+        depth: number of parts of the dotted names to keep, so that layers of a block are joined; None
+            joins only the tensors of one layer.
 
     Example:
         >>> import torch
@@ -79,14 +77,14 @@ def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity
     return list(rows.values())
 
 
-MOST_ROWS = 150  # beyond, layers are joined to blocks
+MOST_ROWS = 150  # with more, layers are joined into blocks
 
 
 def density_figure(mask: Mask) -> Figure:
-    """Return a bar a layer, in the network's order: the fraction of its entries that may move.
+    """Draw one bar per layer, in the network's order: the fraction of its entries that may move.
 
-    A line marks the density of the whole mask. Of networks with more than 150 layers, layers are
-    joined to blocks.
+    A line marks the density of the whole mask. In networks with more than 150 layers, layers are joined
+    into blocks.
 
     Example:
         >>> import torch
@@ -112,11 +110,11 @@ def density_figure(mask: Mask) -> Figure:
 
 
 class MaskCounts:
-    """Counts over masks of the same tensors, added one by one: 4 bytes an entry, however many.
+    """Statistics over masks of the same tensors, added one by one, in 4 bytes per entry.
 
     Attributes:
-        num_masks: so far.
-        num_entries: of each.
+        num_masks: number of masks so far.
+        num_entries: number of entries of each mask.
 
     Example:
         >>> counts = MaskCounts()
@@ -131,7 +129,7 @@ class MaskCounts:
         self._counts: dict[str, Tensor] = {}
 
     def add(self, mask: Mask) -> None:
-        """Count one more mask."""
+        """Add one mask."""
         if not self.num_masks:
             self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
             self.num_entries = mask.num_entries
@@ -146,13 +144,13 @@ class MaskCounts:
 
     @property
     def union_density(self) -> float:
-        """Fraction of the entries that at least one mask lets move, in [0, 1]."""
+        """Fraction of entries that at least one mask lets move, in [0, 1]."""
         active = sum(int(counts.count_nonzero()) for counts in self._counts.values())
         return active / max(1, self.num_entries)
 
     @property
     def overlap(self) -> float:
-        """What pairs of masks share of what either lets move, in [0, 1]; 1 if there is no pair."""
+        """Jaccard's index over all pairs of masks, in [0, 1]; 1 if there is no pair."""
         shared = (self._sum(2) - self._sum(1)) / 2
         either = (self.num_masks - 1) * self._sum(1) - shared
         return shared / either if either > 0 else 1.0

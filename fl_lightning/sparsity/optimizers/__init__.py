@@ -1,1 +1,1 @@
-"""Optimizers that step on active entries alone."""
+"""Optimizers that move only the active entries of a mask."""

@@ -1,18 +1,14 @@
-"""The entries of a tensor that may move: as indices, which are faster than a mask where they are few.
+"""Active entries of tensors as indices, and the chunks of memory in which an optimizer moves them.
 
-    take: v = p[active]        put: p[active] = v
+    read: v = p[active], g = ∇[active]        move v by g        write: p[active] = v
 
-An optimizer that acts on each number for itself can act on ``v`` alone: its arithmetic and its
-state have as many numbers as entries move. Where nearly all move it is cheaper to step the whole
-tensor and put the few frozen entries back.
+An optimizer that acts on each number by itself can act on ``v`` alone: its arithmetic and its state
+have one number per active entry. If most entries are active, it is cheaper to step the whole tensor
+and restore the few frozen entries.
 
-Tensors whose active entries an optimizer moves together, and the memory that these pass through.
-
-    read: v = p[active], g = ∇[active]        write: p[active] = v
-
-A ViT has 150 tensors, most of them small, so that every call here counts: what does not change from
-step to step (flat views, places in the memory) is found once. The memory is the same for all chunks
-and all steps: new memory costs more than the numbers in it.
+A ViT has 150 tensors, most of them small, so that the overhead of each call matters: flat views and
+offsets, which do not change from step to step, are computed once. All chunks and all steps share one
+buffer: allocating memory costs more than copying the numbers.
 """
 
 from __future__ import annotations
@@ -25,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From this fraction of moving entries on, a step of the whole tensor is faster (measured on a CPU
-# with SGD, momentum and weight decay).
+# From this fraction of active entries on, a step of the whole tensor is faster (measured on a CPU with
+# SGD, momentum and weight decay).
 DENSE_FROM = 0.5
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which entries of one tensor move; both None if all do.
+    """Active or frozen entries of one tensor; both are None if all entries are active.
 
     Attributes:
-        active: indices of those that move, in rising order, shape (k,); the optimizer steps and
-            remembers these alone.
-        frozen: indices of those that do not, where the optimizer steps the whole tensor.
+        active: increasing indices of the active entries, shape (k,), if the optimizer steps them
+            alone.
+        frozen: indices of the frozen entries, if the optimizer steps the whole tensor.
     """
 
     active: Tensor | None = None
@@ -45,7 +41,7 @@ class Split:
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Split:
-        """Return the cheaper form of a mask (``True`` = may move; None = all may).
+        """Convert a mask (True for active entries; None for all) into the cheaper form.
 
         Example:
             >>> Split.of(torch.tensor([True, False, False])).active.tolist()
@@ -63,11 +59,11 @@ class Split:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all entries move."""
+        """True if all entries are active."""
         return self.active is None and self.frozen is None
 
     def mask(self, like: Tensor) -> Tensor:
-        """Return the mask, bool, of the shape and on the device of a tensor.
+        """Convert into a mask, bool of the shape and device of ``like``.
 
         Example:
             >>> Split(active=torch.tensor([1])).mask(torch.zeros(3)).tolist()
@@ -80,7 +76,7 @@ class Split:
         return mask
 
     def indices(self, like: Tensor) -> Tensor:
-        """Return which entries of a tensor move, in rising order, shape (k,).
+        """Increasing indices of the active entries, shape (k,).
 
         Example:
             >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
@@ -90,8 +86,8 @@ class Split:
             return self.active
         return self.mask(like).flatten().nonzero().view(-1)
 
-    def spread(self, state: Tensor, like: Tensor) -> Tensor:
-        """Return state in the shape of a tensor; what it says of frozen entries means nothing."""
+    def expanded(self, state: Tensor, like: Tensor) -> Tensor:
+        """Expand state to the shape of ``like``; its values at frozen entries are meaningless."""
         if self.active is None:
             return state.clone()
         whole = torch.zeros_like(like, dtype=state.dtype)
@@ -99,10 +95,10 @@ class Split:
         return whole
 
     def fitted(self, param: Tensor) -> Split:
-        """Return it on a parameter's device, sure to lie inside it.
+        """Return it on a parameter's device, and check its indices.
 
         Raises:
-            ValueError: if an index lies outside the parameter.
+            ValueError: if an index is outside the parameter.
         """
         index = self.active if self.active is not None else self.frozen
         if index is None:
@@ -117,7 +113,7 @@ class Split:
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Return the entries at indices into the flattened tensor, shape (k,).
+    """Return the entries at indices of the flattened tensor, shape (k,).
 
     Example:
         >>> take(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 2]))
@@ -127,7 +123,7 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
-    """Write entries at indices into the flattened tensor, in place.
+    """Write entries at indices of the flattened tensor, in place.
 
     Example:
         >>> tensor = torch.zeros(2, 2)
@@ -136,27 +132,27 @@ def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
         [[0.0, 5.0], [0.0, 0.0]]
     """
     flat = tensor.reshape(-1).scatter_(0, index, values)
-    if not tensor.is_contiguous():  # then it is flattened into a copy
+    if not tensor.is_contiguous():  # `reshape` has made a copy
         tensor.copy_(flat.view(tensor.shape))
 
 
-# Values of so many entries stay in a core's cache from reading to writing. An accelerator is
-# faster with all tensors at once.
+# Values of this many entries stay in a core's cache from reading to writing. An accelerator is faster
+# with all tensors in one chunk.
 MOST_ENTRIES_ON_CPU = 50_000
 
 
 class Chunk:
-    """Some parameters of one dtype and device.
+    """Parameters of one dtype and device whose active entries move together.
 
     Args:
-        params: with entries that move.
-        active: which of each, as indices, shape (k_i,).
-        memory: for values and for gradients, of at least Σ k_i numbers each.
+        params: parameters with active entries.
+        active: indices of the active entries of each, shape (k_i,).
+        memory: buffer for values and gradients, shape (2, at least Σ k_i).
 
     Attributes:
-        params: as given.
-        values: of the active entries since `read`, shape (k_i,) each; what is moved.
-        grads: theirs.
+        params: the parameters.
+        values: active entries of each since `read`, shape (k_i,), to be moved in place.
+        grads: gradients of the active entries, shape (k_i,) each.
 
     Example:
         >>> p = torch.tensor([1.0, 2.0])
@@ -177,7 +173,7 @@ class Chunk:
         self._reads = list(zip(params, flats, active, self.values, self.grads, strict=True))
 
     def read(self) -> None:
-        """Take the present values and gradients.
+        """Read the current values and gradients.
 
         Raises:
             ValueError: for a sparse gradient.
@@ -192,7 +188,7 @@ class Chunk:
             torch.index_select(here, 0, index, out=value)
 
     def write(self) -> None:
-        """Put the values back."""
+        """Write the values back into the parameters."""
         for param, flat, index, value, _ in self._reads:
             if flat is None:
                 put(param, index, value)
@@ -201,7 +197,7 @@ class Chunk:
 
 
 class ActiveChunks:
-    """The chunks of all parameters, made anew only where tensors, memory or masks are others."""
+    """The chunks of all parameters, rebuilt only if tensors, their memory or masks change."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[list[Any], list[Tensor], list[Chunk]]] = {}
@@ -210,11 +206,11 @@ class ActiveChunks:
         """Return the chunks of a parameter group's parameters.
 
         Args:
-            number: of the group.
-            params: those that have a gradient, active and frozen entries.
-            active: indices of the former.
+            number: number of the group.
+            params: parameters with a gradient, and with active and frozen entries.
+            active: indices of their active entries.
         """
-        # indices and memory of the known chunks are kept alive: no other tensor has their addresses
+        # indices and memory of known chunks are kept alive, so no other tensor can have their addresses
         key = [(p.data_ptr(), id(index)) for p, index in zip(params, active, strict=True)]
         known = self._known.get(number)
         if known is None or known[0] != key:
@@ -236,7 +232,7 @@ def _chunks(params: Sequence[Tensor], active: Sequence[Tensor]) -> list[Chunk]:
 def _shares(
     pairs: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Share tensors out so that the values of each share stay in the cache."""
+    """Divide tensors into shares whose values fit into the cache."""
     share: list[tuple[Tensor, Tensor]] = []
     size = 0
     for param, index in pairs:

@@ -1,12 +1,12 @@
-"""What the masked optimizers share: masks, and a step of torch's own rule on the active entries.
+"""Base of the masked optimizers: masks, and a step of torch's own rule on the active entries.
 
     v = p[active],   v ← rule(v, g[active], state),   p[active] = v
 
 The rule is the function of `torch.optim` that the dense optimizer calls, so the arithmetic is
-torch's. Nothing reaches a frozen entry: no gradient, no decay, no momentum. The state of a tensor
-has one number per active entry.
+torch's. A frozen entry gets no gradient, no decay and no momentum. The state of a tensor has one
+number per active entry.
 
-Masks are kept in the parameter groups, where `state_dict`, pickling and copying find them.
+Masks are kept in the parameter groups, so that `state_dict`, pickling and copying include them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.sparsity.optimizers.active_entries import ActiveChunks, Split, put, take
 
-# By name or parameter, or one for each parameter in the optimizer's order. None: all may move.
+# By name or parameter, or one per parameter in the optimizer's order. None: all entries may move.
 Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
 
 # A parameter, its gradient and indices of its frozen entries.
@@ -30,9 +30,9 @@ Part: TypeAlias = tuple[Tensor, Tensor, Any]
 
 
 class MaskedOptimizer(Optimizer, ABC):
-    """An optimizer of torch that moves only the entries its masks allow.
+    """A torch optimizer that moves only the entries that its masks allow.
 
-    A subclass has one of torch's optimizers as its second base, and says how values move.
+    A subclass has one of torch's optimizers as its second base and defines `move`.
     """
 
     _chunks: ActiveChunks | None = None
@@ -48,59 +48,58 @@ class MaskedOptimizer(Optimizer, ABC):
         """Apply torch's rule to values in place.
 
         Args:
-            group: with the options.
+            group: the parameter group with the options.
             owners: the parameters that the values belong to; their state is ``self.state[owner]``.
             values: whole parameters, or the active entries of each, shape (k,).
-            grads: of the same shapes; not to be kept, others come into the same memory.
+            grads: gradients of the same shapes; do not keep them, their memory is reused.
         """
 
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Move active entries where they lie, for which there is a faster way; return the rest.
+        """Move active entries in place if there is a faster way; return the other parameters.
 
         Args:
-            group: with the options.
+            group: the parameter group with the options.
             parts: parameters and indices of their active entries.
         """
         return parts
 
     def newcomers(self, key: str, stayed: Tensor) -> Tensor:
-        """Return the state with which entries join a tensor, a scalar.
+        """Return the initial state of entries that join, a scalar.
 
         Args:
-            key: which state.
-            stayed: its values at the entries that could move before and still can, shape (n,).
+            key: name of the state.
+            stayed: the state at the entries that could move before and still can, shape (n,).
         """
         return stayed.new_zeros(())
 
     @property
     def masks(self) -> dict[Tensor, Tensor]:
-        """The mask of every parameter with frozen entries: bool, of the parameter's shape."""
+        """Mask of each parameter with frozen entries, bool of the parameter's shape."""
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {param: split.mask(param) for param, split in pairs if not split.is_whole}
 
     @property
     def active(self) -> dict[Tensor, Tensor]:
-        """Of every parameter with frozen entries, those that move: indices, shape (k,)."""
+        """Indices of the active entries of each parameter with frozen ones, shape (k,)."""
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {p: split.indices(p) for p, split in pairs if not split.is_whole}
 
     @torch.no_grad()
     def set_masks(self, masks: Masks | None) -> None:
-        """Replace all masks; a parameter without one moves as a whole.
+        """Replace all masks; a parameter without a mask moves as a whole.
 
-        The state of entries that could move before and still can is kept, that of entries which
-        leave is dropped. Entries that join start with `newcomers`; a tensor of which no entry
-        stays starts anew.
+        Entries that could move before and still can keep their state; entries that join start with
+        `newcomers`. A tensor of which no entry stays starts without state.
 
         Args:
-            masks: bool tensors of the parameters' shapes, ``True`` where an entry may move: by
-                parameter, by name (then the parameters must have been given with their names,
-                which torch takes from 2.6 on), or in the optimizer's order. None frees all.
+            masks: bool tensors of the parameters' shapes, True for entries that may move: by
+                parameter, by name (if the optimizer was given named parameters, which needs torch
+                2.6), or in the optimizer's order. None frees all.
 
         Raises:
-            ValueError: if there is no such parameter, or number, shape or dtype do not fit.
+            ValueError: if a parameter is unknown, or the number, a shape or a dtype does not fit.
         """
         chosen = iter(self._in_order(masks))
         for group in self.param_groups:
@@ -112,14 +111,14 @@ class MaskedOptimizer(Optimizer, ABC):
             _store(group, splits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which move as a whole until `set_masks`."""
+        """Add parameters; they move as a whole until `set_masks`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if "active" not in group:
             _store(group, [Split()] * len(group["params"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, options and masks; state of a dense optimizer is cut to the present masks.
+        """Load state, options and masks; the state of a dense optimizer is cut to the current masks.
 
         Raises:
             ValueError: if masks do not fit the parameters.
@@ -136,7 +135,7 @@ class MaskedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the active entries; return the closure's loss, None without a closure."""
+        """Move the active entries; returns the closure's loss, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,7 +164,7 @@ class MaskedOptimizer(Optimizer, ABC):
             put(param, frozen, values)
 
     def _carry_over(self, param: Tensor, before: Split, after: Split) -> None:
-        """Bring a parameter's state from one mask to another."""
+        """Convert a parameter's state from one mask to another."""
         if not self.state.get(param):
             return
         stays = before.mask(param) & after.mask(param)
@@ -174,14 +173,14 @@ class MaskedOptimizer(Optimizer, ABC):
             return
         for key, value in self.state[param].items():
             if isinstance(value, Tensor) and value.ndim:  # a count of steps has no axis
-                whole = before.spread(value, param)
+                whole = before.expanded(value, param)
                 whole[~stays] = self.newcomers(key, whole[stays])
                 self.state[param][key] = (
                     whole if after.active is None else take(whole, after.active)
                 )
 
     def _in_order(self, masks: Masks | None) -> list[Tensor | None]:
-        """Return every parameter's mask or None, checked."""
+        """Check the masks and return one per parameter, or None."""
         params = [p for group in self.param_groups for p in group["params"]]
         names = list(chain.from_iterable(g.get("param_names", []) for g in self.param_groups))
         if isinstance(masks, Mapping):

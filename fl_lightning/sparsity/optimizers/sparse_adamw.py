@@ -1,4 +1,4 @@
-"""AdamW that moves only the entries a mask allows.
+"""AdamW on the entries that a mask allows.
 
     p ← p - c η λ p,   m ← β₁ m + (1 - β₁) g,   v ← β₂ v + (1 - β₂) g²,   p ← p - c η m̂ / (√v̂ + ε)
 
@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer, Masks
 
 
 @final
 class SparseAdamW(MaskedOptimizer, AdamW):
-    """`torch.optim.AdamW`, bit for bit, on the active entries; the others stay as they are.
+    """`torch.optim.AdamW`, bit for bit, on the active entries; frozen entries stay bit-identical.
 
-    A tensor counts its steps for all its entries. So that entries which join later are not thrown
-    far by moments that still look like those of a first step, they start with the mean second
-    moment of the entries that stayed.
+    A tensor has one count of steps for all its entries. Entries that join later start with the mean
+    second moment of the entries that stayed, because with a second moment of zero they would make far
+    too large steps.
 
     Args:
         params: parameters, named parameters or groups, as for torch.
@@ -34,10 +35,10 @@ class SparseAdamW(MaskedOptimizer, AdamW):
         eps: ε ≥ 0.
         weight_decay: λ ≥ 0, on active entries.
         amsgrad: divide by the largest second moment so far.
-        maximize: climb instead.
-        foreach: all tensors in one call, fast on an accelerator; None leaves it to torch.
-        fused: torch's fused kernel, the fastest; gradients must be unscaled, as `GradScaler` does.
-        masks: which entries may move, see `set_masks`; None moves all.
+        maximize: ascend the gradient.
+        foreach: move all tensors in one call, fast on an accelerator; None leaves it to torch.
+        fused: torch's fused kernel, the fastest; gradients must be unscaled, as by `GradScaler`.
+        masks: masks of the entries that may move, see `set_masks`; None moves all.
 
     Raises:
         ValueError: if an option is out of range or a mask does not fit.
@@ -76,13 +77,14 @@ class SparseAdamW(MaskedOptimizer, AdamW):
             foreach=foreach,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False  # or GradScaler leaves unscaling to the step
+        self._step_supports_amp_scaling = False  # else GradScaler would leave unscaling to the step
         self.set_masks(masks)
 
     def newcomers(self, key: str, stayed: Tensor) -> Tensor:
-        """Return zero for the first moment, the mean for second moments."""
+        """Return zero for the first moment, and the mean for second moments."""
         return stayed.mean() if key != "exp_avg" else super().newcomers(key, stayed)
 
+    @override
     def move(
         self,
         group: dict[str, Any],
@@ -90,7 +92,6 @@ class SparseAdamW(MaskedOptimizer, AdamW):
         values: list[Tensor],
         grads: list[Tensor],
     ) -> None:
-        """Apply torch's rule."""
         for owner, value in zip(owners, values, strict=True):
             if not self.state[owner]:
                 self.state[owner].update(_first_state(value, group["amsgrad"], group["fused"]))
@@ -115,7 +116,7 @@ class SparseAdamW(MaskedOptimizer, AdamW):
 
 
 def _first_state(value: Tensor, amsgrad: bool, fused: bool | None) -> dict[str, Tensor]:
-    # the fused kernel reads the count where it runs
+    # the fused kernel reads the count of steps on its own device
     device = value.device if fused else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]

@@ -1,11 +1,11 @@
-"""SGD with momentum that moves only the entries a mask allows.
+"""SGD with momentum on the entries that a mask allows.
 
     m ← μ m + (1 - τ) c · (g + λ p),      p ← p - η c · m        c: the mask, 0 or 1
 
 Source: Iurada, Ciccone, Tommasi 2025, "Efficient Model Editing with Task-Localized Sparse
 Fine-tuning", ICLR, section 4 (θ ← θ - γ [c · ∇]).
-Differs: the mask gates decay and momentum as well. With the gradient alone masked, weight decay
-moves the frozen entries.
+Differs: the mask also gates decay and momentum. If it masked the gradient alone, weight decay would
+move the frozen entries.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
+from typing_extensions import override
 
 from fl_lightning.kernels import sgd_in_one_pass
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer, Masks
@@ -23,24 +24,25 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer, M
 
 @final
 class SparseSGDM(MaskedOptimizer, SGD):
-    """`torch.optim.SGD` on the active entries; the others stay as they are for ever.
+    """`torch.optim.SGD` on the active entries; frozen entries stay bit-identical.
 
-    Without masks, or where a mask is all ones, it is `torch.optim.SGD`, bit for bit. On a CPU the
+    Without masks, or if all masks are all ones, it is `torch.optim.SGD`, bit for bit. On a CPU the
     active entries move in one pass, see `sgd_in_one_pass`, unless ``foreach`` or ``fused`` is set;
-    then by torch's kernels. A parameter whose mask is all zero needs no gradient: `freeze_masked`.
+    then torch's kernels move them. A parameter whose mask is all zero needs no gradient, see
+    `freeze_masked`.
 
     Args:
         params: parameters, named parameters or groups, as for torch.
         lr: learning rate η ≥ 0.
         momentum: μ ≥ 0.
-        dampening: τ of the momentum.
+        dampening: dampening τ of the momentum.
         weight_decay: λ ≥ 0, on active entries.
-        nesterov: look ahead; needs momentum and no dampening.
-        maximize: climb instead.
-        foreach: all tensors in one call, fast on an accelerator; None leaves it to torch.
-        fused: torch's fused kernel, the fastest where no entry is frozen; gradients must be
-            unscaled, as `GradScaler` does.
-        masks: which entries may move, see `set_masks`; None moves all.
+        nesterov: use Nesterov momentum; needs momentum and no dampening.
+        maximize: ascend the gradient.
+        foreach: move all tensors in one call, fast on an accelerator; None leaves it to torch.
+        fused: torch's fused kernel, the fastest if no entry is frozen; gradients must be unscaled,
+            as by `GradScaler`.
+        masks: masks of the entries that may move, see `set_masks`; None moves all.
 
     Raises:
         ValueError: if an option is out of range or a mask does not fit.
@@ -81,13 +83,13 @@ class SparseSGDM(MaskedOptimizer, SGD):
             foreach=foreach,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False  # or GradScaler leaves unscaling to the step
+        self._step_supports_amp_scaling = False  # else GradScaler would leave unscaling to the step
         self.set_masks(masks)
 
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Move what has its momentum already in one pass, unless another of torch's ways is chosen."""
+        """Move parameters that already have momentum in one pass, unless foreach or fused is set."""
         if group["foreach"] or group["fused"]:
             return parts
         rest = []
@@ -98,6 +100,7 @@ class SparseSGDM(MaskedOptimizer, SGD):
                 rest.append((param, active))
         return rest
 
+    @override
     def move(
         self,
         group: dict[str, Any],
@@ -105,7 +108,6 @@ class SparseSGDM(MaskedOptimizer, SGD):
         values: list[Tensor],
         grads: list[Tensor],
     ) -> None:
-        """Apply torch's rule."""
         momentum: list[Tensor | None] = [None] * len(owners)
         if group["momentum"]:
             momentum = [self.state[p].get("momentum_buffer") for p in owners]

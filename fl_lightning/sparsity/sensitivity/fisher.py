@@ -1,19 +1,19 @@
-"""The diagonal of the Fisher information, three ways.
+"""Estimators of the diagonal of the Fisher information, and the squared mean gradient.
 
     sampled:    F_jj = 1/N Σ_i 1/S Σ_s (∂ log p(y_is | x_i) / ∂θ_j)²,   y_is ~ p(· | x_i)
     exact:      F_jj = 1/N Σ_i Σ_y p(y | x_i) (∂ log p(y | x_i) / ∂θ_j)²
-    empirical:  the same for the given label y_i alone: not the Fisher, and not its ranking
+    empirical:  the same for the given label y_i alone: no Fisher information, and another ranking
 
 Source: Iurada et al. 2025, ICLR (TaLoS), equation 7: labels from the model's own prediction,
 gradients of single examples. Its released code takes the raw logit of the sampled class instead of
 its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
 
-The squared gradient of a batch's mean: what many call Fisher. For comparison only.
+The squared gradient of a batch's mean, often called Fisher; for comparison only:
 
     1/N Σ_batches B (∂ 1/B Σ_i log p(y_i | x_i) / ∂θ_j)²
 
-Gradients of different examples cancel before they are squared, so it vanishes where a model has
-converged, depends on the batch size, and ranks entries unlike any Fisher information.
+Gradients of different examples cancel before they are squared, so it vanishes for a converged model,
+depends on the batch size, and ranks entries unlike any Fisher information.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from fl_lightning.sparsity.sensitivity.scoring import (
 @final
 @dataclass(frozen=True)
 class SampledFisher(SquaredGradients):
-    """True Fisher diagonal with labels sampled from the model's own prediction; unbiased.
+    """Unbiased estimate of the Fisher diagonal, with labels sampled from the model's prediction.
 
-    The label of an example belongs to (seed, position of the example), whatever the batch size.
+    The label of an example depends on (seed, position of the example), not on the batch size.
 
     Args:
         num_samples: labels drawn per example, ≥ 1; each costs a backward pass.
-        scoring: what is scored, on how many examples, in how much memory.
+        scoring: quantity to score, number of examples, memory.
 
     Raises:
         ConfigurationError: if num_samples is below 1.
@@ -69,7 +69,7 @@ class SampledFisher(SquaredGradients):
             )
 
     def given(self, seed: int) -> Given:
-        """Return draws from [0, 1), one a label."""
+        """Return a function that draws uniform numbers in [0, 1), one per label."""
         generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
 
         def draws(_: Any, size: int) -> Tensor:
@@ -78,7 +78,7 @@ class SampledFisher(SquaredGradients):
         return draws
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return labels of the model's own prediction."""
+        """Return labels drawn from the model's prediction, with equal weights."""
         cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
         labels = (cumulative <= given.unsqueeze(-1)).sum(dim=-1).clamp(max=len(logits) - 1)
         return labels, torch.full_like(given, 1 / len(given))
@@ -87,15 +87,15 @@ class SampledFisher(SquaredGradients):
 @final
 @dataclass(frozen=True)
 class ExactFisher(SquaredGradients):
-    """True Fisher diagonal: the expectation over all labels, a backward pass per class.
+    """Exact Fisher diagonal: the expectation over all labels, with one backward pass per class.
 
     Args:
-        scoring: what is scored, on how many examples, in how much memory.
+        scoring: quantity to score, number of examples, memory.
 
     Example:
         >>> module, batches = torch.nn.Linear(1, 2, bias=False), [torch.ones(1, 1)]
         >>> _ = torch.nn.init.zeros_(module.weight)
-        >>> ExactFisher()(module, batches).mean()["weight"]  # p (1 - p) of two even classes
+        >>> ExactFisher()(module, batches).mean()["weight"]  # p (1 - p) for p = 1/2
         tensor([[0.2500],
                 [0.2500]])
     """
@@ -103,7 +103,7 @@ class ExactFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all labels, each with its probability."""
+        """Return all labels, weighted by their probabilities."""
         return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
 
 
@@ -112,11 +112,11 @@ class ExactFisher(SquaredGradients):
 class EmpiricalFisher(SquaredGradients):
     """Squared per-example gradients of the given labels' log-probabilities.
 
-    Often called "the Fisher"; it is not: Kunstner et al. 2019, NeurIPS, section 3.
+    Often called "the Fisher", which it is not: Kunstner et al. 2019, NeurIPS, section 3.
 
     Args:
-        labels: takes the labels (B,) out of a batch.
-        scoring: what is scored, on how many examples, in how much memory.
+        labels: gets the labels (B,) from a batch.
+        scoring: quantity to score, number of examples, memory.
 
     Example:
         >>> module, batch = torch.nn.Linear(1, 2, bias=False), (torch.ones(2, 1), torch.tensor([0, 0]))
@@ -130,11 +130,11 @@ class EmpiricalFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def given(self, seed: int) -> Given:
-        """Return the labels of a batch."""
+        """Return a function that gets the labels of a batch."""
         return lambda batch, _: self.labels(batch)
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the label."""
+        """Return the given label, with weight 1."""
         return given.reshape(1), logits.new_ones(1)
 
 
@@ -144,8 +144,8 @@ class SquaredMeanGradient:
     """The squared gradient of each batch's mean, batches weighted by their sizes.
 
     Args:
-        labels: takes the labels (B,) out of a batch.
-        scoring: what is scored, on how many examples; a batch is never divided.
+        labels: gets the labels (B,) from a batch.
+        scoring: quantity to score and number of examples; a batch is never divided.
 
     Example:
         >>> module, batch = nn.Linear(1, 2, bias=False), (torch.ones(2, 1), torch.tensor([0, 1]))
@@ -166,7 +166,7 @@ class SquaredMeanGradient:
         parameters: Mapping[str, Tensor] | None = None,
         seed: int = 0,
     ) -> Scores:
-        """Return the scores; see `Sensitivity`. Nothing is drawn."""
+        """Return the scores; see `Sensitivity`. There are no random draws."""
         values = checked_parameters(module, parameters)
         sums, num_examples = zero_sums(values), 0
         with scoring_mode(module), torch.enable_grad():

@@ -2,11 +2,11 @@
 
     Σ_i Σ_s w_is (∂ q(x_i)[y_is] / ∂θ_j)²        for every entry j
 
-where q is the scored quantity, and an estimator chooses labels y and weights w. Squares are taken
-before anything is averaged: squaring a mean gradient estimates something else.
+where q is the scored quantity, and an estimator chooses labels y and weights w. Gradients are squared
+before they are averaged: the square of a mean gradient estimates something else.
 
-Many examples at once through `torch.func` (vmap over examples, in chunks that fit the memory
-limit); one by one through plain autograd where vmap cannot run the module.
+Many examples are scored together by `torch.func` (vmap over examples, in chunks that fit the memory
+limit), or one by one by plain autograd if vmap cannot run the module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fl_lightning.sparsity.sensitivity.scoring import (
     zero_sums,
 )
 
-# (batch, its size) -> what an example's labels are chosen by, first axis over examples
+# (batch, its size) -> inputs of the choice of labels, first axis over examples
 Given = Callable[[Any, int], Tensor]
 # (logits (C,), given) -> labels (S,) and weights (S,) of one example
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -45,13 +45,13 @@ _Linearise = Callable[
 
 
 class SquaredGradients(ABC):
-    """An estimator of squared gradients of single examples; a leaf chooses their labels.
+    """Base of estimators by squared gradients of single examples; subclasses choose the labels.
 
-    Leaves are frozen dataclasses; the `Sensitivity` that MaskCalibration asks for is here.
+    Subclasses are frozen dataclasses. This class implements the protocol `Sensitivity`.
 
     Attributes:
-        scoring: what is scored, on how many examples, in how much memory. It is an option of leaves
-            that name it among their fields.
+        scoring: quantity to score, number of examples, memory; an option of subclasses that declare it
+            as a field.
 
     Example:
         >>> class First(SquaredGradients):
@@ -67,9 +67,9 @@ class SquaredGradients(ABC):
     scoring: Scoring = Scoring()
 
     def given(self, seed: int) -> Given:
-        """Return what gives, of a batch and its size, what each example's labels are chosen by.
+        """Return a function from a batch and its size to the inputs of `choose`, one per example.
 
-        It is asked in the order of the examples; nothing is given if a leaf has none.
+        It is called in the order of the examples. By default the inputs are empty.
         """
         return _nothing
 
@@ -77,11 +77,11 @@ class SquaredGradients(ABC):
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of one example, shape (S,), and their weights, shape (S,), ≥ 0.
 
-        It runs under `torch.vmap`: no ``if`` on values, shapes that do not depend on them.
+        It runs under `torch.vmap`: no ``if`` on values, and shapes that do not depend on values.
 
         Args:
-            logits: shape (classes,).
-            given: the example's own part of what `given` has given.
+            logits: logits of the example, shape (classes,).
+            given: the example's input from `given`.
         """
 
     def __call__(
@@ -105,7 +105,7 @@ def sum_of_squares(
     given: Given,
     choose: Choose,
 ) -> Scores:
-    """Return the scores of an estimator that chooses labels and weights example by example.
+    """Sum the squared gradients of an estimator that chooses labels and weights per example.
 
     Raises:
         ConfigurationError: if there are no examples, or a score is not finite.
@@ -127,7 +127,7 @@ def _nothing(_: Any, size: int) -> Tensor:
 
 
 def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:
-    """Refuse scores of nothing, and those that overflowed."""
+    """Raise ConfigurationError if there were no examples, or a sum is not finite."""
     if not num_examples:
         raise ConfigurationError(
             "no examples to score: batches are empty, or an iterator that was already used up"
@@ -140,7 +140,7 @@ def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:
 
 
 class _Squares:
-    """Accumulates over batches."""
+    """Sums of squared gradients over batches."""
 
     def __init__(
         self, scoring: Scoring, module: nn.Module, values: Tensors, choose: Choose
@@ -156,7 +156,7 @@ class _Squares:
         self._vectorize = scoring.vectorize and self._chunk > 1
 
     def add(self, examples: tuple[Any, Tensor]) -> None:
-        """Add a batch of examples with what is given of them."""
+        """Add a batch of examples and their inputs of the choice of labels."""
         if not self._vectorize:
             self._one_by_one(examples)
             return
@@ -172,9 +172,9 @@ class _Squares:
                 squares = torch.vmap(self._of_one, in_dims=(None, 0))(self._values, examples)
         except ConfigurationError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever the module does that vmap cannot
+        except Exception as error:  # noqa: BLE001 - anything that vmap cannot run
             self._vectorize = False
-            self._one_by_one(examples)  # a fault of the module's own shows here again
+            self._one_by_one(examples)  # an error of the module itself is raised here again
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(
                 f"sensitivity is computed example by example, slowly, because {reason}",
@@ -194,7 +194,7 @@ class _Squares:
                     torch._foreach_addcmul_(sums, gradients, gradients)
 
     def _of_one(self, values: Tensors, example: tuple[Any, Tensor]) -> list[Tensor]:
-        """Return the weighted sum of one example's squares."""
+        """Return the weighted sum of one example's squared gradients."""
         first, *others = self._gradients(_by_vjp, values, example)
         total = [gradient.square() for gradient in first]
         for gradients in others:
@@ -204,7 +204,7 @@ class _Squares:
     def _gradients(
         self, linearise: _Linearise, values: Tensors, example: tuple[Any, Tensor]
     ) -> Iterator[list[Tensor]]:
-        """Yield one example's gradients, a list for each label, times the root of its weight."""
+        """Yield one example's gradients for each label, times the root of the label's weight."""
         inputs, given = example
         batch = map_batch(lambda tensor: tensor.unsqueeze(0), inputs)
 

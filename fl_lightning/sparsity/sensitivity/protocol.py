@@ -1,6 +1,6 @@
-"""How much a model's prediction depends on each parameter: the contract of all estimators.
+"""Sensitivity of a model's prediction to each parameter: the protocol of all estimators.
 
-From a module and a batch to logits and labels, and what of the logits is scored.
+Also the functions that get logits and labels from a batch, and the quantity of the logits to score.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fl_lightning.sparsity.masks.mask import some
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over examples and their number, apart, so that those of several clients can be added.
+    """Sums over examples and the number of examples, so that scores of several clients can be added.
 
     Attributes:
-        sums: one tensor a parameter, of its shape, ≥ 0, in float32 or wider.
-        num_examples: how many examples they are summed over.
+        sums: one tensor per parameter, of its shape, ≥ 0, in float32 or wider.
+        num_examples: number of examples in the sums.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ class Scores:
         """Return the scores of both sets of examples together.
 
         Raises:
-            ConfigurationError: if they are of different parameters.
+            ConfigurationError: if their parameters differ.
         """
         if differing := sorted(self.sums.keys() ^ other.sums.keys()):
             raise ConfigurationError(
@@ -48,12 +48,12 @@ class Scores:
         return Scores(sums, self.num_examples + other.num_examples)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return the mean over examples by name: the sensitivity."""
+        """Mean over examples by name: the sensitivity."""
         return {name: total / self.num_examples for name, total in self.sums.items()}
 
 
 class Sensitivity(Protocol):
-    """Scores every entry of some parameters on some examples."""
+    """An estimator: scores every entry of some parameters on some examples."""
 
     def __call__(
         self,
@@ -63,14 +63,14 @@ class Sensitivity(Protocol):
         parameters: Mapping[str, Tensor] | None = None,
         seed: int = 0,
     ) -> Scores:
-        """Return the scores; the module, its gradients and its mode stay as they are.
+        """Return the scores; the module, its gradients and its mode do not change.
 
         Args:
             module: the model; it is scored in eval mode.
-            batches: of examples, each with the first axis over examples.
-            parameters: what to score and the values at which: names of the module's parameters
-                mapped to tensors of their shapes, which take their places. None: all that train.
-            seed: of whatever is drawn; a draw belongs to (seed, position of the example).
+            batches: batches of examples, each with the first axis over examples.
+            parameters: values at which to score, by name of the parameter: tensors of its shape, which
+                replace the module's. None scores all trainable parameters at their own values.
+            seed: seed of random draws; a draw depends on (seed, position of the example) alone.
         """
 
 
@@ -80,30 +80,30 @@ Scored = Callable[[Tensor], Tensor]
 
 
 def module_logits(module: nn.Module, batch: Any) -> Tensor:
-    """Return ``module(x)`` of a batch ``(x, y)``, or of a batch that is a tensor: (B, classes)."""
+    """Return ``module(x)`` for a batch ``(x, y)`` or ``x``, shape (B, classes)."""
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     logits: Tensor = module(inputs)
     return logits
 
 
 def batch_labels(batch: Any) -> Tensor:
-    """Return y of a batch ``(x, y)``: (B,) whole numbers.
+    """Return the labels y of a batch ``(x, y)``, integers of shape (B,).
 
     Raises:
-        ConfigurationError: if the batch is anything else.
+        ConfigurationError: if the batch is no such pair.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise ConfigurationError(
-            "this estimator needs the given labels: batches (x, y), or an option `labels` that "
-            f"takes them from a batch; the batch is a {type(batch).__name__}. SampledFisher and "
-            "ExactFisher need none."
+            "this estimator needs labels: batches (x, y), or an option `labels` that "
+            f"gets them from a batch; the batch is a {type(batch).__name__}. SampledFisher and "
+            "ExactFisher need no labels."
         )
     labels: Tensor = batch[1]
     return labels
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Return log p of each class: the paper's choice, and the Fisher information's.
+    """Log-probability of each class: the paper's choice, and that of the Fisher information.
 
     Example:
         >>> import torch
@@ -114,5 +114,5 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def raw_logits(logits: Tensor) -> Tensor:
-    """Return the logits as they are: what TaLoS's released code scores. Not the Fisher."""
+    """Return the logits unchanged, which TaLoS's released code scores; this is no Fisher information."""
     return logits

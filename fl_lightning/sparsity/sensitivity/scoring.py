@@ -1,7 +1,4 @@
-"""What all estimators of sensitivity share: what is scored, on how much, in how much memory.
-
-Batches as sets of examples: their sizes, slices of them, and a limited number of them.
-"""
+"""Options of all estimators of sensitivity (quantity, examples, memory), and slices of batches."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ class Scoring:
     """Options of every estimator.
 
     Args:
-        quantity: what of a class is scored: `log_probabilities` (the paper) or `raw_logits` (its
+        quantity: scored quantity of a class: `log_probabilities` (the paper) or `raw_logits` (its
             released code).
         logits: ``(module, batch) -> (B, classes)``, with at least two classes.
-        max_examples: of the batches only the first so many examples; None is all of them.
-        memory_limit: bytes of per-example gradients at a time; activations come on top. None is
-            64 MiB on a CPU, where gradients of many examples that leave its caches are slower than
-            one example after the other, and 2 GiB on an accelerator.
-        vectorize: compute the gradients of many examples at once where the module can.
+        max_examples: number of examples to score, the first of the batches; None for all.
+        memory_limit: bytes of per-example gradients at a time, without activations. None is 64 MiB on
+            a CPU, where gradients beyond its caches are slower than one example after the other,
+            and 2 GiB on an accelerator.
+        vectorize: compute the gradients of many examples together if the module supports it.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -59,20 +56,20 @@ class Scoring:
             )
         if self.memory_limit is not None and self.memory_limit < 1:
             raise ConfigurationError(
-                f"memory_limit must be at least 1 byte, got {self.memory_limit}; what does not fit "
-                "is computed example by example"
+                f"memory_limit must be at least 1 byte, got {self.memory_limit}; below the size of an "
+                "example's gradients, examples are scored one by one"
             )
 
     def memory_on(self, device: torch.device) -> int:
-        """Return the memory limit on a device, in bytes."""
+        """Memory limit on a device, in bytes."""
         default = 2**26 if device.type == "cpu" else 2**31
         return default if self.memory_limit is None else self.memory_limit
 
     def of_values(self, module: nn.Module) -> Callable[[Tensors, Any], tuple[Tensor, Tensor]]:
         """Return ``(parameters, batch) -> (quantity, logits)``, both (B, classes).
 
-        Parameters that are not given have the module's values, and are constants; buffers are
-        copies, so that nothing in the module is written to.
+        Parameters that are not given are constants with the module's values; buffers are copies, so
+        that the module does not change.
         """
         wrapper = _LogitsAsForward(module, self.logits)
         fixed = {f"module.{n}": p.detach() for n, p in module.named_parameters()}
@@ -80,7 +77,7 @@ class Scoring:
 
         def score(parameters: Tensors, batch: Any) -> tuple[Tensor, Tensor]:
             values = fixed | {f"module.{name}": value for name, value in parameters.items()}
-            with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones one by one
+            with sdpa_kernel(SDPBackend.MATH):  # vmap would run fused attention example by example
                 logits = functional_call(wrapper, values, (batch,))
             _check_logits(logits)
             logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -109,10 +106,10 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[str, Tensor]:
-    """Return the values to score at, detached: those given, or all that train.
+    """Return the values to score at, detached: those given, or all trainable parameters.
 
     Raises:
-        ConfigurationError: if the module has no such parameters, or none is given or trains.
+        ConfigurationError: if the module lacks a given parameter, or there are none.
     """
     own = dict(module.named_parameters())
     if parameters is None:
@@ -128,7 +125,7 @@ def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[st
 
 
 def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
-    """Return accumulators: float64 where the parameter is, float32 otherwise."""
+    """Return accumulators by name: float64 if the parameter is, float32 otherwise."""
     return {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in parameters.items()
@@ -137,9 +134,9 @@ def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def scoring_mode(module: nn.Module) -> Iterator[None]:
-    """Score inside this block: the module in eval mode, restored after it."""
+    """Put the module into eval mode inside the block, and disable autocast's cache."""
     caches = torch.is_autocast_cache_enabled()
-    # a weight cast inside one transform must not be found again outside it
+    # a weight cast inside one transform must not be reused outside it
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.inference_mode(False), modes_kept(module):
@@ -163,7 +160,7 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, (list, tuple)):
         parts = [map_batch(function, part) for part in batch]
-        # a named tuple takes its parts one by one
+        # the constructor of a named tuple takes one argument per part
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, dict):
         return {key: map_batch(function, part) for key, part in batch.items()}
@@ -203,7 +200,7 @@ def chunks(batch: Any, size: int) -> Iterator[Any]:
 def limited(
     batches: Iterable[Any], max_examples: int | None, device: torch.device
 ) -> Iterator[tuple[Any, int]]:
-    """Yield batches on a device with their sizes, the last one cut where the limit is reached."""
+    """Yield (batch on the device, its size) up to a number of examples; the last batch is cut."""
     left = max_examples
     for batch in batches:
         size = batch_size(batch)

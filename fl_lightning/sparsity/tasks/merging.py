@@ -1,13 +1,10 @@
-"""Several masks into one, and how alike two are.
+"""Merged masks, and the similarity of masks and task vectors.
 
-union:         an entry moves if any mask lets it          m_1 ∨ … ∨ m_n
-intersection:  if all do                                   m_1 ∧ … ∧ m_n
-majority:      if more than half do                        Σ m_i > n / 2
-Jaccard:       |a ∧ b| / |a ∨ b|
-
-How alike tasks, clients and their masks are, pair by pair.
-
-cosine = <τ_a, τ_b> / (|τ_a| |τ_b|)         overlap = |m_a ∧ m_b| / |m_a ∨ m_b|  (Jaccard)
+union:         entries that any mask lets move             m_1 ∨ … ∨ m_n
+intersection:  entries that all masks let move             m_1 ∧ … ∧ m_n
+majority:      entries that more than half let move        Σ m_i > n / 2
+overlap:       Jaccard's index of two masks                |m_a ∧ m_b| / |m_a ∨ m_b|
+cosine:        of two task vectors                         <τ_a, τ_b> / (|τ_a| |τ_b|)
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ from fl_lightning.sparsity.tasks.task_vectors import TaskVector, check_same_para
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that at least one mask lets move.
+    """Mask of the entries that at least one mask lets move.
 
     Raises:
-        ConfigurationError: if there is no mask, or they are of different tensors; so of all here.
+        ConfigurationError: if there is no mask, or their tensors differ; likewise in the functions below.
 
     Example:
         >>> one, other = (Mask({"a": torch.tensor(bits)}) for bits in ([True, False], [True, True]))
@@ -41,19 +38,19 @@ def union(masks: Iterable[Mask]) -> Mask:
 
 
 def intersection(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that every mask lets move."""
+    """Mask of the entries that every mask lets move."""
     votes, num_masks = _votes(masks)
     return Mask({name: counts == num_masks for name, counts in votes.items()})
 
 
 def majority(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that more than half of the masks let move; half is too few."""
+    """Mask of the entries that more than half of the masks let move."""
     votes, num_masks = _votes(masks)
     return Mask({name: 2 * counts > num_masks for name, counts in votes.items()})
 
 
 def jaccard_overlap(one: Mask, other: Mask) -> float:
-    """Return what two masks share of what either lets move, in [0, 1]; 1 if both let nothing."""
+    """Jaccard's index of the entries that two masks let move, in [0, 1]; 1 for two empty masks."""
     in_both = intersection([one, other]).num_active
     in_any = one.num_active + other.num_active - in_both
     return in_both / in_any if in_any else 1.0
@@ -86,13 +83,13 @@ def _check_same_tensors(votes: dict[str, Tensor], mask: Mask, index: int) -> Non
 
 @dataclass(frozen=True)
 class Similarity:
-    """One pair.
+    """Similarity of a pair of masks or task vectors.
 
     Attributes:
         one: name of the first.
         other: name of the second.
-        overlap: of the entries that may move or moved, Jaccard's, in [0, 1].
-        cosine: of task vectors, in [-1, 1], 0 if one of them is zero; None for masks.
+        overlap: Jaccard's index of the entries that may move, or moved, in [0, 1].
+        cosine: cosine of task vectors, in [-1, 1], 0 if one of them is zero; None for masks.
     """
 
     one: str
@@ -102,7 +99,7 @@ class Similarity:
 
 
 def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
-    """Return a row for each pair of masks, by their names.
+    """Compare each pair of masks.
 
     Example:
         >>> import torch
@@ -117,10 +114,10 @@ def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
 
 
 def compare_tasks(tasks: Mapping[str, TaskVector]) -> list[Similarity]:
-    """Return a row for each pair of task vectors: their cosine, and the overlap of what moved.
+    """Compare each pair of task vectors: their cosine, and the overlap of the entries that moved.
 
     Raises:
-        ConfigurationError: if they are over different parameters.
+        ConfigurationError: if their parameters differ.
 
     Example:
         >>> import torch

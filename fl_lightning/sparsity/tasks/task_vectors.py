@@ -1,13 +1,11 @@
-"""Task arithmetic: what fine-tuning did, as a vector that can be added, scaled and taken back.
+"""Task arithmetic: the change by fine-tuning as a vector that can be added, scaled and subtracted.
 
     τ = θ_fine-tuned - θ_pretrained
     addition:  θ = θ_pretrained + Σ_t λ_t τ_t         several tasks in one model
     negation:  θ = θ_pretrained - λ τ                 a task forgotten
 
-Source: Ilharco et al. 2023, ICLR, sections 2 to 4.
-
-A task vector as a file: a container (`fl_lightning.core.container`, which is a safetensors file) with the
-parameters' differences under their names.
+Source: Ilharco et al. 2023, ICLR, sections 2 to 4. A file of a task vector is a container
+(`fl_lightning.core.container`, a safetensors file) with the parameters' differences under their names.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from fl_lightning.sparsity.masks.mask import Mask, some
 
 
 class TaskVector:
-    """The difference of two models in the same tensors, as one vector of shape (k,).
+    """The difference of two models with the same parameters, as one vector of shape (k,).
 
-    Made by `between`, `merge` or `load_task_vector`; arithmetic gives new ones. Buffers, such as
-    batch norm's statistics, are no part of it.
+    Created by `between`, `merge` or `load_task_vector`; arithmetic gives new ones. It does not include
+    buffers, such as batch norm's statistics.
 
     Args:
-        shapes: of the parameters by name, in the order in which they lie in the vector.
-        vector: shape (k,).
+        shapes: shapes of the parameters by name, in the order of the vector.
+        vector: the differences, shape (k,).
 
     Raises:
         ConfigurationError: if the vector has another length.
@@ -65,9 +63,9 @@ class TaskVector:
         """Return ``fine_tuned - pretrained``.
 
         Args:
-            pretrained: where training started.
-            fine_tuned: where it ended.
-            names: of these parameters only, e.g. all but a head that differs; None is all.
+            pretrained: the model before training.
+            fine_tuned: the model after training.
+            names: names of the parameters to compare, e.g. all but a head that differs; None for all.
 
         Raises:
             ConfigurationError: if one of the modules lacks a parameter, or shapes differ.
@@ -86,23 +84,23 @@ class TaskVector:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parts by name, in their parameters' shapes."""
+        """The differences by name, in the parameters' shapes."""
         parts = self.vector.split([shape.numel() for shape in self.shapes.values()])
         return {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
 
     def fingerprint(self) -> str:
-        """Return the hash of names and shapes, that of a `Space` of the same parameters."""
+        """Hash of names and shapes; equal to that of a `Space` of the same parameters."""
         return Space(self.tensors).fingerprint()
 
     def support(self) -> Mask:
-        """Return the mask of the entries that moved."""
+        """Mask of the entries that moved."""
         return Mask({name: tensor != 0 for name, tensor in self.tensors.items()})
 
     def apply_to(self, module: nn.Module, scale: float = 1.0) -> None:
-        """Add the vector times a scale to a module's parameters, in place.
+        """Add ``scale`` times the vector to a module's parameters, in place.
 
         Raises:
-            ConfigurationError: if the module has no such parameters; then nothing is changed.
+            ConfigurationError: if the module lacks parameters or has other shapes; it stays unchanged.
         """
         space = _space(module, list(self.shapes))
         if space.fingerprint() != self.fingerprint():
@@ -129,7 +127,7 @@ class TaskVector:
     __rmul__ = __mul__
 
     def __neg__(self) -> TaskVector:
-        """Return the task's opposite, which forgets it."""
+        """Return the negated task, which makes a model forget it."""
         return TaskVector(self.shapes, -self.vector)
 
     def __repr__(self) -> str:
@@ -141,11 +139,11 @@ def merge(tasks: Iterable[TaskVector], weights: Sequence[float] | None = None) -
 
     Args:
         tasks: at least one, all over the same parameters.
-        weights: one a task; None is 1 each, the plain sum.
+        weights: one weight per task; None for the plain sum.
 
     Raises:
-        ConfigurationError: if there is none, they differ in names or shapes, or there is another
-            number of weights.
+        ConfigurationError: if there is no task, names or shapes differ, or the number of weights is
+            wrong.
 
     Example:
         >>> one, other = (TaskVector({"a": torch.Size([1])}, torch.ones(1) * n) for n in (1, 2))
@@ -167,7 +165,7 @@ def merge(tasks: Iterable[TaskVector], weights: Sequence[float] | None = None) -
 
 
 def check_same_parameters(one: TaskVector, other: TaskVector) -> None:
-    """Refuse two task vectors over different parameters, or in another order."""
+    """Raise ConfigurationError if two task vectors have different parameters, or another order."""
     if list(one.shapes.items()) != list(other.shapes.items()):
         names = one.shapes.keys() | other.shapes.keys()
         differing = sorted(n for n in names if one.shapes.get(n) != other.shapes.get(n))
@@ -185,7 +183,7 @@ def _space(module: nn.Module, names: Sequence[str]) -> Space:
 
 
 def save_task_vector(task: TaskVector, path: str | Path) -> None:
-    """Write a task vector to a file; folders that are missing are made.
+    """Write a task vector to a file; missing folders are created.
 
     Example:
         >>> import tempfile
@@ -204,8 +202,7 @@ def load_task_vector(path: str | Path) -> TaskVector:
     """Read a task vector from a file, on the CPU.
 
     Raises:
-        ConfigurationError: if there is no such file, it holds no task vector, or its tensors are not
-            those of its fingerprint.
+        ConfigurationError: if the file does not exist, is no task vector, or is damaged.
     """
     where = f"task vector: the file {str(path)!r}"
     if not Path(path).is_file():

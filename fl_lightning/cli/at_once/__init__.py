@@ -1,1 +1,0 @@
-"""What the command line says before PyTorch is imported."""

@@ -1,0 +1,145 @@
+"""The commands: what runs each, and fits that are resolved or run on behalf of another command.
+
+``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
+``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``
+trains over a real network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from io import StringIO
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import ArgsType
+
+from fl_lightning.cli.errors import Parser, explain
+from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
+from fl_lightning.cli.help import COMMANDS
+from fl_lightning.cli.runs import RunConfig, console
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+
+# modules that take seconds to import: each has a function of its command's name
+_HOMES = {
+    "compare": "fl_lightning.experiments.compare",
+    "sweep": "fl_lightning.cli.sweep",
+    "search": "fl_lightning.cli.search",
+    "latency": "fl_lightning.cli.latency",
+    "network": "fl_lightning.cli.network",
+}
+
+
+def parser_of(command: str) -> Parser:
+    """Return the parser of one of our commands.
+
+    Args:
+        command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+    """
+    parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
+    home = import_module(_HOMES[command])
+    if command == "network":
+        home.add_commands(parser, Parser)
+    else:
+        home.add_arguments(parser)
+    return parser
+
+
+def run_command(args: ArgsType) -> None:
+    """Run a command; a setting that cannot work ends it with one sentence.
+
+    Args:
+        args: words of the command line, as the door gives them on.
+    """
+    ended_with_a_sentence(lambda: _run(args))
+
+
+def _run(words: Any) -> None:
+    """Run one of our commands, or one of Lightning's."""
+    command, *rest = words if isinstance(words, list) and words else [""]
+    if command not in _HOMES:
+        run_lightning(words)
+        return
+    functions: dict[str, dict[str, Any]] = {
+        "compare": {"resolve": resolve},
+        "sweep": {"resolve": resolve, "fit": fit_trial},
+        "search": {"validate": validate, "resolve": resolve},
+    }
+    run = getattr(import_module(_HOMES[command]), command)
+    run(rest, parser=parser_of(command), **functions.get(command, {}))
+
+
+def resolve(words: Sequence[str]) -> str:
+    """Return the complete configuration of a fit, as YAML, without running it.
+
+    Args:
+        words: of the command line, after ``fit``.
+
+    Raises:
+        ConfigurationError: if they are refused.
+    """
+    said, refused = StringIO(), StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(refused):
+            run_lightning(["fit", *words, "--print_config"])
+    except SystemExit as end:
+        if end.code:
+            sentence = refused.getvalue().strip().removeprefix("fl-lightning: ")
+            raise ConfigurationError(sentence) from None
+    return said.getvalue()
+
+
+def fit_trial(words: Sequence[str], callback: Callback) -> None:
+    """Run ``fit`` with a callback of ours, in a process that has just begun.
+
+    Args:
+        words: of the command line, after ``fit``.
+        callback: beside those of the configuration.
+
+    Raises:
+        ConfigurationError: for a setting that cannot work, whoever refuses it.
+    """
+    with console():
+        try:
+            run_lightning(["fit", *words], [callback])
+        except (ClientFailure, RoundFailure):
+            raise
+        except Exception as error:
+            sentence = explain(error)
+            if sentence is None:
+                raise
+            raise ConfigurationError(sentence) from error
+
+
+def validate(words: Sequence[str], callback: Callback) -> None:
+    """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
+
+    Args:
+        words: of the command line, after ``validate``.
+        callback: beside those of the configuration.
+    """
+    run_lightning(["validate", *words], [callback], keeps_configuration=False)
+
+
+def run_lightning(
+    args: ArgsType,
+    callbacks: Sequence[Callback] = (),
+    *,
+    cli: type[FederatedCLI] = FederatedCLI,
+    keeps_configuration: bool = True,
+) -> None:
+    """Run one of Lightning's subcommands.
+
+    Args:
+        args: of the command line.
+        callbacks: of ours.
+        cli: what runs it.
+        keeps_configuration: whether the configuration is saved beside checkpoints.
+    """
+    cli(
+        args=args,
+        trainer_defaults={"callbacks": list(callbacks)},
+        save_config_callback=RunConfig if keeps_configuration else None,
+    )

@@ -1,0 +1,256 @@
+"""Errors of the command line: one sentence with the option's path, its value, what is allowed, what to do.
+
+A setting that cannot work may be found by the parser (a misspelt key, an unknown class), by a class that
+refuses its arguments while the parser builds it, or by the run at its start. Each ends with one sentence
+on standard error and a code other than 0, without a traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from pickle import UnpicklingError
+from typing import Any, NoReturn
+
+from jsonargparse import Namespace, add_instantiator
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from fl_lightning.cli.checks import imported, specs
+from fl_lightning.cli.parser_messages import BARE, sentence, shortened
+from fl_lightning.core.console.layout import in_lines
+from fl_lightning.core.errors import (
+    CheckpointFailure,
+    ClientFailure,
+    ConfigurationError,
+    ProcessFailure,
+    RoundFailure,
+)
+from fl_lightning.core.kinds import check_kinds
+from fl_lightning.federation import ProcessTraceback
+
+_TOLD_IN_A_SENTENCE = (
+    *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
+    *(RoundFailure, ProcessFailure),
+)
+# what constructors raise over an option; anything else is a bug, which needs its traceback
+_OF_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, AssertionError)
+_OF_OURS = (ValueError, ImportError, MisconfigurationException)
+# a full disk, a folder that is read-only or no folder at all
+_STORAGE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.ENOTDIR, errno.EEXIST),
+)
+# "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
+_REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
+_IS_BUILDING: ContextVar[bool] = ContextVar("is_building", default=False)
+# of the command, for what factories build later
+_CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
+
+
+class Refusal(BaseException):
+    """A constructor's error on its way through the parser, which turns an `Exception` into others.
+
+    Args:
+        kind: the class.
+        options: what it was given.
+        error: what it raised.
+    """
+
+    def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
+        super().__init__(str(error))
+        self.kind, self.options, self.error = kind, options, error
+
+    def as_error(self, configuration: Any) -> Exception:
+        """Return a sentence with the option's path in the configuration; a bug as it is."""
+        text = next(
+            (str(e) for e in causes(self.error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None
+        )
+        if text is None:
+            is_ours = self.kind.__module__.startswith("fl_lightning")
+            if not isinstance(self.error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
+                return self.error
+            text = str(self.error)
+            if _REFUSED_BY_OPTIMIZER.match(text):
+                text = f"the optimizer refuses one of its options: {text}"
+            elif not isinstance(self.error, ImportError):
+                text = f"{self.kind.__name__} refuses its options: {text}"
+        place = next((path for path, spec in specs(configuration) if self._is_of(spec)), "")
+        return ConfigurationError(shortened(self._placed(text, place) if place else text))
+
+    def _is_of(self, spec: Namespace) -> bool:
+        """Return whether a namespace describes what was refused."""
+        name = spec.get("class_path")
+        given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
+        is_kind = (
+            self.options.keys() == given.keys() if name is None else imported(name) is self.kind
+        )
+        plain = (int, float, str, bool, type(None))  # else it was built from what is given
+        return is_kind and all(
+            repr(given.get(option)) == repr(value)
+            for option, value in self.options.items()
+            if option in given and isinstance(value, plain)
+        )
+
+    def _placed(self, text: str, place: str) -> str:
+        inside = place if self.kind.__name__ in BARE else f"{place}.init_args"
+        for prefix in (f"{self.kind.__name__}: ", f"{place}: ", f"{place.rpartition('.')[2]}: "):
+            text = text.removeprefix(prefix)
+        if text.startswith(f"{inside}."):
+            return text
+        option = next((word for word in re.findall(r"\w+", text) if word in self.options), None)
+        if option is None:
+            return f"{place}: {text}"
+        text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
+        joint = "." if text.startswith(f"{option} ") else f".{option}: "
+        return f"{inside}{joint}{text}"
+
+
+def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
+    """Return an object that the parser wants; what a class refuses passes all the types that are tried."""
+    return _built(kind, kind, args, options)
+
+
+def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    try:
+        # the parser lets some values pass, inside unions of protocols
+        if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
+            check_kinds(kind.__init__, options)
+        return build(*args, **options)
+    except Exception as error:
+        refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
+        if _IS_BUILDING.get():
+            raise refusal from error
+        if configuration is None or (told := refusal.as_error(configuration)) is error:
+            raise
+        raise told from error  # of a factory that a module or the federation has called
+
+
+add_instantiator(_build, object)  # type: ignore[arg-type]
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's parser with errors that fit on a screen."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong and end with code 2."""
+        if not self.exit_on_error:  # a parser inside the parser, trying one of several types
+            super().error(message, ex)
+        told = f"fl-lightning: {sentence(message, self._options())}"
+        print(in_lines(told, sys.stderr), file=sys.stderr)
+        sys.exit(2)
+
+    def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
+        """Register a builder of models or data modules, whose refusals pass as those of other classes."""
+        takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters
+
+        def build(
+            kind: Any, /, *own: Any, applied_instantiation_links: Any = None, **of: Any
+        ) -> Any:
+            links = {"applied_instantiation_links": applied_instantiation_links}
+            builds = (
+                partial(instantiator, kind, **links) if takes_links else partial(instantiator, kind)
+            )
+            return _built(builds, kind, own, of)
+
+        super().add_instantiator(build, *args, **kwargs)
+
+    def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Any:
+        """Build all objects of a configuration.
+
+        Raises:
+            ConfigurationError: naming the option that a class refuses.
+        """
+        if _IS_BUILDING.get():  # a parser of a class inside the configuration
+            return super().instantiate(namespace, *args, **kwargs)
+        command = namespace.get("subcommand")
+        configuration = namespace if command is None else namespace[command]
+        _CONFIGURATION.set(configuration)
+        token = _IS_BUILDING.set(True)
+        try:
+            return super().instantiate(namespace, *args, **kwargs)
+        except Refusal as refused:
+            refusal = refused
+        finally:
+            _IS_BUILDING.reset(token)
+        error = refusal.as_error(configuration)
+        if error is refusal.error:  # a bug
+            raise error
+        raise error from refusal.error
+
+    def _options(self) -> Sequence[str]:
+        """Return the names of all options, of subcommands as well."""
+        inner = self._subcommands_action.choices.values() if self._subcommands_action else ()
+        found = (name for parser in (self, *inner) for name in parser._option_string_actions)
+        return sorted({name.lstrip("-") for name in found})
+
+
+def explain(error: BaseException) -> str | None:
+    """Return a sentence for a mistake in the settings, None for any other error.
+
+    Args:
+        error: what ended the command.
+
+    Example:
+        >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
+        'fraction must be in (0, 1], got 1.5'
+        >>> explain(KeyError("a bug")) is None
+        True
+    """
+    for cause in causes(error):  # the parser wraps what a class raises while it is built
+        if isinstance(cause, _TOLD_IN_A_SENTENCE):
+            return str(cause)
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
+    return _of_checkpoint(error) or _by_text(error)
+
+
+def _of_checkpoint(error: BaseException) -> str | None:
+    """Return a sentence for a checkpoint that is missing, damaged or another model's."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and "heckpoint" in text:
+        return f"ckpt_path: {text} Give the path of a .ckpt file, or last."
+    if isinstance(error, UnpicklingError):
+        return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
+    if text.startswith("Error(s) in loading state_dict"):
+        details = shortened(" ".join(text.splitlines()[1:]), most=200)
+        return (
+            "the checkpoint belongs to another model: resume with the model that wrote it, or start "
+            f"without ckpt_path. {details}"
+        )
+    return None
+
+
+def _by_text(error: BaseException) -> str | None:
+    """Return a sentence for what PyTorch and Lightning raise as a `ValueError` and the like."""
+    text = str(error)
+    if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
+        return f"the optimizer refuses one of its options: {text}"
+    if isinstance(error, ValueError) and "`val_check_interval`" in text:
+        return f"trainer.val_check_interval: {' '.join(text.split())}"
+    return text if text.startswith("Early stopping conditioned on metric") else None
+
+
+def bug_behind(error: BaseException) -> str:
+    """Return the traceback of what a module raised on a client's examples; empty for all else."""
+    failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
+    cause = None if failure is None else failure.__cause__
+    if isinstance(cause, ProcessTraceback):
+        return cause.args[1] or ""
+    return "" if cause is None else "".join(traceback.format_exception(cause))
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the one that it was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

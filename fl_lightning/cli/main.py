@@ -1,0 +1,169 @@
+"""The door of the command line: what needs no PyTorch is said before it is imported.
+
+Help, the version, the configurations in the box, what an option takes, files for another command, mistyped
+paths, options and classes take a fraction of a second. A configuration's name becomes a path here, and a
+class's short name its whole one; then `fl_lightning.cli.commands` runs the command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fl_lightning.cli import configs, init
+from fl_lightning.cli.help import COMMANDS, OF_LIGHTNING, command_of, help_for, without_all
+from fl_lightning.cli.names import check_classes, contents, whole
+from fl_lightning.cli.yaml_files import check_word, files_of, read
+from fl_lightning.core.console.layout import in_lines
+from fl_lightning.core.errors import ConfigurationError
+
+_OF_EXPERIMENTS = ("variants", "base")
+_OF_RUNS = ("model", "data", "trainer")
+_OPTION = re.compile(r"--federation\.(?!init_args|help)(?P<name>\w+).*")
+
+
+def main(args: Any = None) -> None:
+    """Run the command line; a setting that cannot work ends it with one sentence.
+
+    Args:
+        args: words of the command line, those of the process if None; or what else Lightning's command
+            line takes as its arguments.
+    """
+    words = sys.argv[1:] if args is None else args
+    if not isinstance(words, list):
+        _run(words)
+        return
+    if os.getcwd() not in sys.path:  # the user's modules, as `python -m` finds them
+        sys.path.append(os.getcwd())
+    try:
+        said = _answer(words)
+        if said is None:
+            words = whole(configs.with_paths(without_all(words)))
+            check_command(words)
+    except ConfigurationError as error:
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}")
+    if said is not None:
+        _say(said)
+        return
+    _run(words)
+
+
+def _answer(words: Sequence[str]) -> str | None:
+    """Return the answer to a command line that needs no PyTorch; None to others."""
+    if words and words[0] == "--version":
+        from fl_lightning import __version__
+
+        return f"fl-lightning {__version__}"
+    if words and words[0] not in ("--help", "-h") and command_of(words) is None:
+        _refuse_command(words[0])
+    if words and words[0] == "configs":
+        return configs.run(words[1:])
+    if words and words[0] == "init":
+        return init.run(words[1:])
+    return help_for(whole(words))
+
+
+def _refuse_command(word: str) -> NoReturn:
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    if word.startswith("-"):
+        raise ConfigurationError(f"a command is missing: one of {', '.join(COMMANDS)}")
+    hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
+    raise ConfigurationError(f"{word!r} is no command. {hint}")
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `fl-lightning configs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(in_lines(f"fl-lightning: {sentence}", sys.stderr), file=sys.stderr)
+    sys.exit(2)
+
+
+def _run(words: Any) -> None:
+    try:
+        from fl_lightning.cli.commands import run_command
+    except KeyboardInterrupt:  # it takes seconds
+        sys.exit(130)
+    run_command(words)
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Refuse a command line that no parser is needed for.
+
+    Args:
+        words: of the command line, the command first.
+
+    Raises:
+        ConfigurationError: with what to type instead.
+    """
+    if [*words] in [[name] for name in OF_LIGHTNING]:
+        raise ConfigurationError(
+            f"{words[0]} needs a configuration: --config quickstart is one to begin with, "
+            "fl-lightning configs lists all"
+        )
+    _check_options(words)
+    contents_of = []
+    for option, path in files_of(words):
+        content = read(path)
+        contents_of.append(content)
+        keys = [*content] if isinstance(content, dict) else []
+        if option in ("--search", "-s"):
+            _check_search(path, keys)
+        else:
+            _check_kind(words[0], path, keys)
+    check_classes(words, contents_of)
+
+
+def _check_options(words: Sequence[str]) -> None:
+    for word in words:
+        check_word(word)
+    known = contents()["federation"]["options"]
+    for match in filter(None, map(_OPTION.fullmatch, words)):
+        if match["name"] not in known:
+            close = difflib.get_close_matches(match["name"], known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "--federation.help lists what is."
+            raise ConfigurationError(
+                f"federation.{match['name']}: {match['name']!r} is not accepted by Federation. {hint}"
+            )
+
+
+def _check_search(path: Path, keys: Sequence[Any]) -> None:
+    if "space" not in keys and any(key in keys for key in _OF_RUNS):
+        raise ConfigurationError(
+            f"{path} has no space of values to try, as a search has: fl-lightning sweep --search "
+            "sweeps/quickstart is one"
+        )
+
+
+def _check_kind(command: str, path: Path, keys: Sequence[Any]) -> None:
+    """Refuse a file of another command."""
+    if "space" in keys:
+        raise ConfigurationError(
+            f"{path} describes a search: use fl-lightning sweep --search {path}"
+        )
+    is_experiment = any(key in keys for key in _OF_EXPERIMENTS)
+    if command == "compare" and not is_experiment and any(key in keys for key in _OF_RUNS):
+        raise ConfigurationError(
+            f"{path} describes one run, and compare takes an experiment with variants: use "
+            f"fl-lightning fit --config {path}"
+        )
+    if command != "compare" and is_experiment:
+        raise ConfigurationError(
+            f"{path} describes an experiment, and {command} takes one run: use fl-lightning compare "
+            f"--config {path}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What is wrong with a command line or a configuration, in a sentence."""

@@ -1,0 +1,258 @@
+"""Short names of classes: ``correction: FedProx`` means ``class_path: fl_lightning.FedProx``.
+
+Every class that `fl_lightning.core.public_names` lists has one. Options of the ``federation`` block, on
+the command line and in YAML, and in YAML those of `FederatedDataModule`, get whole paths before the parser
+sees them. Other blocks are somebody else's: an option of their own data module may well take the text
+``IID``. What an option takes is in ``help.json``, which ``python docs/command_help.py`` writes.
+
+A misspelt class is found here as well, in the text of the module that should have it: the parser knows
+only after it has imported everything.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.public_names import PACKAGES, public_paths
+
+FILE = Path(__file__).with_name("help.json")
+_OUR_DATA = (
+    "",
+    "FederatedDataModule",
+    *(f"{package}.FederatedDataModule" for package in ("fl_lightning", "fl_lightning.data")),
+)
+_WORD = re.compile(
+    r"--(?P<path>(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+))(?P<rest>\+|\.class_path|\.help)?"
+    r"(?:=(?P<value>.*))?"
+)
+_CLASS = re.compile(r"(?P<module>[a-z_]\w*(?:\.[a-z_]\w*)*)\.(?P<name>[A-Z]\w*)")
+_KNOWN = ("fl_lightning", "lightning", "pytorch_lightning", "torch", "torchmetrics", "torchvision")
+
+
+@cache
+def contents() -> dict[str, dict[str, Any]]:
+    """Return the file: by block, its ``options`` and the ``classes`` that they take; pages of help."""
+    content: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def classes_of(block: str, option: str) -> dict[str, Any] | None:
+    """Classes that an option takes, None if it takes none.
+
+    Args:
+        block: whose option, ``federation`` or ``data``.
+        option: its name.
+
+    Returns:
+        ``classes``, a line of text by import path; ``any`` and ``bases``, what else it takes.
+    """
+    found: dict[str, Any] | None = contents().get(block, {}).get("classes", {}).get(option)
+    return found
+
+
+def paths(block: str, option: str) -> Mapping[str, str]:
+    """Return the import paths of the classes that an option takes, by their short names.
+
+    Example:
+        >>> paths("federation", "correction")["FedProx"]
+        'fl_lightning.FedProx'
+    """
+    found = classes_of(block, option)
+    return {path.rpartition(".")[2]: path for path in found["classes"]} if found else {}
+
+
+def whole(words: Sequence[str], *, data: bool = False) -> list[str]:
+    """Return a command line whose classes have their whole paths.
+
+    Args:
+        words: of the command line.
+        data: whether the options ``--data.…`` are those of `FederatedDataModule`.
+
+    Example:
+        >>> whole(["fit", "--federation.aggregator", "Krum", "--data.kind=IID"])[2:]
+        ['fl_lightning.server.Krum', '--data.kind=IID']
+    """
+    found: list[str] = []
+    expected: Mapping[str, str] = {}
+    for word in words:
+        match = _WORD.fullmatch(word)
+        is_ours = match is not None and (match["block"] == "federation" or data)
+        option = paths(match["block"], match["option"]) if match and is_ours else {}
+        if match and match["value"] in option:
+            word = f"{word.removesuffix(match['value'])}{option[match['value']]}"
+        found.append(expected.get(word, word))
+        expected = option if match and match["value"] is None else {}
+    return found
+
+
+def expanded(content: Any) -> Any:
+    """Content of a file with whole names.
+
+    Example:
+        >>> expanded({"federation": {"correction": "FedProx"}})
+        {'federation': {'correction': {'class_path': 'fl_lightning.FedProx'}}}
+        >>> expanded({"data": {"class_path": "my.Data", "init_args": {"partition": "IID"}}})
+        {'data': {'class_path': 'my.Data', 'init_args': {'partition': 'IID'}}}
+    """
+    if not isinstance(content, dict):
+        return content
+    found = dict(content)
+    if isinstance(options := found.get("federation"), dict):
+        found["federation"] = _of_block("federation", options)
+    data = found.get("data")
+    if isinstance(data, dict) and data.get("class_path", "") in _OUR_DATA:
+        if "class_path" not in data:  # of a command line whose data module is known
+            found["data"] = _of_block("data", data)
+        elif isinstance(inside := data.get("init_args"), dict):
+            found["data"] = {**data, "init_args": _of_block("data", inside)}
+    return found
+
+
+def _of_block(block: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _class_paths(_of_option(value, paths(block, str(name).rstrip("+"))))
+        for name, value in options.items()
+    }
+
+
+def _of_option(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_of_option(each, names) for each in value]
+    if isinstance(value, str) and value in names:
+        return {"class_path": names[value]}
+    return value
+
+
+def _class_paths(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_class_paths(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    found = {key: _class_paths(value) for key, value in content.items()}
+    if isinstance(name := found.get("class_path"), str) and "." not in name:
+        found["class_path"] = public_paths().get(name, name)
+    return found
+
+
+def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
+    """Refuse a class that no module defines, and a short name that is none.
+
+    Args:
+        words: of the command line, with whole names.
+        files: what its configurations say.
+
+    Raises:
+        ConfigurationError: with the name that was probably meant.
+    """
+    given = [*_values(words), *(found for file in files for found in _class_names(file))]
+    modules = {match["module"] for _, name in given if (match := _CLASS.fullmatch(name))}
+    # modules of others may define classes whose short names the parser then knows
+    is_known = all(module.partition(".")[0] in _KNOWN for module in modules)
+    for path, name in given:
+        match = _CLASS.fullmatch(name)
+        if match and match["module"].partition(".")[0] in _KNOWN:
+            _check_whole(path, match["module"], match["name"])
+        elif is_known and name[:1].isupper() and name.isidentifier():
+            _check_short(path, name)
+
+
+def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, is_one, value = word.partition("=")
+        if name.startswith("--"):
+            path = name.removeprefix("--").removesuffix(".class_path").rstrip("+")
+            yield path, value if is_one else following
+
+
+def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file that may be classes, and the options that they stand at."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            inner = path if name == "class_path" else f"{path}.{name}".lstrip(".")
+            yield from _class_names(value, inner)
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            yield from _class_names(value, f"{path}[{number}]")
+    elif isinstance(content, str):
+        yield path, content
+
+
+def _check_whole(path: str, module: str, name: str) -> None:
+    defined = names_in(module)
+    if defined is not None and name not in defined:
+        close = get_close_matches(name, defined, n=1)
+        hint = f"Did you mean {module}.{close[0]}? " if close else ""
+        raise ConfigurationError(
+            f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
+        )
+
+
+def _check_short(path: str, name: str) -> None:
+    block, _, option = path.partition(".")
+    known = paths(block, option) if block == "federation" else {}
+    close = get_close_matches(name, known, n=1)
+    if close and name not in known:
+        raise ConfigurationError(
+            f"{path} must be a class, with class_path and init_args, got {name}. "
+            f"Did you mean {known[close[0]]}? {where_listed(path)}"
+        )
+
+
+def where_listed(path: str) -> str:
+    """Sentence that says where the classes of an option are listed.
+
+    Args:
+        path: of the option in the YAML.
+    """
+    block, _, inside = path.replace(".init_args", "").partition(".")
+    option = re.split(r"\W", inside)[0]
+    if classes_of(block, option) is None:
+        return "See --help for what there is."
+    return f"--{block}.{option}.help lists what there is."
+
+
+@cache
+def names_in(module: str) -> frozenset[str] | None:
+    """Names that a module defines, found without importing it; None if its text does not tell.
+
+    Args:
+        module: its full name.
+
+    Example:
+        >>> "Adam" in names_in("torch.optim"), "Adamm" in names_in("torch.optim")
+        (True, False)
+        >>> names_in("no_such.module") is None
+        True
+    """
+    top, *inner = module.split(".")
+    spec = find_spec(top)  # of an inner one it would import the outer
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin).parent.joinpath(*inner)
+    file = next(filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py"))), None)
+    if file is None:
+        return None
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        found |= set(_bound_by(node))
+    is_lazy = "__getattr__" in found and module not in PACKAGES
+    return None if is_lazy or "*" in found else frozenset(found)
+
+
+def _bound_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement binds; inside functions as well, which refuses too little."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id

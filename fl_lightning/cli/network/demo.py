@@ -1,0 +1,161 @@
+"""``fl-lightning network demo``: a configuration over a network on this machine, and simulated."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from fl_lightning.cli.commands import resolve
+from fl_lightning.client.recorded import FILE
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.processes import tied
+from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.following import carry_out
+
+_SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
+_QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
+_NOISE = 1e-2  # of weights, where sums are encrypted: what is no sum of the updates is farther off
+_SEEDED = {"seeded_noise": True}  # sites follow secure_noise: false, as a simulation does
+Say = Callable[[str], None]
+
+
+def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: Say) -> None:
+    """Train over a server and sites as real processes, and simulate the same; say whether bits agree.
+
+    Encrypted sums have fresh noise in every run, which training makes larger: how far weights are apart is
+    said then. Where privacy's noise cannot be drawn again nothing is simulated, which is said.
+
+    Args:
+        words: of the command line after ``fit``.
+        names: of the sites, which share the configuration's clients.
+        rounds: how many.
+        say: tells people.
+
+    Raises:
+        ConfigurationError: if the configuration is no federation.
+        RoundFailure: if the run fails, or ends in other bits than its simulation.
+    """
+    text = resolve([*words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"])
+    config: dict[str, Any] = yaml.safe_load(text)
+    if not config.get("federation"):
+        raise ConfigurationError("config: it has no federation block, see configs/quickstart.yaml")
+    config["federation"]["engine"] = "sequential"  # as sites train
+    text = yaml.safe_dump(config, sort_keys=False)
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        folder = Path(name)
+        for part in ("network", "simulation"):
+            (folder / part).mkdir()
+        options: dict[str, str | int | float] = {
+            "sites": len(names),
+            "folder": str(folder / "network"),
+            "words": f"--trainer.default_root_dir={folder / 'network'} {_SHORT}",
+        }
+        began = time.monotonic()
+        shared, own = _shared(config, names), _own_layer(config)
+        is_recorded = bool(config["federation"].get("asynchronous"))
+        is_fresh = "'secure_noise': True" in str(config["federation"].get("privacy"))
+        with ExitStack() as simulations:
+            simulate = partial(_simulating, folder / "simulation")
+            if not (is_recorded or is_fresh):  # beside a network that mostly waits
+                end = simulations.enter_context(simulate(text))
+            with demo(names, say, settings=_SEEDED, clients=shared, own=own) as running:
+                carry_out(running.control, say, options=options, configuration=text)
+                seconds = time.monotonic() - began
+                say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
+            if is_fresh:
+                say("not compared: secure_noise gives every run its own noise; files are removed")
+                return
+            say("all processes have ended; the same is simulated")
+            if is_recorded:
+                end = simulations.enter_context(simulate(_recorded(config, folder / "network")))
+            end()
+        is_noisy = "EncryptedMean" in str(config["federation"].get("aggregator"))
+        apart = _apart(folder)
+    differing = [name for name in apart if not apart[name] <= _NOISE * is_noisy]  # NaN neither
+    if differing:
+        raise RoundFailure(f"other bits than the simulation: {', '.join(differing[:3])} differ")
+    told = f"weights within {max(apart.values()):.0e} of" if is_noisy else "same bits as"
+    say(f"{told} the simulation; all files are removed")
+
+
+def _recorded(config: dict[str, Any], folder: Path) -> str:
+    """Return the configuration of a simulation in which updates arrive as they did over the network."""
+    [file] = folder.rglob(FILE)
+    devices = {
+        "class_path": "fl_lightning.client.RecordedArrivals",
+        "init_args": {"file": str(file)},
+    }
+    federation = config["federation"] | {"devices": devices}
+    return yaml.safe_dump(config | {"federation": federation}, sort_keys=False)
+
+
+def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:
+    """Clients of each site."""
+    count = config["data"]["init_args"].get("num_clients")
+    if not count or count < len(names):
+        raise ConfigurationError(
+            f"data.num_clients must be at least {len(names)}, one for each site, got {count}"
+        )
+    parts = np.array_split(np.arange(count), len(names))
+    return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
+
+
+def _own_layer(config: dict[str, Any]) -> str:
+    """Return the layer of every site: here all have the same data, and use their own clients of it."""
+    trainer = {n: config["trainer"].get(n) for n in ("accelerator", "precision")}
+    return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
+
+
+@contextmanager
+def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
+    """Simulate in a process of its own; yield what waits for its end."""
+    file = folder / "run.yaml"
+    file.write_text(configuration)
+    command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
+    command += [f"--trainer.default_root_dir={folder}", *_QUIET.split()]
+    log = folder / "log.txt"
+    with log.open("w") as words:
+        process = subprocess.Popen(
+            tied(command), cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+        )
+
+    def end() -> None:
+        if process.wait():
+            said = log.read_text().strip().splitlines() or ["without a word"]
+            raise RoundFailure(f"the simulation failed: {said[-1]}")
+
+    try:
+        yield end
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _apart(folder: Path) -> dict[str, float]:
+    """Largest difference of each weight between the two last checkpoints; 0 if they are bit-identical."""
+    found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
+    if not all(found):
+        raise RoundFailure("a run has written no checkpoint")
+    one, other = (torch.load(f[-1], map_location="cpu", weights_only=False) for f in found)
+    theirs = other["state_dict"]
+    return {name: _distance(ours, theirs.get(name)) for name, ours in one["state_dict"].items()}
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor | None) -> float:
+    if other is None or one.shape != other.shape:
+        return math.inf
+    if torch.equal(one, other):
+        return 0.0
+    return float((one.double() - other.double()).abs().max()) or math.inf  # -0.0 and 0.0 differ

@@ -1,0 +1,269 @@
+"""The server's Trainer of a network, as Lightning's command line makes it: its clients are at sites."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.cli.commands import run_lightning
+from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
+from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
+from fl_lightning.flower.channel import Channel
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.network.app_folder import CONFIGURATION
+from fl_lightning.flower.server.asynchronous import sites_for
+from fl_lightning.flower.server.calibration import CalibrationAtSites
+from fl_lightning.flower.server.checks import SCALED, check_over_network
+from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.server.elsewhere import DataElsewhere
+from fl_lightning.flower.server.greeting import Greeting
+from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
+from fl_lightning.flower.sums.encrypted_checks import check_encrypted
+from fl_lightning.secure.encrypted_mean import EncryptedMean
+from fl_lightning.server.server import as_aggregator
+from fl_lightning.sparsity.heads import OneExchange
+
+
+def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
+    """Train over the sites of a channel: what a server's app does.
+
+    Args:
+        channel: to the sites.
+        options: ``sites``, how many to wait for; ``folder``, where the run is written; ``words`` of the
+            server's own layer; ``resume``, a checkpoint; ``deadline`` of an order, in seconds; ``note``,
+            a file into which the run writes where its checkpoint is.
+        folder: of the app, with the configuration as ``run.yaml``.
+    """
+    words = shlex.split(str(options.get("words", "")))
+    if options.get("resume"):
+        words.append(f"--ckpt_path={options['resume']}")
+    configuration = (folder / CONFIGURATION).read_text()
+    os.chdir(str(options["folder"]))
+    sys.path.append(os.getcwd())  # modules of the researcher's, as where the run was started
+    note = Path(str(options["note"])) if options.get("note") else None
+    correspondence = Correspondence(channel, deadline=float(options.get("deadline", 3600.0)))
+    wanted = int(options["sites"])
+
+    def run() -> None:
+        try:
+            run_server(configuration, words, correspondence, wanted=wanted, note=note)
+        except ClientFailure as failure:  # what went wrong, the site's log says
+            raise RoundFailure(str(failure)) from failure
+
+    try:
+        ended_with_a_sentence(run)
+    except SystemExit as end:
+        # Flower passes on what was printed when an app raises, but not when it exits
+        print(end.code, flush=True)
+        raise RoundFailure(str(end.code)) from None
+
+
+class OverSites:
+    """A run whose clients are at sites, from the first greeting to the last word.
+
+    Args:
+        configuration: of the run, as YAML, which sites get as well.
+        correspondence: with sites.
+        wanted: how many sites there must be.
+    """
+
+    def __init__(self, configuration: str, correspondence: Correspondence, wanted: int) -> None:
+        self._configuration, self._wanted = configuration, wanted
+        self._correspondence = correspondence
+        self._stops: dict[str, Order] = {}
+
+    def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
+        """Greet the sites, have the federation ask them, and return what stands for their data.
+
+        Args:
+            trainer: of the fit that is about to begin.
+            data: as configured.
+            model: as configured.
+            checkpoint: from which the run goes on; None for a new one.
+
+        Raises:
+            ConfigurationError: if the run has no meaning over a network, or not with these sites.
+        """
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        federation = next(c for c in callbacks if isinstance(c, Federation))
+        calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
+        raise_together(
+            lambda: check_over_network(trainer, model, data, federation),
+            lambda: _check_calibration(calibration, federation),
+        )
+        counted = Counted(_run_of(checkpoint))
+        federation.handed.append(counted)
+        greeting = Greeting(self._configuration, counted, trainer, calibration)
+        told = facts_of(self._correspondence.greet(greeting.order, self._wanted))
+        site_of, sizes = _members(told)
+        _check_encrypted(told, federation, model)
+        _compare_precision(told, trainer.precision)
+        federation.clients_side = partial(
+            sites_for(federation, counted, len(sizes)),
+            correspondence=self._correspondence,
+            site_of=site_of,
+            greeting=greeting,
+            signing_keys=_signing_keys(told),
+        )
+        federation.clients_per_group = len(sizes)
+        if calibration is not None:
+            asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
+            calibration.ask_elsewhere(asked.scores, asked.sums)
+        stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
+        self._stops = dict.fromkeys(told, stop)
+        first = next(iter(told.values()))
+        return DataElsewhere(
+            data,
+            num_examples=sizes,
+            held_out={stage: _held_out(told, stage) for stage in STAGES},
+            batch_size=first.batch_size,
+            drop_last=first.drop_last,
+        )
+
+    def end(self) -> None:
+        """Tell the sites that the run is over; they delete its state."""
+        self._correspondence.forget_posted()
+        for _ in self._correspondence.ask(self._stops):
+            pass
+
+
+def run_server(
+    configuration: str,
+    words: Sequence[str],
+    correspondence: Correspondence,
+    *,
+    wanted: int,
+    note: Path | None = None,
+) -> Any:
+    """Train over sites and return the Trainer.
+
+    Args:
+        configuration: of the run, as YAML, which sites get as well.
+        words: of the server's own layer, e.g. where checkpoints are.
+        correspondence: with sites.
+        wanted: how many sites there must be.
+        note: a file into which the path of the last checkpoint is written before the first round.
+    """
+    run = OverSites(configuration, correspondence, wanted)
+    trainers: list[Trainer] = []
+
+    class ServerCLI(FederatedCLI):
+        """A fit whose clients are at sites."""
+
+        def fit(self, model: Any, **kwargs: Any) -> None:
+            """Greet the sites, and train over their clients."""
+            checkpoint = kwargs.get("ckpt_path")
+            elsewhere = run.begin(self.trainer, self.datamodule, model, checkpoint)
+            self.datamodule = kwargs["datamodule"] = elsewhere
+            folders = checkpoint_folders(self.trainer)
+            if note is not None and folders:
+                note.write_text(str((folders[0] / LAST).absolute()))
+            super().fit(model, **kwargs)
+            trainers.append(self.trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "run.yaml")
+        file.write_text(configuration)
+        run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
+    run.end()  # not before the last model was tested
+    return trainers[0]
+
+
+def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
+    """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
+    if calibration is None:
+        return
+    if calibration.per_client:
+        raise ConfigurationError(
+            "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
+        )
+    fit, private = calibration.head_fit, options.client_privacy
+    if fit is not None and not isinstance(fit, OneExchange):
+        raise ConfigurationError(
+            f"MaskCalibration: head {type(fit).__name__} exchanges sums many times, which is simulated "
+            "only: use RidgeHead, train or freeze"
+        )
+    hides = as_aggregator(options.aggregator).protection is not None
+    if calibration.unprotected and (hides or (private is not None and private.clients_add_noise)):
+        raise ConfigurationError(
+            f"MaskCalibration: {calibration.unprotected} would reach the server in clear, and this run "
+            "hides what single clients send: give mask_file, with a mask found elsewhere, and head: train"
+        )
+
+
+def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
+    """Refuse sites that cannot take part in encrypted sums, if there are to be any."""
+    hidden = as_aggregator(federation.aggregator).protection
+    if isinstance(hidden, EncryptedMean):
+        size = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        check_encrypted(told, hidden.agreed_sum, size)
+
+
+def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
+    """Say which sites train in another precision than a simulation of this configuration would.
+
+    Raises:
+        ConfigurationError: naming sites whose precision has a loss scale that all clients share.
+    """
+    if scaled := sorted(site for site, facts in told.items() if facts.precision == SCALED):
+        raise ConfigurationError(
+            f"sites that train in precision {SCALED}: {', '.join(scaled)}. All clients share its loss "
+            "scale, which sites do not exchange: set bf16-mixed or 32-true in their own.yaml"
+        )
+    for site, facts in told.items():
+        if facts.precision != ours:
+            rank_zero_warn(
+                f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
+                "site's own, set in its own.yaml"
+            )
+
+
+def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
+    """Number of held-out examples by client."""
+    return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
+
+
+def _signing_keys(told: Mapping[str, SiteFacts]) -> dict[str, bytes]:
+    """Return the public keys of those sites that sign what they say in secure sums."""
+    return {site: bytes.fromhex(facts.signing) for site, facts in told.items() if facts.signing}
+
+
+def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:
+    """Return the site and the examples of every client."""
+    site_of: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    for site, facts in told.items():
+        for client, size in facts.clients.items():
+            if client in site_of:
+                raise ConfigurationError(
+                    f"sites {site_of[client]} and {site} both say that client {client} is theirs: "
+                    "change clients in one site.yaml"
+                )
+            site_of[client], sizes[client] = site, size
+    return site_of, sizes
+
+
+def _run_of(checkpoint: Any) -> str:
+    """Return the run that a checkpoint is of, or a new one."""
+    if checkpoint is None:
+        return secrets.token_hex(16)
+    import torch
+
+    state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    for callback in state["callbacks"].values():
+        if isinstance(callback, dict) and "sites" in callback:
+            return str(callback["sites"]["run"])
+    raise ConfigurationError(f"{checkpoint}: it is not of a run over a network")

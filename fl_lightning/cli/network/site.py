@@ -1,0 +1,250 @@
+"""A site's Trainer, as Lightning's command line makes it: it follows the server's orders.
+
+It trains, evaluates, and sends what the mask or head of the configuration's `MaskCalibration` needs.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fl_lightning.callbacks.calibration.apply import WhatMoves
+from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
+from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.cli.commands import run_lightning
+from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.shards import ClientShards
+from fl_lightning.federation import visiting
+from fl_lightning.flower.failures import OrderRefused
+from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
+from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.server.calibration import SUMS, VALUES
+from fl_lightning.flower.server.checks import of_transforms
+from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.site.fit import AtSite
+from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.site_facts import STAGES, SiteFacts
+from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.flower.whole_model import hold_model, of_stage
+from fl_lightning.sparsity.heads import OneExchange
+
+# what a site's Trainer has nothing to do with
+_SITE_WORDS = (
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.limit_val_batches=0",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.devices=1",
+    "--test_after_fit=false",
+)
+
+
+class _LimitedTensors(TorchDispatchMode):
+    """Refuses tensors before there is memory for them, once they have more numbers together than allowed."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most, self._made = most, 0
+        self.refused: Refused | None = (
+            None  # which others on the way may have made another error of
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith("new_") or not any(isinstance(each, torch.Tensor) for each in args):
+            self._made += max((_numbers(each, name) for each in args), default=0)
+            if self._made > self._most:
+                self.refused = Refused(
+                    f"the model has more than most_parameters {self._most} of site.yaml, when it makes a "
+                    f"tensor by {name}{tuple(args)}"
+                )
+                raise self.refused
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(argument: Any, name: str) -> int:
+    """Size of the tensor that a function makes for an argument."""
+    if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
+        return math.prod(argument)
+    is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
+    return int(argument) ** (2 if name == "eye" else 1) if is_length else 0
+
+
+def run_site(fit: Fit, policy: Policy) -> None:
+    """Run a site's Trainer on the orders of one run.
+
+    Args:
+        fit: what it is to follow.
+        policy: of the site.
+    """
+    places = policy.clients
+    fit.desk.start_clock()
+
+    class SiteCLI(FederatedCLI):
+        """A fit on orders."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            """Build the Trainer with a callback that follows orders instead of running rounds."""
+            federation = self._get(self.config_init, "federation")
+            rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
+            num_rounds = None if rounds is None or rounds < 0 else rounds
+            options = self._get(self.config_init, "trainer")
+            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
+            calibrates = calibrations[0] if calibrations else None
+            at_site = AtSite(
+                federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
+            )
+            options["callbacks"] = [at_site]
+            return super(FederatedCLI, self).instantiate_trainer(**kwargs)
+
+        def instantiate_classes(self) -> None:
+            """Build no larger model than the site allows."""
+            limit = _LimitedTensors(policy.most_parameters)
+            try:
+                with limit:
+                    super().instantiate_classes()
+            except BaseException as error:  # noqa: BLE001 - it is raised again
+                raise limit.refused or error from None
+
+        def fit(self, model: Any, **kwargs: Any) -> None:
+            """Say what this site has, and wait for the first order."""
+            data = self.datamodule
+            if problems := list(of_transforms(data)):
+                raise ConfigurationError("\n".join(problems))
+            data.prepare_data()
+            data.setup("fit")
+            passes = self._get(self.config_init, "federation").local_epochs or 0
+            batches = -(-max(data.clients.num_examples) // (data.batch_size or 1))
+            check_most(
+                "local steps of federation.local_epochs", passes * batches, policy.most_steps
+            )
+            facts = SiteFacts(
+                clients=_sizes_at(data.clients, places),
+                held_out={stage: _sizes_at(data.held_out_for(stage), places) for stage in STAGES},
+                batch_size=data.batch_size,
+                drop_last=data.drop_last,
+                precision=str(self.trainer.precision),
+                signing=policy.public_key,
+                sum_key=policy.sum_key_fingerprint,
+                most_bytes=policy.most_bytes,
+            )
+            fit.desk.hello(facts.options())
+            order = fit.desk.first_order()
+            if order is not None:
+                check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
+                data.join_as(places, order.options["num_clients"])
+                self.trainer.fit(model, datamodule=data)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "run.yaml")
+        file.write_text(yaml.safe_dump(dict(fit.configuration), sort_keys=False))
+        run_lightning(
+            ["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, keeps_configuration=False
+        )
+
+
+def site_process(folder: str) -> None:
+    """Run a site's resident process: answer orders until told to end.
+
+    Args:
+        folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
+
+    Raises:
+        ConfigurationError: if one of them cannot be read.
+    """
+    policy = read_policy(Path(folder, "site.yaml"))
+    log_to(Path(folder, "log", "resident.log"))
+    try:
+        own = yaml.safe_load(Path(folder, "own.yaml").read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{folder}/own.yaml: {error}") from None
+    serve_site(policy, own)
+
+
+def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
+    """Answer orders until told to end.
+
+    Args:
+        policy: what the site is and what it allows.
+        own: its own layer of every configuration.
+    """
+    site = Site(policy, own)
+    serve(
+        policy.socket,
+        lambda: site.handle,
+        meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
+    )
+
+
+def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
+    """Return the numbers of examples of a site's clients."""
+    return {client: int(shards.num_examples[at]) for client, at in places.items()}
+
+
+class SiteCalibration:
+    """Answers orders to calibrate.
+
+    Args:
+        calibration: of the configuration.
+    """
+
+    def __init__(self, calibration: MaskCalibration) -> None:
+        self._calibration = calibration
+
+    def what_moves(self, trainer: Trainer) -> WhatMoves:
+        """Return the object that puts masks on a Trainer's module."""
+        return self._calibration.what_moves(trainer)
+
+    def answer(self, trainer: Trainer, order: Order) -> Done:
+        """Compute the answers of an order's clients with the order's model; the module stays as it is."""
+        found = self._scores if order.options.get("what") == "scores" else self._sums
+        answers: list[ClientAnswer] = []
+        tensors: dict[str, Tensor] = {}
+        for client, num_examples, sums in found(trainer, order):
+            answers.append(ClientAnswer(client=client, num_examples=num_examples))
+            tensors |= {f"{client}/{SUMS}{name}": tensor.cpu() for name, tensor in sums.items()}
+        return Done(answers, tensors)
+
+    def _scores(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Return the scores of clients: each with its number of examples."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        device = trainer.strategy.root_device
+        values = {n: t.to(device) for n, t in of_stage(VALUES, order.tensors).items()}
+        ids = order.options["version"], order.options["round"]
+        with scoring(trainer) as visit:
+            hold_model(visit.module, order.tensors)
+            score = self._calibration.scores.score(visit, clients_as_owners(data), values, ids)
+            found = [(client, score(client, count)) for client, count in order.options["examples"]]
+        return [(client, scores.num_examples, dict(scores.sums)) for client, scores in found]
+
+    def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Return the sums for the head of clients."""
+        fit = self._calibration.head_fit
+        if not isinstance(fit, OneExchange):
+            raise OrderRefused("policy", "this run fits no head by one exchange of sums")
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        owners, module = clients_as_owners(data), trainer.lightning_module
+        head = linear_head(module, self._calibration.heads(module))
+        found = []
+        with visiting(trainer, mode="eval") as visit, scoring_context(trainer):
+            hold_model(visit.module, order.tensors)
+            for client in order.clients:
+                features = owner_features(visit, owners, client, head, fit)
+                sums = fit.sums(features, head.in_features, head.out_features)
+                found.append((client, 0, {"head": sums}))
+        return found

@@ -1,1 +1,0 @@
-"""The command ``fl-lightning network``, and the two fits that it starts."""

@@ -1,0 +1,309 @@
+"""A message of the parser as one sentence: the option's path, its value, what is allowed, what was meant.
+
+A message of jsonargparse is a tree: an option, the types that were tried for it, what each of them said of
+the value, which may again be about an option. The useful part is a leaf far inside:
+
+    Parser key "federation":
+      Does not validate against any of the Union subtypes
+      Errors:
+        - Problem with given class_path 'fl_lightning.Federation':
+            Parser key "cohort": ...
+              Expected a <class 'float'>. Got value: abc
+        - Expected a <class 'NoneType'>
+
+The deepest leaves are those of the option that was meant; each says one reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fl_lightning.cli.checks import imported, what_is_missing
+from fl_lightning.cli.names import names_in, paths, where_listed
+
+MOST_CHARACTERS = 500
+# written without class_path in the YAML: their options stand directly below the option's name
+BARE = ("Federation", "Attackers")
+# from the top of the tree to a place in it: indentation, option, class; one of the last two is None
+Way = tuple[tuple[int, str | None, str | None], ...]
+
+# What the parser says, line by line: levels of the tree, frames of it, a value, and reasons.
+_LEVEL = re.compile(
+    r'Parser key "(?P<key>[^"]+)":\s*|'
+    r"Problem with given class_path '(?P<class_path>[^']+)':\s*|"
+    # what is said of an option of the callable, and not of the callable itself
+    r"Type .* expects a function or a callable class: (?=Parser key |Option '|Key \"|the following arguments)"
+)
+_FRAME = re.compile(
+    r"Does not validate against any of|Subtypes: |Errors:$|Given value type: |Expected a path but|$"
+)
+_GIVEN = re.compile(r"Given value: (?P<given>.*)$|(?P<text>.*?)\. Got value: (?P<got>.*)$")
+_UNRECOGNISED = re.compile(
+    r"[Uu]nrecognized arguments: (?P<name>[^\s=]+)[\s=]?(?P<rest>.*)|"
+    r"does not accept option '(?P<option>[^']+)'"
+)
+_NOT_ACCEPTED = re.compile(r"Option '(?P<option>[^']+)' is not accepted")
+_REQUIRED = re.compile(
+    r"the following arguments are required: (?P<names>.*)|Key \"(?P<key>[\w.]+)\" is required"
+)
+_NO_NAME = re.compile(r".*module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
+_NO_MODULE = re.compile(r".*No module named '(?P<module>[\w.]+)'")
+_NO_CLASS = re.compile(
+    r"Import path |Not a valid subclass of|Subclasses are disabled|Expected a dot import path|"
+    r"Expected an import path|.*Subclass types expect|a class path \(str\)|a dict with |"
+    r"a dict without |.*expects a function or a callable class|Expected an instantiatable"
+)
+_KIND = re.compile(
+    r"does not (?:implement protocol|correspond to a subclass of) (\w+)|Not a valid subclass of (\w+)"
+)
+_ALLOWED = re.compile(
+    r".*Expected a (?:typing\.)?Literal\[(?P<choices>.*)\]|"
+    r".*Not of type \w*?(?P<number>Int|Float)\w*: does not conform to restriction v(?P<rule>.*)|"
+    r"Expected an? (?:<class ')?(?P<type>[\w.]+)"
+)
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    **dict.fromkeys(("list", "tuple", "Sequence", "Iterable"), "a list"),
+    "dict": "a mapping",
+    "NoneType": "null",
+    "timedelta": "a time such as 00:12:00:00",
+}
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """Complaint of the parser about one option.
+
+    Attributes:
+        path: of the option in the YAML.
+        class_path: of the class whose option it is; empty if it is none's.
+        reasons: what the types said that were tried, each once.
+        given: the value as the parser shows it; None if it does not.
+    """
+
+    path: str
+    class_path: str
+    reasons: tuple[str, ...]
+    given: str | None
+
+    def inside(self, option: str) -> str:
+        """Return the path of an option of the class."""
+        is_bare = self.class_path.rpartition(".")[2] in ("", *BARE)
+        return f"{self.path}{'' if is_bare else '.init_args'}.{option}".lstrip(".")
+
+
+def complaint(message: str) -> Complaint:
+    """Read the complaint in a parser's message: its deepest leaf, an option that was meant.
+
+    Example:
+        >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]
+        >>> complaint(chr(10).join([*lines, "  Given value: 1.5"]))
+        Complaint(path='trainer.max_epochs', class_path='', reasons=("Expected a <class 'int'>",), given='1.5')
+    """
+    leaves, values = _tree(message)
+    if not leaves:
+        return Complaint("", "", (" ".join(message.split()),), None)
+    deepest = max(leaves, key=len)
+    classes = [class_path or "" for _, key, class_path in deepest if key is None]
+    class_path = classes[-1] if classes else ""
+    # the parser names the class of a factory only behind its complaint
+    factory = re.search(r"Got value: .*class_path['\"]?[=:] ?['\"](?P<name>[\w.]+)", message)
+    if classes and not class_path and factory:
+        class_path = factory["name"]
+    reasons = tuple(dict.fromkeys(leaves[deepest]))
+    return Complaint(_path(deepest, values), class_path, reasons, values.get(deepest))
+
+
+def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
+    """Reasons at each place of a message's tree, and the values there."""
+    leaves: dict[Way, list[str]] = {}
+    values: dict[Way, str] = {}
+    stack: list[tuple[int, str | None, str | None]] = []
+    for line in filter(str.strip, message.splitlines()):
+        text = re.sub(r"^\s*(- )?", "", line)
+        indent = len(line) - len(text)
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        while level := _LEVEL.match(text):
+            stack.append((indent, level["key"], level["class_path"]))
+            text, indent = text[level.end() :], indent + 1
+        way = tuple(stack)
+        if value := _GIVEN.match(text):
+            text = value["text"] or ""
+            if value["got"] is None:
+                values[way] = value["given"]
+            else:  # of one of the types that were tried
+                values.setdefault(way, value["got"])
+        if not _FRAME.match(text):
+            leaves.setdefault(way, []).append(text)
+    return leaves, values
+
+
+def _path(way: Way, values: Mapping[Way, str]) -> str:
+    """Return the option's path in the YAML."""
+    path = ""
+    for depth, (_, key, class_path) in enumerate(way):
+        if key is not None:
+            path = f"{path}.{key}".lstrip(".")
+            continue
+        path += _index(values.get(tuple(way[:depth])), class_path)
+        is_bare = (class_path or "").rpartition(".")[2] in BARE
+        if not is_bare and any(deeper[1] for deeper in way[depth:]):
+            path += ".init_args"
+    return path
+
+
+def _index(given: str | None, class_path: str | None) -> str:
+    """Index of the entry of a list that names a class, as ``[1]``; empty if it is not known."""
+    try:
+        entries = ast.literal_eval(given or "")
+    except (ValueError, SyntaxError):
+        return ""
+    named = [n for n, each in enumerate(entries) if class_path and class_path in str(each)]
+    return f"[{named[0]}]" if isinstance(entries, list) and len(named) == 1 else ""
+
+
+def sentence(message: str, options: Sequence[str] = ()) -> str:
+    r"""Return a parser's message as one sentence.
+
+    Args:
+        message: as the parser says it.
+        options: names of all options, to suggest one.
+
+    Example:
+        >>> sentence("Parser key \"num_threads\": Expected a <class 'int'>. Got value: many")
+        'num_threads must be a whole number, got many'
+    """
+    if unknown := _UNRECOGNISED.search(message):
+        name = (unknown["name"] or unknown["option"]).lstrip("-")
+        given = f", got {unknown['rest']}" if unknown["rest"] else ""
+        return f"{name}: {name!r} is not accepted{given}. {_close_to(name, options, most=0)}"
+    found = complaint(message)
+    rules = (_unknown_option, _missing_option, _unknown_class, _wrong_class, _wrong_type)
+    for rule in rules:
+        if said := rule(found):
+            return shortened(said)
+    plain = " ".join(found.reasons).strip(" .")
+    where = f"{found.path}: " if found.path and found.path not in plain else ""
+    return f"{shortened(f'{where}{plain}')}. See --help for what there is."
+
+
+def _unknown_option(found: Complaint) -> str | None:
+    match = next(filter(None, map(_NOT_ACCEPTED.match, found.reasons)), None)
+    if match is None:
+        return None
+    option, owner = match["option"], found.class_path.rpartition(".")[2]
+    advice = "See --help for what there is."
+    if owner == "Optimizer":  # the base of all: no class was named
+        advice = "Say of which class it is: class_path: torch.optim.SGD, …"
+    elif owner:
+        advice = _close_to(option, _options_of(found.class_path))
+    by = f" by {owner}" if owner else ""
+    return f"{found.inside(option)}: {option!r} is not accepted{by}. {advice}"
+
+
+def _missing_option(found: Complaint) -> str | None:
+    match = next(filter(None, map(_REQUIRED.match, found.reasons)), None)
+    if match is None:
+        return None
+    names = [found.inside(name.strip()) for name in (match["names"] or match["key"]).split(",")]
+    owner = found.class_path.rpartition(".")[2]
+    return f"{', '.join(names)} is required{f' by {owner}' if owner else ''}: give it a value"
+
+
+def _unknown_class(found: Complaint) -> str | None:
+    for reason in found.reasons:
+        if match := _NO_NAME.match(reason):
+            close = difflib.get_close_matches(match["name"], names_in(match["module"]) or (), n=1)
+            told = f"module {match['module']!r} has no attribute {match['name']!r}."
+            told += f" Did you mean {match['module']}.{close[0]}?" if close else ""
+        elif match := _NO_MODULE.match(reason):
+            told = f"there is no module {match['module']!r}: it needs to be installed or spelt otherwise."
+        else:
+            continue
+        return f"{found.path}: {told} {where_listed(found.path)}"
+    return None
+
+
+def _wrong_class(found: Complaint) -> str | None:
+    given = found.given or ""
+    if missing := next(filter(None, (what_is_missing(r, given) for r in found.reasons)), None):
+        return f"{found.path}: {missing}"
+    others = [reason for reason in found.reasons if not _NO_CLASS.match(reason)]
+    if len(others) == len(found.reasons):
+        return None
+    kinds = [f"a {one or other}" for one, other in _KIND.findall(" ".join(found.reasons))]
+    kind = f" that is {' or '.join(dict.fromkeys(kinds))}" if kinds else ""
+    allowed = [f"a class{kind}, with class_path and init_args", *_allowed(others)]
+    block, _, option = found.path.replace(".init_args", "").partition(".")
+    known = paths(block, option)
+    close = difflib.get_close_matches(given.rpartition(".")[2], known, n=1)
+    hint = f"Did you mean {known[close[0]]}? " if close else ""
+    must = f"{found.path} must be {' or '.join(allowed)}{_shown(found.given)}"
+    return f"{must}. {hint}{where_listed(found.path)}"
+
+
+def _wrong_type(found: Complaint) -> str | None:
+    allowed = _allowed(found.reasons)
+    if not allowed or not found.path:
+        return None
+    return f"{found.path} must be {' or '.join(allowed)}{_shown(found.given)}"
+
+
+def _allowed(reasons: Sequence[str]) -> list[str]:
+    """Values that are allowed, in words; null last."""
+    words = []
+    for match in filter(None, map(_ALLOWED.match, reasons)):
+        if match["choices"]:
+            words.append(f"one of {match['choices'].replace(chr(39), '')}")
+        elif match["number"]:
+            kind = "a whole number" if match["number"] == "Int" else "a number"
+            words.append(f"{kind} {match['rule']}")
+        else:
+            name = match["type"].rpartition(".")[2]
+            words.append(_TYPES.get(name, f"a {name}"))
+    return sorted(dict.fromkeys(words), key=lambda word: word == "null")
+
+
+def _shown(value: str | None) -> str:
+    """Return the end of a sentence that shows a value."""
+    if value is None:
+        return ""
+    value = value.partition(". Got value: ")[0]  # of the factory around it
+    shown = value if len(value) <= 80 else f"{value[:79]}…"
+    return f", got {shown or 'an empty text'}"
+
+
+def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
+    """Return a suggestion for a misspelt name, or all the names if they are not too many."""
+    longer = [other for other in names if other.startswith(name)]
+    close = longer or difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    if len(names) > most:
+        return "See --help for what there is."
+    return f"There are {', '.join(names)}." if names else "There is no option at all."
+
+
+def _options_of(class_path: str) -> list[str]:
+    """Return the names of a class's options; none if there is no such class."""
+    try:
+        parameters = inspect.signature(imported(class_path)).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.kind not in kinds and p.name != "params"]
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return a text on one line, without its middle if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"

@@ -1,0 +1,332 @@
+"""The command ``fl-lightning search``: find an architecture without training.
+
+Of a space, by a proxy or a table; or of a trained supernet, by the accuracy of its sub-networks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from fl_lightning.cli.latency import Networks, add_networks, check_file, check_folder, networks_of
+from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import check_seed
+from fl_lightning.experiments.compare import split
+from fl_lightning.experiments.table import markdown
+from fl_lightning.nas.cost import cost
+from fl_lightning.nas.cost.latency import LatencyTable
+from fl_lightning.nas.network import retraining
+from fl_lightning.nas.search import findings, strategies
+from fl_lightning.nas.search.problem import (
+    Costs,
+    Objective,
+    Problem,
+    SearchResult,
+    parse_constraints,
+    shown,
+)
+from fl_lightning.nas.search.proxies import (
+    PROXIES,
+    CostScore,
+    ProxyScore,
+    TableScore,
+    builder,
+    folder_batch,
+    noise_batch,
+)
+from fl_lightning.nas.spaces.named import NAMES
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.space import Architecture
+
+StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
+ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
+
+_STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
+    "random": lambda measure: strategies.RandomSearch(),
+    "evolution": lambda measure: strategies.Evolution(),
+    "regularized_evolution": lambda measure: strategies.RegularizedEvolution(),
+    "tpe": lambda measure: strategies.OptunaSearch("tpe"),
+    "nsga2": lambda measure: strategies.OptunaSearch("nsga2", measure),
+}
+assert set(_STRATEGIES) == set(get_args(StrategyName))
+# from an architecture to the configuration that trains it
+Retraining = Callable[[Architecture], dict[str, Any]]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command."""
+    add_networks(parser, required=False)
+    _add_supernet(parser.add_argument_group("a trained supernet"))
+    _add_score(parser.add_argument_group("what is maximised, under which constraints"))
+    _add_search(parser.add_argument_group("the search and what it finds"))
+
+
+def _add_supernet(options: Any) -> None:
+    options.add_argument(
+        "--ckpt_path",
+        type=str | None,
+        default=None,
+        help="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
+        "their accuracy on validation examples. Space and sizes are its configuration's.",
+    )
+    options.add_argument(
+        "-c",
+        "--config",
+        action="append",
+        type=str,
+        default=[],
+        help="The supernet's configuration, one file or several; that of the run that wrote "
+        "--ckpt_path if null. Words after -- are further options of it.",
+    )
+
+
+def _add_score(options: Any) -> None:
+    options.add_argument(
+        "--score",
+        type=ScoreName | None,
+        default=None,
+        help="What is maximised: a proxy of fresh networks, their size, or accuracy: that in --table, or "
+        "with --ckpt_path that of the supernet's parts. If null accuracy with one of these two, else "
+        "synflow.",
+    )
+    options.add_argument(
+        "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
+    )
+    options.add_argument(
+        "--images",
+        type=str | None,
+        default=None,
+        help="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
+        "shape alone.",
+    )
+    options.add_argument(
+        "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
+    )
+    options.add_argument(
+        "--latency",
+        type=str | None,
+        default=None,
+        help="A file of fl-lightning latency: the cost latency_ms.",
+    )
+    options.add_argument(
+        "--constraint",
+        action="append",
+        type=str,
+        default=[],
+        help="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
+    )
+
+
+def _add_search(options: Any) -> None:
+    options.add_argument(
+        "--strategy", type=StrategyName, default="evolution", help="How networks are chosen."
+    )
+    options.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
+    options.add_argument(
+        "--front",
+        type=str | None,
+        default=None,
+        help="The cost of the Pareto front; if null that of the first constraint, or flops.",
+    )
+    options.add_argument("--seed", type=int, default=0, help="Of all draws.")
+    options.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
+    options.add_argument(
+        "--export",
+        type=str | None,
+        default=None,
+        help="The YAML file of the best network; <out>/best.yaml if null.",
+    )
+
+
+def search(
+    words: Sequence[str], *, parser: ArgumentParser, validate: Validate, resolve: Resolve
+) -> None:
+    """Run the command.
+
+    Args:
+        words: of the command line, without the command; those after ``--`` are of a supernet's
+            configuration.
+        parser: one with the options of the command.
+        validate: runs `validate`, with a callback of ours.
+        resolve: from the words of a fit's command line to its complete configuration as YAML.
+
+    Raises:
+        ConfigurationError: if an option is refused.
+    """
+    own, options = split(words)
+    given = parser.parse_args(own)
+    check_seed("search", given.seed)
+    if is_asked_for(given):
+        look = partial(_search_trained, given)
+        defaults = parser.get_defaults()
+        look_at(given, defaults, options, look, validate=validate, resolve=resolve)
+        return
+    if options:
+        raise ConfigurationError(
+            "words after -- belong to a configuration: give --ckpt_path as well"
+        )
+    if given.space is None:
+        raise ConfigurationError(
+            f"space: give one of {', '.join(NAMES)}, or --ckpt_path of a trained supernet"
+        )
+    given.score = given.score or ("synflow" if given.table is None else "accuracy")
+    _check_sources(given)
+    networks = networks_of(given)
+    _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
+
+
+def _check_sources(given: Any) -> None:
+    """Refuse a table or images that the score would not read."""
+    if given.table is not None and given.score != "accuracy":
+        raise ConfigurationError(
+            f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
+            "accuracy"
+        )
+    if given.images is not None and given.score not in PROXIES:
+        raise ConfigurationError(
+            f"images: a search by --score {given.score} does not see them: leave them out, or give "
+            f"--score as one of {', '.join(PROXIES)}"
+        )
+
+
+def _search_trained(given: Any, trained: Trained) -> None:
+    given.score = "accuracy"
+    networks = trained.networks
+    options = {"weights": trained.weights, "run": trained.run}
+    _search(given, networks, lambda costs: trained.score, retraining_of(networks, **options))
+
+
+def retraining_of(networks: Networks, **options: Any) -> Retraining:
+    """Return the function from an architecture to the configuration that trains it."""
+
+    def configuration(architecture: Architecture) -> dict[str, Any]:
+        return retraining(architecture, networks.options, image_size=networks.side, **options)
+
+    return configuration
+
+
+def _search(
+    given: Any,
+    networks: Networks,
+    objective: Callable[[Costs], Objective],
+    configuration: Retraining,
+) -> None:
+    table = _latency_table(given.latency, networks)
+    costs = _costs(networks, table)
+    constraints = parse_constraints(given.constraint, _measures(table))
+    measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
+    told = _told(objective(costs), given.budget)
+    problem = Problem(networks.space, told, costs, constraints)
+    strategy = _STRATEGIES[given.strategy](measure)
+    check_folder("out", Path(given.out))
+    if given.export is not None:
+        check_file("export", Path(given.export))
+    result = strategy.search(problem, given.budget, given.seed)
+    _report(result, given, networks, measure, table, configuration)
+
+
+def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
+    """Objective of a search without a trained supernet."""
+    if given.score in ("params", "flops"):
+        return CostScore(costs, given.score)
+    if given.score == "accuracy":
+        if given.table is None:
+            raise ConfigurationError(
+                "score accuracy needs the truth of NAS-Bench-201: give --table"
+            )
+        return TableScore(NASBench201Table.read(given.table))
+    shape = {
+        "side": networks.side,
+        "in_channels": given.in_channels,
+        "num_classes": given.num_classes,
+        "seed": given.seed,
+    }
+    batch = (
+        noise_batch(given.batch_size, **shape)
+        if given.images is None
+        else folder_batch(given.images, given.batch_size, **shape)
+    )
+    build = builder(networks.space, **networks.options)
+    return ProxyScore(PROXIES[given.score], build, *batch, seed=given.seed)
+
+
+def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
+    if path is None:
+        return None
+    table = LatencyTable.read(path)
+    table.check(networks.space, networks.side, networks.options)
+    return table
+
+
+def _measures(table: LatencyTable | None) -> list[str]:
+    return ["flops", "params", "activations", *(["latency_ms"] if table else [])]
+
+
+def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
+    def costs(architecture: Architecture) -> Mapping[str, float]:
+        counted = cost.of(networks.space, architecture, side=networks.side, **networks.options)
+        latency = {} if table is None else {"latency_ms": table.milliseconds(architecture)}
+        return {**asdict(counted), **latency}
+
+    return costs
+
+
+def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequence[str]) -> str:
+    if given is not None and given not in measures:
+        raise ConfigurationError(
+            f"front: there is no cost {given!r}; there are {', '.join(measures)}"
+        )
+    return given or next(iter(constrained), "flops")
+
+
+def _told(score: Objective, budget: int) -> Objective:
+    """Say how far the search is."""
+    done = 0
+
+    def scored(architecture: Architecture) -> float:
+        nonlocal done
+        value, done = score(architecture), done + 1
+        if sys.stderr.isatty():
+            end = "\n" if done == budget else ""
+            print(f"\r{done} of {budget} networks", end=end, file=sys.stderr, flush=True)
+        return value
+
+    return scored
+
+
+def _report(
+    result: SearchResult,
+    given: Any,
+    networks: Networks,
+    measure: str,
+    table: LatencyTable | None,
+    configuration: Retraining,
+) -> None:
+    """Write the findings and print the front."""
+    out = Path(given.out)
+    best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
+    out.mkdir(parents=True, exist_ok=True)
+    findings.write_evaluated(out / "evaluated.csv", result)
+    findings.draw_front(out / "front", result, measure=measure, score=given.score)
+    target = Path(given.export) if given.export else out / "best.yaml"
+    notes = [] if table is None else [f"latency_ms on {table}"]
+    findings.export(target, best, configuration(best.architecture), notes)
+    print(markdown(*findings.front_rows(result, measure, given.score)))
+    scored, budget = len(result.evaluated), result.budget
+    more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
+    print(f"\nscored:   {scored} networks of {networks.space.name}{more}")
+    print(f"best:     {best.architecture}")
+    costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
+    print(f"          {given.score} {best.score:.6g}, {costs}")
+    if table is not None:
+        print(f"latency:  {table.where}\n          {table.accuracy}")
+    print(f"results:  {out}/evaluated.csv, front.png, front.svg")
+    print(f"network:  {target}, for fl-lightning fit --config")

@@ -1,0 +1,222 @@
+"""A trained supernet for the command ``search``: a configuration's model with a checkpoint's weights.
+
+The model and its data are those that ``validate`` has: the same device, precision, recalibration and
+validation examples, so that the score of the largest network is its ``val/accuracy``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.cli.latency import Networks
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import CONFIG, differences, run_of, visiting
+from fl_lightning.nas.one_shot import OneShot
+from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
+from fl_lightning.nas.sub_networks.recalibration import training_batches
+from fl_lightning.nas.supernet import Supernet
+
+# runs `validate` with these words and one callback more
+Validate = Callable[[Sequence[str], Callback], None]
+# from the words of a fit's command line to its configuration as YAML
+Resolve = Callable[[Sequence[str]], str]
+
+# what the configuration says
+_NOT_GIVEN = ("space", "side", "in_channels", "num_classes", "channels", "cells", "images", "table")
+# which weights there are, and what they mean
+_OF_SPACE = ("model.class_path", "model.init_args.space.", "model.init_args.rule.")
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A supernet with its weights, ready to be scored.
+
+    Attributes:
+        networks: of its space, in its shape.
+        score: the accuracy of a sub-network.
+        weights: the checkpoint, where networks of the space can begin with its weights.
+        run: the whole configuration.
+    """
+
+    networks: Networks
+    score: SubNetworkScore
+    weights: str | None
+    run: Mapping[str, Any]
+
+
+def is_asked_for(given: Any) -> bool:
+    """Return whether options name a trained supernet."""
+    return bool(given.config) or given.ckpt_path is not None
+
+
+def look_at(
+    given: Any,
+    defaults: Any,
+    options: Sequence[str],
+    look: Callable[[Trained], None],
+    *,
+    validate: Validate,
+    resolve: Resolve,
+) -> None:
+    """Call a function with the supernet that options name.
+
+    Args:
+        given: the options.
+        defaults: of the same options.
+        options: of the configuration, words of a fit's command line.
+        look: at the supernet; once.
+        validate: as above.
+        resolve: as above.
+
+    Raises:
+        ConfigurationError: if there is no such supernet, or no validation examples.
+    """
+    _check_options(given, defaults)
+    words = [word for path in _files(given) for word in ("--config", path)]
+    run = yaml.safe_load(resolve([*words, *options]))
+    _check_space(given.ckpt_path, run)
+    looking = _Looking(run, look)
+    here = [
+        *("--trainer.devices=1", "--trainer.strategy=auto", "--trainer.num_nodes=1"),
+        *("--trainer.logger=false", "--trainer.enable_progress_bar=false", "--verbose=false"),
+    ]
+    try:
+        validate([*words, *options, f"--ckpt_path={given.ckpt_path}", *here], looking)
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise ConfigurationError(
+            f"ckpt_path: {given.ckpt_path} is of another model or another space than the configuration's "
+            "model: give --config the config.yaml of the run that wrote it"
+        ) from error
+    if not looking.has_looked:
+        raise ConfigurationError(
+            "the data have no validation examples, and a search uses no test data: hold some out, e.g. "
+            "by -- --data.init_args.source.init_args.val_fraction 0.1"
+        )
+
+
+class _Looking(Callback):
+    """Looks when `validate` is about to begin: everything is loaded and in its place."""
+
+    unprotected: str | None = None
+
+    def __init__(self, run: Mapping[str, Any], look: Callable[[Trained], None]) -> None:
+        super().__init__()
+        self._run, self._look = run, look
+        self.has_looked = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look.
+
+        Raises:
+            ConfigurationError: for a model that is no supernet, and for weights that are no numbers.
+        """
+        self.has_looked = True
+        module: Any = pl_module
+        _check_module(module)
+        with visiting(trainer, "validation", mode="eval") as visit:
+            score = SubNetworkScore(
+                module,
+                _Again(lambda: map(visit.prepared, _training_batches(trainer, module))),
+                _Again(lambda: map(visit.prepared, _validation_batches(trainer))),
+                trainer.precision_plugin.forward_context,
+            )
+            weights = str(trainer.ckpt_path) if isinstance(module, OneShot) else None
+            self._look(Trained(_networks(module), score, weights, self._run))
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """Batches that can be gone through again: they are read anew, and need no memory."""
+
+    read: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read()
+
+
+def _check_module(module: LightningModule) -> None:
+    if not isinstance(module, OneShot | Supernet):
+        raise ConfigurationError(
+            "model: a search scores sub-networks of a trained fl_lightning.nas.OneShot or Supernet, got "
+            f"{type(module).__name__}"
+        )
+    broken = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
+    if broken:
+        raise ConfigurationError(
+            f"ckpt_path: the training of this supernet has failed: {broken[0]} is not finite"
+        )
+
+
+def _networks(module: Any) -> Networks:
+    if isinstance(module, Supernet):
+        return Networks(module.space, module.image_size, module.shape)
+    costs = module.costs
+    options = {"in_channels": costs.in_channels, "num_classes": costs.num_classes}
+    return Networks(module.space, costs.side, options)
+
+
+def _training_batches(trainer: Trainer, module: OneShot | Supernet) -> Iterator[Any]:
+    most = module.recalibration_examples
+    return training_batches(trainer, max_examples=most, seed=module.seed) or iter(())
+
+
+def _validation_batches(trainer: Trainer) -> Iterator[Any]:
+    loaders: Any = trainer.val_dataloaders
+    loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
+    for loader, most in zip(loaders, trainer.num_val_batches, strict=True):
+        yield from islice(loader, None if most == math.inf else int(most))
+
+
+def _check_options(given: Any, defaults: Any) -> None:
+    if given.ckpt_path is None:
+        raise ConfigurationError(
+            "--config names a model, and a search scores a trained one: give --ckpt_path as well"
+        )
+    said = [name for name in _NOT_GIVEN if given[name] != defaults[name]]
+    if said:
+        raise ConfigurationError(
+            f"{said[0]}: with --ckpt_path it is the configuration's: leave it out"
+        )
+    if given.score not in (None, "accuracy"):
+        raise ConfigurationError(
+            f"score {given.score} is of untrained networks: leave out --ckpt_path and --config, or "
+            "--score to have the accuracy of the trained supernet's"
+        )
+
+
+def _files(given: Any) -> list[str]:
+    """Return the configuration's files: those given, or the one of the run that wrote the checkpoint."""
+    if given.config:
+        return list(given.config)
+    path = Path(given.ckpt_path)
+    if not path.is_file():
+        raise ConfigurationError(f"ckpt_path: there is no file {given.ckpt_path!r}")
+    own = path.parent.parent / CONFIG
+    if not own.is_file():
+        raise ConfigurationError(
+            f"ckpt_path: the run that wrote {given.ckpt_path} has left no {CONFIG} beside it: give its "
+            "configuration with --config"
+        )
+    return [str(own)]
+
+
+def _check_space(path: str, run: Mapping[str, Any]) -> None:
+    """Refuse another space than the checkpoint's, as far as its run's folder tells."""
+    earlier = run_of(Path(path)) if Path(path).is_file() else None
+    found = [] if earlier is None else differences(earlier, run, ["model"])
+    of_space = [text for text in found if text.startswith(_OF_SPACE)]
+    if earlier is not None and of_space:
+        raise ConfigurationError(
+            f"ckpt_path: {path} was trained on another space: {of_space[0]}. Search it with --config "
+            f"{earlier.folder / CONFIG}"
+        )

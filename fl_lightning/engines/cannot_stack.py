@@ -1,9 +1,0 @@
-"""The one word for what slots cannot do."""
-
-
-class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
-    """Why a module, an optimizer or its data cannot be trained in slots."""
-
-
-class CannotPad(CannotStack):
-    """Why batches cannot be padded; whole ones may do."""

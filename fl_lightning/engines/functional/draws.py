@@ -1,0 +1,311 @@
+"""Random numbers of a training step as inputs: recorded, drawn elsewhere, and given to its functions.
+
+A recorder below autograd sees every operator that draws, however deep in PyTorch it is called
+(dropout inside attention), with the distribution and the shape of what it draws. The same calls on
+a generator in the same state give the same bits: so draws can be made outside of a step, for many
+clients from their own generators.
+
+Under `vmap` and in a compiled graph there is no generator per client. There `ReplayedDraws` replaces
+every function that draws by its definition over given numbers: dropout is ``x · noise / (1 - p)``. A
+function that it does not know is left alone; `vmap` refuses to draw, which ends in the sequential engine.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fl_lightning.engines.functional import CannotStack
+
+# By operator: the method that draws the same numbers into a tensor, and where the distribution's
+# parameters are among the operator's arguments.
+_METHODS: dict[str, tuple[str, slice]] = {
+    "aten::bernoulli_.float": ("bernoulli_", slice(1, 2)),
+    "aten::exponential_": ("exponential_", slice(1, 2)),
+    "aten::native_dropout": ("native_dropout", slice(1, 2)),
+    "aten::normal_": ("normal_", slice(1, 3)),
+    "aten::rand": ("uniform_", slice(0)),
+    "aten::rand_like": ("uniform_", slice(0)),
+    "aten::random_.from": ("random_", slice(1, 3)),
+    "aten::random_.to": ("random_", slice(1, 2)),
+    "aten::randint": ("random_", slice(0, 1)),
+    "aten::randint.low": ("random_", slice(0, 2)),
+    "aten::randint_like": ("random_", slice(1, 2)),
+    "aten::randint_like.low_dtype": ("random_", slice(1, 3)),
+    "aten::randn": ("normal_", slice(0)),
+    "aten::randn_like": ("normal_", slice(0)),
+    "aten::uniform_": ("uniform_", slice(1, 3)),
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One call that draws.
+
+    Attributes:
+        method: of a tensor, e.g. ``bernoulli_``; ``native_dropout`` for CUDA's own dropout.
+        parameters: of the distribution.
+        shape: of what is drawn.
+        order: the axes by falling stride.
+        dtype: of what is drawn.
+        device: where.
+    """
+
+    method: str
+    parameters: tuple[Any, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def again(self, shape: Sequence[int] | None = None) -> Tensor:
+        """Draw from the global generator, in another shape if one is given.
+
+        Example:
+            >>> draw = Draw("uniform_", (), (2,), (0,), torch.float32, torch.device("cpu"))
+            >>> seeded = torch.manual_seed(0)
+            >>> first = torch.rand(2)
+            >>> seeded = torch.manual_seed(0)
+            >>> torch.equal(draw.again(), first)
+            True
+        """
+        shape = self.shape if shape is None else shape
+        empty = torch.empty_permuted(tuple(shape), self.order, dtype=self.dtype, device=self.device)
+        return self.into(empty)
+
+    def into(self, empty: Tensor) -> Tensor:
+        """Draw into a tensor."""
+        if self.method == "native_dropout":
+            mask = torch.native_dropout(torch.ones_like(empty), self.parameters[0], True)[1]
+            return empty.copy_(mask)
+        drawn: Tensor = getattr(empty, self.method)(*self.parameters)
+        return drawn
+
+
+class DrawRecorder(TorchDispatchMode):
+    """Notes the draws of the code inside it.
+
+    Raises:
+        CannotStack: for a draw whose numbers depend on values, or on a generator of its own.
+
+    Example:
+        >>> with DrawRecorder() as recorder:
+        ...     _ = torch.nn.functional.dropout(torch.ones(2, 3), 0.25)
+        >>> [(draw.method, draw.parameters, draw.shape) for draw in recorder.draws]
+        [('bernoulli_', (0.75,), (2, 3))]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator and note it if it draws."""
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = func._schema.name
+        key = f"{name}.{func._overloadname}".removesuffix(".default")
+        generator = kwargs.get("generator", next((a for a in args if _is_generator(a)), None))
+        if key not in _METHODS or generator is not None:
+            own = " with a generator of its own" if generator is not None else ""
+            raise CannotStack(f"training_step draws by {name.removeprefix('aten::')}{own}")
+        method, places = _METHODS[key]
+        drawn = result[1] if method == "native_dropout" else result
+        dtype = result[0].dtype if method == "native_dropout" else result.dtype
+        strides = drawn.stride()
+        order = tuple(sorted(range(drawn.ndim), key=lambda axis: -strides[axis]))
+        parameters = args[places]
+        if key == "aten::randint":
+            parameters = (0, *parameters)
+        self.draws.append(Draw(method, parameters, tuple(drawn.shape), order, dtype, drawn.device))
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+_DROPOUTS = {F.dropout, torch.dropout}
+_FEATURE_DROPOUTS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
+_ALPHA_DROPOUTS = {F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout}
+_SOURCES = {
+    torch.Tensor.bernoulli_,
+    torch.Tensor.exponential_,
+    torch.Tensor.normal_,
+    torch.Tensor.random_,
+    torch.Tensor.uniform_,
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.randint_like,
+    torch.randn,
+    torch.randn_like,
+}
+
+
+def _no_mode(_: Any) -> bool:
+    return False
+
+
+def _opened(function: Any) -> Any:
+    """Return a copy of a function of `torch.nn.functional` inside which a mode sees every call.
+
+    PyTorch asks a mode about such a function as a whole and then runs it without the mode; the
+    copy does not ask.
+    """
+    names = {name: value for name, value in vars(F).items() if name != "__name__"}
+    asks = {"has_torch_function": _no_mode, "has_torch_function_unary": _no_mode}
+    copy = types.FunctionType(
+        function.__code__, names | asks, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_OPENED = {f: _opened(f) for f in (F.multi_head_attention_forward, F.gumbel_softmax)}
+
+
+class DropoutWatch(TorchFunctionMode):
+    """Learns whether any dropout is called inside it, be it switched off at present.
+
+    Example:
+        >>> with DropoutWatch() as watch:
+        ...     _ = torch.nn.functional.dropout(torch.ones(2), 0.0)
+        >>> watch.has_seen_one
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen_one = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function."""
+        is_one = func in _DROPOUTS | _FEATURE_DROPOUTS | _ALPHA_DROPOUTS or func in _OPENED
+        self.has_seen_one = self.has_seen_one or is_one
+        return func(*args, **(kwargs or {}))
+
+
+class ReplayedDraws(TorchFunctionMode):
+    """Gives the functions inside it their random numbers, one entry a call.
+
+    Args:
+        draws: what is drawn, in the order of the calls.
+
+    Example:
+        >>> with ReplayedDraws([torch.tensor([1.0, 0.0])]):
+        ...     torch.nn.functional.dropout(torch.tensor([3.0, 4.0]), 0.5)
+        tensor([6., 0.])
+    """
+
+    def __init__(self, draws: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._draws = draws
+        self._position = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, or what stands for it."""
+        kwargs = kwargs or {}
+        if func in _SOURCES:
+            # never written into the tensor of an in-place method, which vmap may not know as one
+            # of many: who ignores what the method returns gets another update in the trial
+            return self._next().clone()
+        if func in _DROPOUTS:
+            return self._dropout(*args, **kwargs)
+        if func in _FEATURE_DROPOUTS:
+            return self._feature_dropout(*args, **kwargs)
+        if func in _ALPHA_DROPOUTS:
+            return self._alpha_dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and _dropout_of(args, kwargs) > 0:
+            return self._attention(*args, **kwargs)
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _next(self) -> Tensor:
+        self._position += 1
+        return self._draws[self._position - 1]
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **o: Any
+    ) -> Tensor:
+        training = o.get("train", training)  # its name in torch.dropout
+        if not training or p == 0:
+            return input
+        noise = torch.zeros_like(input) if p == 1 else self._next() / (1 - p)
+        return input.mul_(noise) if inplace else input * noise
+
+    def _feature_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **o: Any
+    ) -> Tensor:
+        training = o.get("train", training)
+        if not training or p == 0:
+            return input
+        noise = torch.zeros_like(input) if p == 1 else self._next() / (1 - p)
+        # of one example without a batch axis PyTorch makes a batch of one, and draws for that
+        noise = noise.reshape(noise.shape[noise.ndim - input.ndim :])
+        return input.mul_(noise) if inplace else input * noise
+
+    def _alpha_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **o: Any
+    ) -> Tensor:
+        """Keep mean and variance: Klambauer et al. 2017, section 2 (α' = -1.7581)."""
+        training = o.get("train", training)
+        if not training or p == 0:
+            return input
+        if p == 1:
+            return input.mul_(0) if inplace else input * 0
+        alpha = 1.7580993408473766
+        scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
+        noise = self._next()
+        shift = (noise - 1) * (alpha * scale) + alpha * scale * p
+        return input.mul_(noise * scale).add_(shift) if inplace else input * (noise * scale) + shift
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return softmax(q k' scale + mask) v, with dropout on the softmax."""
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * scale
+        if is_causal:
+            shape = scores.shape[-2:]
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._dropout(scores.softmax(-1), dropout_p) @ value
+
+
+def _dropout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return float(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))

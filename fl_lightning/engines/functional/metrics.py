@@ -1,0 +1,293 @@
+"""torchmetrics objects in a training step that runs as a function: what they are given comes out.
+
+A metric's own update counts classes, checks values and keeps lists: nothing that `vmap` or a
+compiler could run. So while the step runs, stand-ins take the metrics' places in the module and
+return what the metrics would have been given among the step's outputs. `MetricFeed` updates the
+metrics with it afterwards, which then hold the examples of all clients, as when these train one
+after the other. One update with the examples of many steps gives the same as many updates where the
+metric itself says that its states add up (it would pool those of several processes so); others are
+updated step by step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from fl_lightning.engines.functional import CannotStack
+
+# One update of a metric: its stand-in, and what it was given.
+MetricCall = tuple["StandIn", tuple[Any, ...], dict[str, Any]]
+
+
+def tensors_of(call: MetricCall) -> list[Tensor]:
+    """Return the tensors among a metric's arguments."""
+    _, args, kwargs = call
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+
+class StandIn(nn.Module):
+    """In a metric's place: notes what it is given.
+
+    Args:
+        metric: a metric or a collection of some.
+        path: where in the module it is.
+    """
+
+    def __init__(self, metric: Metric | MetricCollection, path: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "metric", metric)  # its tensors are none of the step's
+        self.path = path
+        self.parts = (
+            list(metric.items(keep_base=False, copy_state=False))
+            if isinstance(metric, MetricCollection)
+            else []
+        )
+        self.calls: list[MetricCall] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> BatchValue:
+        """Note the arguments; the value of one batch is not known here."""
+        self.update(*args, **kwargs)
+        return BatchValue(type(self.metric).__name__)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Note the arguments."""
+        if self.calls is not None:
+            self.calls.append((self, args, kwargs))
+
+    def items(self) -> list[tuple[str, Metric]]:
+        """Return the metrics of a collection, for ``log_dict``."""
+        return self.parts
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in self.__dict__:
+            return super().__getattr__(name)
+        kind = type(self.metric).__name__
+        raise CannotStack(f"training_step uses {name} of {kind} {self.path!r}")
+
+
+class BatchValue:
+    """Result of a metric's call: nothing that a step could use."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+class StandIns:
+    """The stand-ins for all metrics of a module.
+
+    Attributes:
+        prefixes: with which the names of metrics' own buffers begin.
+
+    Example:
+        >>> from torchmetrics import SumMetric
+        >>> module = nn.ModuleDict({"total": SumMetric()})
+        >>> stand_ins = StandIns(module)
+        >>> with stand_ins.in_place():
+        ...     calls = stand_ins.listen()
+        ...     _ = module["total"](2.0)
+        >>> calls[0][1], float(module["total"].sum_value)
+        ((2.0,), 0.0)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module, StandIn]] = []
+        self._all: dict[int, StandIn] = {}
+        self._visit(module, "", set())
+        self.prefixes = tuple(f"{stand_in.path}." for stand_in in self._all.values())
+
+    def _visit(self, module: nn.Module, prefix: str, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if isinstance(child, Metric | MetricCollection):
+                stand_in = self._all.setdefault(id(child), StandIn(child, prefix + name))
+                self._places.append((module, name, child, stand_in))
+            else:
+                self._visit(child, f"{prefix}{name}.", seen)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put them where the metrics are, while the block runs."""
+        for parent, name, _, stand_in in self._places:
+            parent._modules[name] = stand_in
+        try:
+            yield
+        finally:
+            for parent, name, metric, _ in self._places:
+                parent._modules[name] = metric
+
+    def listen(self) -> list[MetricCall]:
+        """Return a list to which they add the calls from here on."""
+        calls: list[MetricCall] = []
+        for stand_in in self._all.values():
+            stand_in.calls = calls
+        return calls
+
+    def stop_listening(self) -> None:
+        """Stop noting calls, and forget those of a step."""
+        for stand_in in self._all.values():
+            stand_in.calls = None
+
+
+_ADDING_UP = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
+
+
+@dataclass(frozen=True)
+class GivenStep:
+    """Tensors that one step of all slots gave to metrics.
+
+    Attributes:
+        tensors: one per tensor argument, each of shape (G, B, …), or (G, …) of whole batches.
+        valid: which examples count, bool of shape (G, B).
+    """
+
+    tensors: list[Tensor]
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One call of a metric's update in the step; ``first`` of its tensors among all given ones."""
+
+    call: MetricCall
+    first: int
+    by_example: list[bool] | None  # per tensor, a row an example or one number; None: whole batches
+
+    @property
+    def metric(self) -> Metric | MetricCollection:
+        metric: Metric | MetricCollection = self.call[0].metric
+        return metric
+
+    @property
+    def is_pooled(self) -> bool:
+        metric = self.metric
+        parts = metric.values() if isinstance(metric, MetricCollection) else [metric]
+        adds_up = all(p._reductions and set(p._reductions.values()) <= _ADDING_UP for p in parts)
+        return adds_up and self.by_example is not None and all(self.by_example)
+
+    def feed(self, steps: Sequence[GivenStep]) -> None:
+        if self.is_pooled:
+            places = range(self.first, self.first + len(tensors_of(self.call)))
+            rows = [[_rows(step.tensors[place], step.valid) for step in steps] for place in places]
+            self._update([torch.cat(parts) for parts in rows])
+            return
+        for step in steps:
+            for slot in step.valid.any(1).nonzero().flatten().tolist():
+                self._update(self._of_slot(step, slot))
+
+    def _of_slot(self, step: GivenStep, slot: int) -> list[Tensor]:
+        count = len(tensors_of(self.call))
+        tensors = [t[slot] for t in step.tensors[self.first : self.first + count]]
+        if self.by_example is None:
+            return tensors
+        valid = step.valid[slot]
+        return [
+            _rows(tensor, valid) if is_by_example else tensor[valid].mean(0)
+            for tensor, is_by_example in zip(tensors, self.by_example, strict=True)
+        ]
+
+    def _update(self, tensors: list[Tensor]) -> None:
+        _, args, kwargs = self.call
+        given = iter(tensors)
+        filled = [next(given) if isinstance(value, Tensor) else value for value in args]
+        by_name = {k: next(given) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        self.metric.update(*filled, **by_name)
+
+
+class MetricFeed:
+    """Knows which metrics a step updates with what.
+
+    Args:
+        full: the calls of the step on a full batch.
+        single: the calls on one example of it; None if the step keeps its batch whole.
+        batch_size: B.
+
+    Raises:
+        CannotStack: if a metric is given something that is neither a row an example nor a mean.
+    """
+
+    def __init__(
+        self, full: Sequence[MetricCall], single: Sequence[MetricCall] | None, batch_size: int
+    ) -> None:
+        if single is not None and [c[0] for c in full] != [c[0] for c in single]:
+            raise CannotStack("training_step updates other metrics for other sizes of a batch")
+        self._updates: list[_Update] = []
+        first = 0
+        for number, call in enumerate(full):
+            rows = None if single is None else _by_example(call, single[number], batch_size)
+            self._updates.append(_Update(_without_values(call), first, rows))
+            first += len(tensors_of(call))
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    def check_same(self, other: MetricFeed) -> None:
+        """Check that batches of another size are given to the same metrics in the same way.
+
+        Raises:
+            CannotStack: if they are not.
+        """
+        ours, theirs = (
+            [(u.call[0], _constants(u.call)) for u in f._updates] for f in (self, other)
+        )
+        if ours != theirs:
+            raise CannotStack("training_step updates other metrics for other sizes of a batch")
+
+    def feed(self, steps: Sequence[GivenStep]) -> None:
+        """Update the metrics with some steps' examples."""
+        for update in self._updates:
+            if any(bool(step.valid.any()) for step in steps):
+                update.feed(steps)
+            if isinstance(update.metric, MetricCollection):
+                update.metric.items()  # metrics that share states learn them when asked for
+
+
+def _rows(tensor: Tensor, valid: Tensor) -> Tensor:
+    """Return the examples that count: the axis of batches of one becomes the axis of examples."""
+    return tensor[valid].flatten(0, 1)
+
+
+def _by_example(full: MetricCall, single: MetricCall, batch_size: int) -> list[bool]:
+    stand_in = full[0]
+    name = f"{type(stand_in.metric).__name__} {stand_in.path!r}"
+    if _constants(full) != _constants(single):
+        raise CannotStack(f"{name} is given numbers that depend on the size of the batch")
+    found = []
+    for many, one in zip(tensors_of(full), tensors_of(single), strict=True):
+        is_row = many.shape[:1] == (batch_size,) and one.shape[:1] == (1,)
+        is_row = is_row and many.shape[1:] == one.shape[1:]
+        if not is_row and (many.ndim or one.ndim):
+            raise CannotStack(f"{name} is given a tensor of shape {tuple(many.shape)}")
+        found.append(is_row)
+    return found
+
+
+def _constants(call: MetricCall) -> list[Any]:
+    _, args, kwargs = call
+    values = [*enumerate(args), *kwargs.items()]
+    return [(k, "tensor" if isinstance(v, Tensor) else v) for k, v in values]
+
+
+def _without_values(call: MetricCall) -> MetricCall:
+    """Return the call with empty tensors in place of those of a batch, which need not be kept."""
+    empty = torch.empty(0)
+    stand_in, args, kwargs = call
+    return (
+        stand_in,
+        tuple(empty if isinstance(v, Tensor) else v for v in args),
+        {k: empty if isinstance(v, Tensor) else v for k, v in kwargs.items()},
+    )

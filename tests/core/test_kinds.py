@@ -1,0 +1,107 @@
+"""Arguments of the wrong kind in Python are refused with the call to write."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import ConfigurationError, FederatedDataModule, Federation, FedProx, UniformCohort
+from fl_lightning.core.kinds import check_kinds
+from fl_lightning.data import Digits
+from fl_lightning.server import FedAdam, Krum
+
+
+def takes(
+    *,
+    count: int | None = None,
+    rate: float = 0.1,
+    mode: Literal["max", "min"] = "max",
+    names: Sequence[str] = (),
+    file: str | Path | None = None,
+    loss: Callable[..., Any] | None = None,
+    anything: Any = None,
+):
+    """Stand for a constructor."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"count": 3, "rate": 1, "mode": "min", "names": ["a"], "file": Path("x")},
+        {
+            "count": None,
+            "rate": np.float32(0.5),
+            "names": ("a",),
+            "file": "x",
+            "loss": torch.nn.L1Loss,
+        },
+        {"count": np.int64(3), "loss": len, "anything": int},
+        {"unknown": 3},
+    ],
+)
+def test_values_of_the_right_kind_pass(given):
+    check_kinds(takes, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"count": "4"}, "count must be a whole number or None, got the text '4': write count=4"),
+        ({"count": 1.0}, "count must be a whole number or None, got 1.0: write count=1"),
+        ({"count": True}, "count must be a whole number or None, got True"),
+        ({"rate": "0.5"}, "rate must be a number, got the text '0.5': write rate=0.5"),
+        ({"mode": "best"}, "mode must be one of 'max', 'min', got the text 'best'"),
+        ({"names": "a"}, "names must be a Sequence, got the text 'a'"),
+        ({"file": 3}, "file must be a text or a Path or None, got 3"),
+    ],
+)
+def test_others_are_refused_with_what_to_write(given, says):
+    with pytest.raises(ConfigurationError) as refused:
+        check_kinds(takes, given)
+    assert str(refused.value) == says
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cohort": "all"}, "cohort must be a CohortSampler or None, got the text 'all'"),
+        ({"cohort": UniformCohort}, "the class UniformCohort: write cohort=UniformCohort(…)"),
+        (
+            {"correction": "FedProx"},
+            "write correction=FedProx(…), from fl_lightning import FedProx",
+        ),
+        ({"aggregator": "Krum"}, "write aggregator=Krum(…), from fl_lightning.server import Krum"),
+        ({"local_steps": 1.0}, "local_steps must be a whole number or None, got 1.0"),
+        ({"devices": "slow"}, "devices must be a Devices or a RecordedArrivals or None"),
+        ({"updates": "TopK"}, "updates must be a list or None, got the text 'TopK'"),
+        ({"speedups": "all"}, "speedups must be a list or None"),
+        ({"pad_batches": 1}, "pad_batches must be True or False or None, got 1"),
+    ],
+)
+def test_a_federation_takes_no_names_and_no_classes(options, says):
+    with pytest.raises(ConfigurationError) as refused:
+        Federation(**options)
+    assert says in str(refused.value)
+
+
+def test_all_wrong_kinds_are_told_together():
+    with pytest.raises(ConfigurationError) as refused:
+        Federation(cohort="all", local_steps="3")
+    assert len(str(refused.value).splitlines()) == 2
+    with pytest.raises(ConfigurationError, match=r"num_clients must be .* write num_clients=4"):
+        FederatedDataModule(Digits(), num_clients="4")
+    with pytest.raises(
+        ConfigurationError, match=r"source must be .* the class Digits: write source="
+    ):
+        FederatedDataModule(Digits)
+
+
+def test_objects_and_factories_pass():
+    federation = Federation(
+        correction=FedProx(0.1), aggregator=Krum(1), server_optimizer=torch.optim.SGD, local_steps=2
+    )
+    assert federation.local_steps == 2
+    assert Federation(server_optimizer=FedAdam).server_optimizer is FedAdam
