@@ -282,7 +282,7 @@ class PrivacyLedger(Generic[M]):
 
 
 class PrivateStage(AroundFit):
-    """What makes a run private: it counts what rounds cost, in this fit and in those before.
+    """A stage that makes a run private: it counts what rounds cost, in this fit and in those before.
 
     Attributes:
         ledger: what was spent.
