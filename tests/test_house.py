@@ -51,7 +51,7 @@ CAPS = {
     "core": (3257, 25),
     "data": (6880, 34),
     "engines": (4628, 22),
-    "experiments": (3450, 30),
+    "experiments": (3456, 30),
     "federation": (12661, 67),
     "flower": (9145, 68),
     "kernels": (1659, 10),

@@ -36,7 +36,7 @@ def read(path: Path) -> Any:
             "save it as UTF-8"
         ) from None
     try:
-        return load(text)
+        content = load(text)
     except ConfigurationError as error:
         raise ConfigurationError(f"config: {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -44,6 +44,11 @@ def read(path: Path) -> Any:
             f"config: {path} is not valid YAML: {' '.join(str(error).split())}. Quote texts with special "
             "characters, and indent with spaces"
         ) from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(
+            f"config: {path} holds no options, which are written as name: value"
+        )
+    return content
 
 
 def load(text: str) -> Any:

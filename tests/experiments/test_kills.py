@@ -1,5 +1,6 @@
 """Kills of ``compare`` and ``sweep``: nobody is left, and a folder has one writer."""
 
+import csv
 import os
 import random
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from fl_lightning.cli import main
 from fl_lightning.core.processes import sole_writer
 
 SECONDS = 5.0  # after which nobody may be left
+KILLS = 10
+SIGNALS = signal.SIGTERM, signal.SIGKILL
 
 
 class LongRound(Callback):
@@ -35,6 +39,14 @@ LONG = {
     "trainer": {
         **BASE["trainer"],
         "callbacks": [{"class_path": "experiments.test_kills.LongRound"}],
+    },
+}
+SLOW = {  # whose rounds last long enough to be killed in
+    **BASE,
+    "trainer": {
+        **BASE["trainer"],
+        "max_epochs": 8,
+        "callbacks": [{"class_path": "experiments.test_sweep.SlowRounds"}],
     },
 }
 FILES = {
@@ -54,9 +66,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @contextmanager
-def started(command, out):
+def started(command, out, *options):
     """Start a command as the leader of a session; nobody of it is left after the test."""
-    words = [sys.executable, "-m", "fl_lightning", *WORDS[command], "--out", str(out)]
+    words = [sys.executable, "-m", "fl_lightning", *WORDS[command], "--out", str(out), *options]
     with Path(f"{out}.txt").open("w") as said:
         process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
     try:
@@ -79,6 +91,15 @@ def trains(out):
     return len(list(Path(out).rglob("is_long"))) == 2
 
 
+def command_of(pid):
+    """Return a process's command and state, empty if it has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"{state} {Path(f'/proc/{pid}/cmdline').read_text()}"
+    except OSError:
+        return ""
+
+
 def kill(process, signum):
     process.send_signal(signum)
     process.wait()
@@ -88,7 +109,7 @@ def kill(process, signum):
         left[:] = members(process.pid)
         return not left
 
-    assert wait_until(is_alone, SECONDS), f"{len(left)} processes are left"
+    assert wait_until(is_alone, SECONDS), [command_of(pid) for pid in left]
 
 
 @pytest.mark.parametrize(
@@ -108,11 +129,42 @@ def test_a_second_comparison_in_a_folder_is_refused(capsys):
     assert [path.name for path in Path("out").rglob("*")] == [".lock"]
 
 
+def results(command, out):
+    """Return what a command has found, but for how long it took."""
+    with Path(out, {"compare": "results.csv", "sweep": "trials.csv"}[command]).open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["compare", "sweep"])
-def test_nobody_is_left_of_ten_kills_at_any_moment(command):
-    draws = random.Random(command)
-    for number in range(10):
-        with started(command, f"out_{number}") as process:
-            time.sleep(draws.uniform(0, 15))
-            kill(process, draws.choice([signal.SIGTERM, signal.SIGKILL]))
+def test_nobody_is_left_of_ten_kills_at_any_moment_and_the_results_are_the_same(command):
+    """One command is killed again and again in one folder, and then left in peace."""
+    changes = {"compare": {"report": ["val/accuracy"]}, "sweep": {"trials": 3}}[command]
+    content = {**FILES[command], "base": SLOW, **changes}
+    Path(f"{command}.yaml").write_text(yaml.safe_dump(content))
+    draws, killed = random.Random(command), []
+    while len(killed) < KILLS:
+        with started(command, "out", "--workers=1") as process:
+            began, moment = time.time(), draws.choice(["import", "start", "round"])
+            wait_until(partial(is_at, moment, began, process), 180)
+            time.sleep(draws.uniform(0, 3))
+            if process.poll() is not None:
+                break
+            kill(process, signum := draws.choice(SIGNALS))
+            killed.append((moment, signum.name))
+            print(*killed[-1])
+    for out in ("out", "whole"):
+        with started(command, out, "--workers=1") as process:
+            assert process.wait(900) == 0, Path(f"{out}.txt").read_text()
+    assert results(command, "out") == results(command, "whole")
+    assert sum(moment == "round" for moment, _ in killed) >= 2
+
+
+def is_at(moment, began, process):
+    """Return whether a command that has begun then imports, starts its first run, or is in a round."""
+    if moment == "import" or process.poll() is not None:
+        return True
+    name = {"start": "*.yaml", "round": "last.ckpt"}[moment]
+    return any(path.stat().st_mtime > began for path in Path("out").rglob(name))

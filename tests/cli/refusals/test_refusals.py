@@ -1,5 +1,6 @@
 """Malformed configurations end in one sentence: the option, what was given, what is allowed."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,25 @@ def test_it_is_refused_in_a_sentence(row, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     code, told = said_by(words_of(row, tmp_path))
     assert not problems(row, code, told), told
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "federation:\n  cohort: {class_path: AllClients\n",
+            "mine.yaml is not valid YAML: .* line 2",
+        ),
+        ("- federation\n", "mine.yaml holds no options, which are written as name: value"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(content, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    Path("mine.yaml").write_text(content)
+    code, told = said_by(["fit", "--config", "quickstart", "--config", "mine.yaml"])
+    assert code
+    assert re.search(said, " ".join(told.split()))
 
 
 def test_there_are_many():
