@@ -104,8 +104,8 @@ BEFORE = {
 # words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
     SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
-    QUICKSTART: "--trainer.max_epochs 15",
-    RESUME: "--trainer.max_epochs 15 --report false",
+    QUICKSTART: "--trainer.max_epochs 10",
+    RESUME: "--trainer.max_epochs 10 --report false",
     CENTRAL: "--trainer.max_epochs 5 --report false",
     CIFAR100: f"{A_SMALL_VIT} --report false",
     **dict.fromkeys([IID, TWO_CLASSES], "--report false"),
@@ -239,10 +239,10 @@ def classes_of_clients(run_folder):
 
 def test_the_quickstart_keeps_its_promises(type_in, folder):
     said = type_in(QUICKSTART)
-    assert accuracy(said) >= 0.8  # after fewer rounds than its own
+    assert accuracy(said) >= 0.7  # after fewer rounds than its own
     assert said.seconds < 180  # start and test included, on a busy machine
     assert "tensorboard --logdir runs" in said.text
-    assert re.search(r"round 15/15: val/accuracy .*train/loss", said.text)
+    assert re.search(r"round 10/10: val/accuracy .*train/loss", said.text)
     assert re.search(
         r"val/accuracy( +[0-9.]+){4}\n", said.text
     )  # model, mean, spread, worst decile
@@ -252,7 +252,7 @@ def test_the_quickstart_keeps_its_promises(type_in, folder):
 
 
 def test_the_saved_model_is_tested_to_the_same_accuracy(type_in, folder):
-    assert accuracy(type_in(TEST)) >= 0.8
+    assert accuracy(type_in(TEST)) >= 0.7
     logs = [path.read_text() for path in (folder / "runs").rglob("run.log")]
     told = "no test examples (data.client_test_fraction is 0)"
     assert any(log.count(" test --config ") and told in log for log in logs)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-from jsonargparse import Namespace
+from jsonargparse import Namespace, dict_to_namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
@@ -60,12 +60,19 @@ def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
     if isinstance(node, list):
         for number, entry in enumerate(node):
             yield from specs(entry, f"{path}[{number}]")
+    if is_spec(node):
+        node = dict_to_namespace(dict(node))
     if not isinstance(node, Namespace):
         return
     for name, value in vars(node).items():
         yield from specs(value, f"{path}.{name}".lstrip("."))
     if not path.endswith(".init_args"):
         yield path, node
+
+
+def is_spec(value: Any) -> bool:
+    """Return whether a value describes an object, by its class and options."""
+    return isinstance(value, dict | Namespace) and isinstance(value.get("class_path"), str)
 
 
 def imported(class_path: str) -> Any:

@@ -18,12 +18,12 @@ from functools import partial
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace, add_instantiator
+from jsonargparse import Namespace, add_instantiator, dict_to_namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.cli.checks import imported, specs
+from fl_lightning.cli.checks import imported, is_spec, specs
 from fl_lightning.cli.parser_messages import BARE, sentence, shortened
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import (
@@ -120,8 +120,10 @@ def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
     try:
-        # the parser lets some values pass, inside unions of protocols
+        # inside unions of protocols the parser lets some values pass
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
+            for value in filter(is_spec, options.values()):
+                _build_anew(value)
             check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
@@ -131,6 +133,14 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
         if configuration is None or (told := refusal.as_error(configuration)) is error:
             raise
         raise told from error  # of a factory that a module or the federation has called
+
+
+def _build_anew(spec: Any) -> None:
+    """Raise what is wrong with a class that the parser could not build, and has passed on as text."""
+    given = dict_to_namespace(dict(spec))
+    kind, options = imported(given.class_path), vars(given.get("init_args") or given)
+    if kind is not None:
+        _built(kind, kind, (), {k: v for k, v in options.items() if k != "class_path"})
 
 
 add_instantiator(_build, object)  # type: ignore[arg-type]

@@ -89,15 +89,20 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if inspect.isclass(value):  # for a function, a class does
         return plain is type or ("__call__" in vars(plain) and _is_abstract(plain))
-    if value is None or isinstance(value, bool):
-        return plain is type(value)
-    if isinstance(value, Integral):
-        return plain in (int, float, complex)
-    if isinstance(value, Real):
-        return plain is float
-    if isinstance(value, str | bytes):
-        return plain is type(value) or issubclass(plain, PurePath)
+    for kinds, fits in _PLAIN_VALUES:
+        if isinstance(value, kinds):
+            return fits(type(value), plain)
     return plain not in (int, float, bool, str, type(None))
+
+
+# by type of a value, the first that it is: whether a type of the value may be one of an annotation
+_PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
+    ((bool, type(None)), lambda own, plain: plain is own),
+    (Integral, lambda own, plain: plain in (int, float, complex)),
+    (Real, lambda own, plain: plain is float),
+    (dict, lambda own, plain: issubclass(plain, Mapping) or plain in Mapping.__mro__),
+    ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
+)
 
 
 def _is_abstract(kind: type) -> bool:
@@ -108,7 +113,8 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     plain = get_origin(hint) or hint
-    return _IN_WORDS.get(plain, f"a {getattr(plain, '__name__', plain)}")
+    name = getattr(plain, "__name__", str(plain))
+    return _IN_WORDS.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
 
 
 def _shown(value: Any) -> str:

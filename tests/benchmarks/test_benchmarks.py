@@ -30,7 +30,7 @@ SIZES = {
 }
 
 
-SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "W5", "U-lenet", "U-lenet5")
+SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "W5", "U-lenet", "U-lenet5", "U-mlp")
 MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WORKLOADS]
 
 

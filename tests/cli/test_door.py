@@ -452,6 +452,14 @@ class TestAScriptMayBuild:
         with pytest.raises(ConfigurationError, match=r"PL_FEDERATION='\{local_steps: 3\}'"):
             self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
 
+    @pytest.mark.parametrize("text", ["trainer: &a {x: *a}", "data: &u [*u]"])
+    def test_from_no_file_without_an_end(self, tmp_path, text):
+        (tmp_path / "run.yaml").write_text(text)
+        with pytest.raises(ConfigurationError, match="refers to itself"):
+            FederatedCLI(
+                ImageClassifier, Digits, run=False, args=[f"--config={tmp_path / 'run.yaml'}"]
+            )
+
     def test_from_a_file_with_references(self, tmp_path):
         pytest.importorskip("omegaconf")
         source = {**SOURCE, "init_args": {"image_size": "${model.image_size}"}}

@@ -39,7 +39,7 @@ def takes(
             "loss": torch.nn.L1Loss,
         },
         {"count": np.int64(3), "loss": len, "anything": int},
-        {"unknown": 3},
+        {"unknown": 3, "anything": {"a": 1}},
     ],
 )
 def test_values_of_the_right_kind_pass(given):
@@ -55,6 +55,8 @@ def test_values_of_the_right_kind_pass(given):
         ({"rate": "0.5"}, "rate must be a number, got the text '0.5': write rate=0.5"),
         ({"mode": "best"}, "mode must be one of 'max', 'min', got the text 'best'"),
         ({"names": "a"}, "names must be a Sequence, got the text 'a'"),
+        ({"names": {"a": 1}}, "names must be a Sequence, got {'a': 1}"),
+        ({"rate": {"a": 1}}, "rate must be a number, got {'a': 1}"),
         ({"file": 3}, "file must be a text or a Path or None, got 3"),
     ],
 )
@@ -78,6 +80,10 @@ def test_others_are_refused_with_what_to_write(given, says):
         ({"devices": "slow"}, "devices must be a Devices or a RecordedArrivals or None"),
         ({"updates": "TopK"}, "updates must be a list or None, got the text 'TopK'"),
         ({"speedups": "all"}, "speedups must be a list or None"),
+        (
+            {"aggregator": {"class_path": "Krum"}},
+            "aggregator must be an Aggregator or a RobustRule",
+        ),
         ({"pad_batches": 1}, "pad_batches must be True or False or None, got 1"),
     ],
 )

@@ -182,12 +182,12 @@ def test_masks_may_change_between_rounds(engine):
     assert rounds.server.model.params.shape == (int(allowed(module).sum()),)
 
 
-@pytest.mark.parametrize("moment", ["1-end", "2-group1", "2-end", "3-validation"])
-def test_resumed_with_masks_that_change(tmp_path, moment):
+def test_resumed_with_masks_that_change(tmp_path):
     options = {"max_epochs": 5, "federation": {"clients_per_group": 1}}
     expected, *_ = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
-    found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
-    assert torch.equal(weights(found), weights(expected))
+    for moment in ("1-end", "2-group1", "2-end", "3-validation"):
+        found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+        assert torch.equal(weights(found), weights(expected)), moment
 
 
 ASYNCHRONOUS = {

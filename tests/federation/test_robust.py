@@ -58,11 +58,11 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("moment", ["0-group2", "0-end", "1-group0", "1-group3", "2-validation"])
-def test_a_run_resumes_to_the_same_bits(tmp_path, moment):
+def test_a_run_resumes_to_the_same_bits(tmp_path):
     expected, _ = fit(callbacks=[SaveEverywhere(tmp_path)], **EVERYTHING)
-    resumed, _ = fit(ckpt_path=tmp_path / f"{moment}.ckpt", **EVERYTHING)
-    assert torch.equal(weights(resumed), weights(expected))
+    for moment in ("0-group2", "0-end", "1-group0", "1-group3", "2-validation"):
+        resumed, _ = fit(ckpt_path=tmp_path / f"{moment}.ckpt", **EVERYTHING)
+        assert torch.equal(weights(resumed), weights(expected)), moment
 
 
 @pytest.mark.parametrize("aggregator", [Krum(1), QFedAvg(1.0), AFL(0.3)])

@@ -47,14 +47,13 @@ class NoteUpdates(Callback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
-@pytest.mark.parametrize(
-    "off", [[], [TopK(1.0)], [ErrorFeedback([TopK(1.0), RandomK(1.0)])], [PowerSGD(8)]], ids=str
-)
-def test_what_is_off_changes_no_bit(engine, off):
+def test_what_is_off_changes_no_bit(engine):
+    """Each transform by itself is tried in `test_families_off`."""
     plain, _ = run(None, engine=engine)
-    other, federation = run(off, engine=engine)
-    assert torch.equal(weights(plain), weights(other))
-    assert federation.rounds.record.facts().get("round/compression_error", 0.0) == 0.0
+    for off in ([], [ErrorFeedback([TopK(1.0), RandomK(1.0)])]):
+        other, federation = run(off, engine=engine)
+        assert torch.equal(weights(plain), weights(other)), off
+        assert federation.rounds.record.facts().get("round/compression_error", 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
