@@ -55,7 +55,7 @@ CAPS = {
     "federation": (12661, 67),
     "flower": (9145, 68),
     "kernels": (1659, 10),
-    "models": (1128, 8),
+    "models": (1127, 8),
     "nas": (11486, 46),
     "privacy": (2766, 15),
     "secure": (5271, 24),

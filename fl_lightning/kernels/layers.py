@@ -1,7 +1,7 @@
-"""Layers of a model, computed by the operators that many small ones want.
+"""Forward passes of layers by C operators, which are faster for many small layers.
 
-They compute and give float32 under autocast, too: with few, small examples a processor without matrix units
-gains nothing from shorter numbers. Whether it does elsewhere is for trials to find.
+They compute in float32 and return it under autocast, too: with few, small examples a processor without
+matrix units gains nothing from half precision.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fl_lightning.kernels.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.kernels.window_maximum import window_maximum
 
 _ELEMENTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout
-_MOST_WEIGHTS = 2**20  # of a convolution: more take longer to lay out than few images to go through
+_MOST_WEIGHTS = 2**20  # of a convolution: with more, their layout takes longer than a few images
 
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
-    """Return why no layer of a module can be computed so; None if some can.
+    """Return the reason why no layer of a module can use the operators; None if some can.
 
     Example:
         >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
@@ -46,7 +46,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
             "the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU"
         )
     if torch.get_num_threads() > 1:
-        return "this process has several threads, of which they would use one"
+        return "this process has several threads, of which the operators would use one"
     if None in c_libraries({source for layer in module.modules() for source in _sources(layer)}):
         return "there is no C compiler, or the processor has no vectors of 256 bits"
     return None
@@ -55,17 +55,17 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
 def direct_layers(
     module: nn.Module, *, viewable: bool = False
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """Return other forward passes for layers that can be computed so; none if impossible.
+    """Return forward passes by C operators for the layers that support them; empty if none does.
 
-    Each serves as its layer's ``forward``, in `torch.func`'s transforms and compiled graphs as well.
-    An `nn.Sequential` takes a ReLU after the max-pooling that would follow it: of fewer numbers, and
-    with the same results and gradients to the bit.
+    Each replaces its layer's ``forward``, also in `torch.func`'s transforms and compiled graphs. In an
+    `nn.Sequential`, a ReLU before a max-pooling is applied after it: to fewer numbers, with bit-identical
+    results and gradients.
 
     Args:
         module: the model.
-        viewable: have the results of poolings, or of convolutions if there is no pooling, lie in
-            memory as PyTorch's own layers have them, not with channels last, but for those in an
-            `nn.Sequential` that its next layers take either way: for models that ``view`` some.
+        viewable: return the results of poolings, or of convolutions if there is no pooling, in PyTorch's
+            memory layout instead of channels last, for models that ``view`` them; except in an
+            `nn.Sequential` whose next layers accept both.
 
     Example:
         >>> from fl_lightning.engines import other_forwards
@@ -125,7 +125,7 @@ def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def is_direct_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a layer is computed by `direct_linear`."""
+    """True if a layer is computed by `direct_linear`."""
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
@@ -152,7 +152,7 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def is_usual(value: Tensor) -> bool:
-    """Return whether these operators take a tensor: of float32, or what autocast makes of it."""
+    """True if the operators accept a tensor: float32, or autocast's dtype under autocast."""
     if value.device.type != "cpu":
         return False
     if value.dtype == torch.float32:
@@ -192,7 +192,7 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
         fits = value.ndim == 4 and value.shape[-2] >= tall and value.shape[-1] >= wide
         if not fits or not is_usual(value):
             return F.max_pool2d(value, (tall, wide))
-        # what fills no window takes no part
+        # drop rows and columns that fill no window
         height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
         images = value.float()[:, :, :height, :width].movedim(1, -1)
         result: Tensor = window_maximum(images, tall, wide)[0].movedim(-1, 1)
@@ -210,7 +210,7 @@ def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
 
 
 def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
-    """Return layers, or in their place forward passes that leave channels last where nobody minds."""
+    """Return the layers, with forward passes that keep channels last if the next layers accept it."""
     steps: list[Callable[[Tensor], Tensor]] = list(layers)
     for place, layer in enumerate(layers):
         if not _take_channels_last(layers[place + 1 :]):
@@ -223,7 +223,7 @@ def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
 
 
 def _take_channels_last(layers: Sequence[nn.Module]) -> bool:
-    """Return whether nobody sees from layers how what the first one gets lies in memory."""
+    """True if the layers' results do not depend on the memory layout of their input."""
     for layer in layers:
         if _is_watched(layer):
             return False
@@ -242,7 +242,7 @@ def _chain(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Te
 
 
 def _is_watched(*layers: nn.Module) -> bool:
-    """Return whether someone is to see what goes in or comes out."""
+    """True if a layer has hooks."""
     names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, name) for layer in layers for name in names)
 
@@ -250,7 +250,7 @@ def _is_watched(*layers: nn.Module) -> bool:
 def _unless_watched(
     layer: nn.Module, forward: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return a forward pass instead of a layer's, as long as the layer has no hooks to be called."""
+    """Return a forward pass that falls back to the layer's if the layer has hooks."""
     return lambda value: layer(value) if _is_watched(layer) else forward(value)
 
 
@@ -262,7 +262,7 @@ def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does."""
+    """Equivalent of `torch.nn.functional.linear`."""
     is_few = value.ndim == 2 and len(value) <= FEW
     if not is_few or not FEWEST_INPUTS <= weight.shape[1] == value.shape[1] or not is_usual(value):
         return F.linear(value, weight, bias)

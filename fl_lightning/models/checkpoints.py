@@ -1,15 +1,14 @@
-"""A backbone's weights from a local file: a published one, or a checkpoint of its training.
+"""Loading of a backbone's weights from a local file: published weights, or a checkpoint of its training.
 
-What a file may be: a state dict, or a dict that holds one under "teacher", "student", "state_dict"
-or "model" (the first that exists, over and over), its names with or without the prefixes that
-wrappers leave ("module.", "backbone.", "model.", "network."). So these load as they are: the
-backbone that DINO publishes, DINO's full training checkpoint (its teacher; the projection head is
-dropped), timm's and torchvision's files, and the checkpoints of our own runs.
+A file contains a state dict, or a dict with one under "teacher", "student", "state_dict" or "model" (the
+first that exists, repeatedly), with or without the prefixes of wrappers ("module.", "backbone.",
+"model.", "network."). So it may be DINO's published backbone, DINO's full training checkpoint (its teacher;
+the projection head is dropped), a file of timm or torchvision, or a checkpoint of our runs.
 
-Rule: every tensor but the classifier's must be in the file with the right shape, and nothing else
-may be; a partly loaded backbone trains, badly and without a word. The classifier is loaded if all
-of it fits, otherwise it keeps its fresh values. Position embeddings of another image size are
-resampled (bicubic, timm's `resample_abs_pos_embed`); of the same size they are copied bit for bit.
+Every tensor except the classifier's must be in the file with the right shape, and no others: a partly
+loaded backbone would silently train badly. The classifier is loaded if all of it fits, otherwise it keeps
+its fresh values. Position embeddings of another image size are resampled (bicubic, timm's
+`resample_abs_pos_embed`); of the same size they are copied bit for bit.
 
 Source: Caron et al. 2021, ICCV (DINO), and the layout of the files it published.
 """
@@ -30,14 +29,14 @@ from fl_lightning.core.modules import head_names
 
 _WRAPPERS = ("teacher", "student", "state_dict", "model")
 _PREFIXES = ("module.", "backbone.", "model.", "network.")
-_PROJECTION_HEAD = ("head.mlp.", "head.last_layer.")  # of DINO: used in its training only
+_PROJECTION_HEAD = ("head.mlp.", "head.last_layer.")  # DINO's, which only its training uses
 
 
 def load_backbone(network: nn.Module, path: str) -> None:
-    """Copy the weights in a file into a network, in place; its classifier where it fits.
+    """Copy the weights of a file into a network, in place; the classifier only if it fits.
 
     Args:
-        network: a timm network, or any module; with timm's `get_classifier`, that part may differ.
+        network: a timm network, or any module; a part found by timm's `get_classifier` may differ.
         path: a ``.pth``, ``.pt`` or ``.ckpt`` file of torch, or a ``.safetensors`` file.
 
     Raises:
@@ -70,11 +69,11 @@ def load_backbone(network: nn.Module, path: str) -> None:
 
 
 def read_tensors(path: str, option: str = "checkpoint_path") -> dict[str, Tensor]:
-    """Return the tensors in a file by name, with the prefixes that wrappers left.
+    """Return the tensors of a file by name, including the prefixes of wrappers.
 
     Args:
-        path: of a file as above.
-        option: that names it, for messages.
+        path: path of a file as above.
+        option: name of the option, for messages.
 
     Raises:
         ConfigurationError: if the file is missing, broken or not a state dict.
@@ -93,10 +92,10 @@ def _read(path: str, option: str) -> Any:
             from safetensors.torch import load_file
 
             return load_file(path)
-        # Training checkpoints keep their command line: a Namespace is data, it runs nothing.
+        # training checkpoints contain their command line: a Namespace is data and runs no code
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file fails in as many ways as there are bytes
+    except Exception as error:  # a damaged file can fail with any exception
         raise ConfigurationError(
             f"{option}: {path!r} could not be read as a file of tensors "
             f"({_first_line(error)}). Give a state dict saved by torch.save or safetensors."
@@ -108,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
-    """Return the state dict inside a file's content."""
+    """Return the state dict inside the content of a file."""
     wrapped = True
     while wrapped and isinstance(content, Mapping):
         inner = [content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
@@ -119,7 +118,7 @@ def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
         held = f"a dict of {_some(map(str, content))}" if is_mapping else type(content).__name__
         raise ConfigurationError(
             f"{option}: {path!r} is not a state dict, names to tensors: it holds {held}. "
-            f"One may also lie in it under {', '.join(_WRAPPERS)}."
+            f"A state dict may also be in it under {', '.join(_WRAPPERS)}."
         )
     return {str(name): tensor for name, tensor in content.items()}
 
@@ -129,14 +128,14 @@ def _strip_prefixes(tensors: Mapping[str, Tensor], expected: set[str]) -> dict[s
 
 
 def _strip(name: str, expected: set[str]) -> str:
-    """Return a name without wrappers' prefixes, as far as the network does not have it so."""
+    """Remove wrappers' prefixes from a name until the network has it."""
     while name not in expected and name.startswith(_PREFIXES):
         name = name.partition(".")[2]
     return name
 
 
 def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Bring position embeddings (1, tokens, width) to the network's grid of patches, in place."""
+    """Resample position embeddings (1, tokens, width) to the network's grid of patches, in place."""
     ours, theirs = getattr(network, "pos_embed", None), tensors.get("pos_embed")
     if not isinstance(ours, Tensor) or theirs is None or ours.shape == theirs.shape:
         return
@@ -146,7 +145,7 @@ def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
     is_table = theirs.ndim == 3 and theirs.shape[-1] == ours.shape[-1]
     num_patches = theirs.shape[1] - num_prefix_tokens if is_table else 0
     if grid is None or num_patches < 1 or math.isqrt(num_patches) ** 2 != num_patches:
-        return  # no square grid of patches of our width: the check of shapes will name it
+        return  # no square grid of patches of our width: the check of shapes reports it
     from timm.layers.pos_embed import resample_abs_pos_embed
 
     tensors["pos_embed"] = resample_abs_pos_embed(
@@ -155,7 +154,7 @@ def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str) -> None:
-    """Refuse tensors that do not fit a network's, naming the first few of each kind."""
+    """Raise ConfigurationError if tensors do not fit a network, with the first few of each kind."""
     differing = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
         for name in expected

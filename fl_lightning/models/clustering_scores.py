@@ -23,7 +23,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 def homogeneity(table: Tensor) -> Tensor:
-    """Return to what degree every cluster holds one class only, in [0, 1].
+    """Homogeneity in [0, 1]: 1 if every cluster has examples of one class only.
 
     Example:
         >>> homogeneity(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]))
@@ -33,7 +33,7 @@ def homogeneity(table: Tensor) -> Tensor:
 
 
 def completeness(table: Tensor) -> Tensor:
-    """Return to what degree every class lies in one cluster only, in [0, 1].
+    """Completeness in [0, 1]: 1 if every class is in one cluster only.
 
     Example:
         >>> completeness(torch.tensor([[2.0, 0.0], [3.0, 0.0]]))
@@ -43,13 +43,13 @@ def completeness(table: Tensor) -> Tensor:
 
 
 def v_measure(table: Tensor) -> Tensor:
-    """Return the harmonic mean of homogeneity and completeness, in [0, 1]."""
+    """Harmonic mean of homogeneity and completeness, in [0, 1]."""
     one, other = homogeneity(table), completeness(table)
     return 2 * one * other / (one + other).clamp(min=torch.finfo(table.dtype).tiny)
 
 
 def adjusted_rand(table: Tensor) -> Tensor:
-    """Return the share of pairs on which both agree, 0 on average for clusters by lot, at most 1."""
+    """Adjusted Rand index: at most 1, and 0 on average for random clusters."""
     same = table.square().sum()
     by_class, by_cluster = table.sum(1).square().sum(), table.sum(0).square().sum()
     total = table.sum()
@@ -74,9 +74,9 @@ class ClusteringScore(Metric):
     """One of the scores as a torchmetrics object.
 
     Args:
-        score: its name in `SCORES`.
-        num_labels: classes are 0 to so many, exclusive.
-        num_clusters: clusters likewise.
+        score: name of the score in `SCORES`.
+        num_labels: number of classes.
+        num_clusters: number of clusters.
 
     Example:
         >>> metric = ClusteringScore("v_measure", num_labels=2, num_clusters=2)
@@ -97,7 +97,7 @@ class ClusteringScore(Metric):
         """Count examples by class and cluster; both shape (B,).
 
         Raises:
-            ConfigurationError: if there is a class that was not announced.
+            ConfigurationError: if a label is not below ``num_labels``.
         """
         num_labels, num_clusters = self.table.shape
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_labels:

@@ -1,4 +1,4 @@
-"""The two small convolutional networks that most federated experiments start from.
+"""Two small convolutional networks of many federated experiments: McMahan's CNN and LeNet.
 
     McMahanCNN: conv 5x5, 32 - pool - conv 5x5, 64 - pool - dense 512 - classes
     LeNet:      conv 5x5, 6 - pool - conv 5x5, 16 - pool - dense 120 - dense 84 - classes
@@ -8,8 +8,8 @@ with a ReLU after each convolution and each dense layer but the last, and 2x2 ma
 Sources: McMahan et al. 2017, AISTATS, section 3 (1,663,370 parameters on 28x28x1 and 10 classes:
 its convolutions keep the size); LeCun et al. 1998 in the form of the NIID-Bench experiments, Li et
 al. 2022, ICDE (62,006 parameters on 32x32x3 and 10 classes: no padding).
-Differs: any image size and number of channels; an optional dropout before the classifier. Both
-name their layers `features` and `head`, and have timm's `get_classifier`.
+Differs: any image size and number of channels; an optional dropout before the classifier. Both have
+layers `features` and `head`, and timm's `get_classifier`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class McMahanCNN(nn.Module):
 
 
 class LeNet(nn.Module):
-    """LeNet-5 with ReLU and max-pooling, as federated benchmarks use it for CIFAR-10.
+    """LeNet-5 with ReLU and max-pooling, as in federated benchmarks on CIFAR-10.
 
     Args:
         num_classes: length of the output.
@@ -132,5 +132,5 @@ def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:
 
 
 def _dropout(drop_rate: float) -> nn.Module:
-    # None at all when off: even a dropout of 0 is a random operation to torch.func.vmap.
+    # no layer if it is off, because even a dropout of 0 is a random operation for torch.func.vmap
     return nn.Dropout(drop_rate) if drop_rate else nn.Identity()

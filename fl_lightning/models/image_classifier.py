@@ -2,9 +2,9 @@
 
     loss = cross entropy(network(images), labels), with label smoothing in training only
 
-A plain LightningModule: it knows nothing of federations. Its steps are functions of parameters,
-buffers and batch, without `.item()` and without a branch on data, so that they also run under
-`torch.func.vmap` for many clients at once.
+A plain LightningModule, independent of federations. Its steps are functions of parameters, buffers and
+batch, without `.item()` and without branches on data, so that they also run under `torch.func.vmap` for
+many clients together.
 
 Source of the default: DINO's ViT-S/16, Caron et al. 2021, ICCV, under its timm name.
 """
@@ -31,37 +31,37 @@ from fl_lightning.models.schedule import Schedule
 Batch = tuple[Tensor, Tensor]
 
 
-# A patch embedding of larger images takes more memory than there is.
+# A patch embedding of larger images would not fit into memory.
 MOST_PIXELS = 16_384
 
 
 class ImageClassifier(LightningModule):
     """Classify images: a batch is images (B, in_chans, H, W) and labels (B,).
 
-    Frozen parameters do not train, that is all: dropout in a frozen block still drops, and a frozen
+    Freezing only stops parameters from training: dropout in a frozen block stays active, and a frozen
     batch norm still updates its running statistics.
 
     Args:
         network: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``; or a module of your own from images
-            to logits, which the options of networks by name do not concern.
+            to logits, to which the options of networks by name do not apply.
         num_classes: length of the output, at least 2.
         in_chans: channels of the images.
         image_size: height and width in pixels, for networks that are built for one size (ViTs, our
-            CNNs); others ignore it. None is the network's own size.
-        pretrained: download the weights that belong to the timm name.
+            CNNs); others ignore it. None is the network's default size.
+        pretrained: download the weights of the timm name.
         checkpoint_path: load the backbone from a local file instead; see `load_backbone`.
         drop_rate: dropout before the classifier, a fraction in [0, 1).
-        label_smoothing: of the training loss, a fraction in [0, 1).
-        freeze_blocks: of a vision transformer, freeze the embeddings and this many first blocks.
+        label_smoothing: label smoothing of the training loss, a fraction in [0, 1).
+        freeze_blocks: freeze the embeddings and this many first blocks of a vision transformer.
         freeze_backbone: freeze everything but the classifier.
         network_kwargs: further arguments of the network, e.g. embed_dim, depth, num_heads.
-        optimizer: makes the optimizer of the parameters that train; SGD with rate 0.01 and momentum 0.9
-            if None. What YAML names has that class's own defaults.
-        schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
+        optimizer: makes the optimizer of the trainable parameters; SGD with rate 0.01 and momentum 0.9
+            if None. A class named in YAML has its own defaults.
+        schedule: schedule of the learning rate over rounds (epochs); constant if None.
 
     Raises:
-        ConfigurationError: if an argument is out of range, there is no such network, or weights
-            cannot be had or do not fit.
+        ConfigurationError: if an argument is out of range, there is no such network, or weights are not
+            available or do not fit.
 
     Example:
         >>> model = ImageClassifier("lenet", num_classes=10)
@@ -69,7 +69,7 @@ class ImageClassifier(LightningModule):
         torch.Size([2, 10])
     """
 
-    loss_is_mean = True  # over the examples of a batch, which slots may therefore pad
+    loss_is_mean = True  # the loss is a mean over examples, so that slots may pad batches
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ImageClassifier(LightningModule):
         freeze(self.network, freeze_blocks, freeze_backbone)
         self._num_classes, self._in_chans, self._image_size = num_classes, in_chans, image_size
         self._label_smoothing = label_smoothing
-        # no default of the argument: YAML that names a class of its own would be mixed with it
+        # no default of the argument: YAML that names another class would be merged with it
         self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9)
         self._schedule = schedule
 
@@ -113,7 +113,7 @@ class ImageClassifier(LightningModule):
         return logits
 
     def features(self, batch: Batch) -> Tensor:
-        """Return what the classifier is given for a batch's images, shape (B, …)."""
+        """Return the inputs of the classifier for a batch, shape (B, …)."""
         network: Any = self.network
         images = batch[0]
         if isinstance(network, LeNet | McMahanCNN):
@@ -123,10 +123,10 @@ class ImageClassifier(LightningModule):
         return features
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse images and labels that it was not made for; `Federation` asks before it trains.
+        """Check images and labels of a batch; `Federation` calls this before it trains.
 
         Raises:
-            ConfigurationError: with the model's numbers and the data's.
+            ConfigurationError: if channels, size or labels do not fit the model.
         """
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             return
@@ -139,7 +139,7 @@ class ImageClassifier(LightningModule):
                 f"model.in_chans is {self._in_chans}, and the images have {images.shape[1]} channels"
             )
         size = self._image_size
-        # others of timm take images of any size
+        # other networks of timm accept images of any size
         embedding = getattr(self.network, "patch_embed", None)
         is_fixed = isinstance(self.network, LeNet | McMahanCNN) or getattr(
             embedding, "strict_img_size", False
@@ -152,10 +152,10 @@ class ImageClassifier(LightningModule):
                 f"model.num_classes is {self._num_classes}, and there is a label {int(labels.max())}"
             )
         if problems:
-            raise ConfigurationError(f"{'; '.join(problems)}: set what the data have")
+            raise ConfigurationError(f"{'; '.join(problems)}: set these options to fit the data")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the batch's mean loss; log its accuracy per round."""
+        """Return the batch's mean loss; logs its accuracy per round."""
         images, labels = batch
         logits = self(images)
         accuracy = _accuracy(logits, labels)
@@ -183,12 +183,12 @@ class ImageClassifier(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer of what trains, with the schedule's factors if there is one."""
+        """Return the optimizer of the trainable parameters, with the schedule if there is one."""
         optimizer = self._optimizer([p for p in self.parameters() if p.requires_grad])
         schedule = self._schedule
         if schedule is None:
             return optimizer
-        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
+        num_rounds = self.trainer.max_epochs or -1  # -1 is Lightning's "no end"
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda round: schedule.factor(round, num_rounds)
         )
@@ -216,11 +216,11 @@ def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sourc
 def _check_own(
     pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Refuse what a network that is there already cannot be built with."""
+    """Raise ConfigurationError for options that a given network module cannot use."""
     given = {"pretrained": pretrained, "drop_rate": drop_rate, "network_kwargs": network_kwargs}
     if named := [name for name, value in given.items() if value]:
         raise ConfigurationError(
-            f"{', '.join(named)}: for networks by name; give it to your own network itself"
+            f"{', '.join(named)}: for networks by name; pass it to your own network itself"
         )
 
 

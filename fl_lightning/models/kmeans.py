@@ -1,15 +1,15 @@
-"""k-means, whose local step is Lloyd's, not one down the gradient of a loss.
+"""k-means as a LightningModule: its gradient step is Lloyd's step.
 
     a(x) = argmin_j ‖x - c_j‖²,   m_j = mean {x : a(x) = j},   c_j ← m_j
 
-The step to the means is a step of length 1 down the gradient of Σ_j ‖c_j - m_j‖² / 2 with m_j held
-fixed, which is how it is written here: with SGD at rate 1 Lloyd's step but for rounding, with a
-smaller one a damped step; no part of the training loop knows of it. (Bottou and Bengio 1995, NIPS,
-*Convergence properties of the k-means algorithms*, section 3, read the same step as Newton's.)
+The step to the means is a gradient step of length 1 on Σ_j ‖c_j - m_j‖² / 2 with fixed m_j, which is the
+loss here: with SGD at rate 1 it is Lloyd's step up to rounding, with a smaller rate a damped step, without
+changes of the training loop. (Bottou and Bengio 1995, NIPS, *Convergence properties of the k-means
+algorithms*, section 3, interpret the same step as Newton's.)
 
 Sources: Lloyd 1982, IEEE Trans. Inf. Theory 28(2); k-means++ starts, Arthur and Vassilvitskii 2007,
-SODA, section 2.1. Clients that each start with k-means++ on their own examples, merged by clustering
-their centroids, are one-shot federated clustering as in Dennis et al. 2021, ICML (2103.00697).
+SODA, section 2.1. If clients each start with k-means++ on their own examples and the server clusters their
+centroids, this is one-shot federated clustering, Dennis et al. 2021, ICML (2103.00697).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fl_lightning.models.clustering_scores import SCORES, ClusteringScore
 
 
 class KMeans(LightningModule):
-    """Cluster vectors: a batch is vectors (B, …), or a tuple that begins with them and with labels.
+    """Cluster vectors: a batch is vectors (B, …), or a tuple of vectors and labels.
 
-    A local step is Lloyd's on its batch: give the data a batch size of at least the largest shard,
-    so that it is Lloyd's on the whole shard. A cluster without members stays where it is. The
-    centroids are an ordinary parameter; ``cluster_sizes``, a buffer, holds the members of each in
-    the last step, so that they travel with a client's update.
+    A local step is Lloyd's step on its batch: set the batch size to at least the largest shard for Lloyd's
+    step on the whole shard. A cluster without members does not move. The centroids are an ordinary
+    parameter; the buffer ``cluster_sizes`` has the number of members in the last step, so that it is part
+    of a client's update.
 
     Args:
-        num_clusters: k ≥ 1.
-        num_features: numbers of a vector, ≥ 1.
-        num_labels: classes of the labels that evaluation compares clusters with; k if None.
-        start: ``clients``, in the first round every client draws its own start from its own
-            examples (k-means++), which needs `ClusterFedAvg` as the aggregator; or ``common``,
-            standard normal draws that all share, for standardised features.
-        optimizer: what moves the centroids to the means; SGD at rate 1 is Lloyd's step.
-        seed: of the common start; the run's seed if None.
+        num_clusters: number of clusters k ≥ 1.
+        num_features: length of a vector, ≥ 1.
+        num_labels: number of classes of the labels for the evaluation; k if None.
+        start: ``clients``: in the first round every client draws its start from its own examples
+            (k-means++), which needs the aggregator `ClusterFedAvg`; or ``common``: standard normal draws,
+            equal for all clients, for standardised features.
+        optimizer: makes the optimizer of the centroids; SGD at rate 1 is Lloyd's step.
+        seed: seed of the common start; the run's seed if None.
 
     Raises:
         ConfigurationError: for counts below 1.
@@ -93,18 +93,18 @@ class KMeans(LightningModule):
         self.test_scores = nn.ModuleDict({name: ClusteringScore(name, *shape) for name in SCORES})
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return the nearest centroid's number for each of the vectors (B, …), shape (B,)."""
+        """Return the number of the nearest centroid for each of the vectors (B, …), shape (B,)."""
         return torch.cdist(vectors.flatten(1), self.centroids).argmin(1)
 
     def means(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the clusters' means (k, d), the centroid itself where it is empty, and sizes (k,)."""
+        """Return the clusters' means (k, d), or the centroid of an empty cluster, and sizes (k,)."""
         members = nn.functional.one_hot(self(vectors), len(self.centroids)).to(vectors.dtype)
         sizes, sums = members.sum(0), members.T @ vectors.flatten(1)
         means = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), self.centroids)
         return means, sizes
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return half the squared way to the means, of which the gradient is Lloyd's step."""
+        """Return half the squared distance to the means, whose gradient is Lloyd's step."""
         vectors, _ = _parts(batch)
         if (
             self.training
@@ -120,7 +120,7 @@ class KMeans(LightningModule):
         return (self.centroids - means).square().sum() / 2
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log val/inertia and, where there are labels, how the clusters agree with them."""
+        """Log val/inertia and, if there are labels, the scores of the clusters."""
         self._evaluate("val", self.val_scores, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -132,7 +132,7 @@ class KMeans(LightningModule):
         return self(_parts(batch)[0])  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Optimizer:
-        """Return what moves the centroids."""
+        """Return the optimizer of the centroids."""
         return self._optimizer([self.centroids])
 
     def _evaluate(self, stage: str, scores: nn.ModuleDict, batch: Any) -> None:
@@ -152,10 +152,10 @@ class KMeans(LightningModule):
 
 
 def plus_plus(vectors: Tensor, num_clusters: int) -> Tensor:
-    """Return k-means++'s first centroids (k, d), drawn by the global generator from vectors (B, d).
+    """Draw k-means++'s initial centroids (k, d) from vectors (B, d), by the global generator.
 
-    The first is any of them, each further one is drawn with probability proportional to its squared
-    distance from those so far; with fewer different vectors than centroids, some are repeated.
+    The first is drawn uniformly, each further one with probability proportional to its squared distance
+    from those so far; with fewer distinct vectors than centroids, some are repeated.
 
     Example:
         >>> _ = torch.manual_seed(0)

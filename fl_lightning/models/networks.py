@@ -1,4 +1,4 @@
-"""Networks by name: ours or timm's, with or without weights, and what of them is frozen."""
+"""Networks by name, ours or timm's, with or without weights, and freezing of their parts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _EMBEDDINGS = ("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed
 def build_network(
     name: str, pretrained: bool, image_size: int | None, arguments: dict[str, Any]
 ) -> nn.Module:
-    """Return a network by its name.
+    """Build a network by its name.
 
     Args:
-        name: of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
-        pretrained: whether timm downloads the weights that belong to the name.
-        image_size: in pixels, for networks built for one size; None is their own.
-        arguments: what the network's own constructor takes.
+        name: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
+        pretrained: whether timm downloads the weights of the name.
+        image_size: size in pixels, for networks built for one size; None for their default.
+        arguments: arguments of the network's constructor.
 
     Raises:
-        ConfigurationError: if there is no such network, it refuses the arguments, or its weights
-            cannot be downloaded.
+        ConfigurationError: if there is no such network, its arguments are invalid, or its weights cannot
+            be downloaded.
     """
     build = _build_ours if name in _OURS else _build_timm
     return build(name, pretrained, image_size, arguments)
@@ -39,7 +39,7 @@ def _build_ours(
 ) -> nn.Module:
     if pretrained:
         raise ConfigurationError(
-            f"pretrained: nobody publishes weights of {name!r}. Leave it false, or give a "
+            f"pretrained: there are no published weights of {name!r}. Leave it false, or give a "
             "checkpoint_path."
         )
     size = {} if image_size is None else {"image_size": image_size}
@@ -53,9 +53,9 @@ def _build_timm(
     name: str, pretrained: bool, image_size: int | None, arguments: dict[str, Any]
 ) -> nn.Module:
     _check_timm_name(name)
-    try:  # without weights first, so that a wrong argument is not taken for a lost connection
+    try:  # without weights first, to tell a wrong argument from a lost connection
         network = _create(name, image_size, arguments)
-    except Exception as error:  # timm raises what its layers raise
+    except Exception as error:  # timm raises any exception of its layers
         given = {"image_size": image_size, **arguments}
         raise ConfigurationError(
             f"network: timm cannot build {name!r} with {given} ({error}). Change network, "
@@ -66,7 +66,7 @@ def _build_timm(
         return network
     try:
         return _create(name, image_size, {**arguments, "pretrained": True})
-    except Exception as error:  # of timm, of the hub's client, of the network below it
+    except Exception as error:  # from timm, the hub's client or the network
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigurationError(
             f"pretrained: the weights of {name!r} could not be downloaded ({reason}). Fetch the "
@@ -82,7 +82,7 @@ def _create(name: str, image_size: int | None, arguments: dict[str, Any]) -> nn.
     except TypeError as error:
         if "'img_size'" not in str(error):
             raise
-        network = timm.create_model(name, **arguments)  # takes images of any size
+        network = timm.create_model(name, **arguments)  # for images of any size
     return network
 
 
@@ -94,7 +94,7 @@ def _check_timm_name(name: str) -> None:
         if ":" in name or timm.is_model(name):  # hf-hub:…, local-dir:… are looked up by timm
             return
     except (RuntimeError, ValueError):
-        pass  # no such tag, or not a name at all: told below
+        pass  # no such tag, or no name at all: see below
     known = [*_OURS, *timm.list_models(), *timm.list_models(pretrained=True)]
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     raise ConfigurationError(
@@ -116,12 +116,12 @@ def _check_patches(name: str, network: nn.Module, image_size: int | None) -> Non
 
 
 def freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> None:
-    """Stop parameters from training.
+    """Freeze parameters of a network.
 
     Args:
-        network: changed in place.
-        freeze_blocks: of a vision transformer, the embeddings and this many first blocks.
-        freeze_backbone: everything but the classifier.
+        network: the network; changed in place.
+        freeze_blocks: freeze the embeddings and this many first blocks of a vision transformer.
+        freeze_backbone: freeze everything but the classifier.
 
     Raises:
         ConfigurationError: if there are no such blocks.
@@ -138,9 +138,9 @@ def freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> Non
     frozen = (*_EMBEDDINGS, *(f"blocks.{i}" for i in range(freeze_blocks))) if freeze_blocks else ()
     heads = head_names(network)
     for name, parameter in network.named_parameters():
-        in_frozen = _lies_in(name, frozen) or (freeze_backbone and not _lies_in(name, heads))
+        in_frozen = _is_inside(name, frozen) or (freeze_backbone and not _is_inside(name, heads))
         parameter.requires_grad_(parameter.requires_grad and not in_frozen)
 
 
-def _lies_in(name: str, modules: tuple[str, ...] | list[str]) -> bool:
+def _is_inside(name: str, modules: tuple[str, ...] | list[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)

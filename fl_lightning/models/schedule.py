@@ -1,4 +1,4 @@
-"""The learning rate over rounds, as a factor of the optimizer's own.
+"""Schedules of the learning rate over rounds, as factors of the optimizer's rate.
 
 With w = warmup_rounds, T = num_rounds and t = round - w, counted from the end of the warm-up:
 
@@ -11,8 +11,8 @@ With w = warmup_rounds, T = num_rounds and t = round - w, counted from the end o
 Sources: the cosine is Loshchilov and Hutter 2017, ICLR, equation 5, without restarts; the decay with a
 constant end is Yu et al. 2020, ECCV (BigNAS), section 3.1.
 A cosine reaches `final_factor` after the last round and stays there: a last round at rate 0 would train
-nothing (and with privacy add noise alone). For the same reason the warm-up does not begin at 0.
-A round is one of Lightning's epochs, so the same schedule serves a run that is not federated.
+nothing (and with privacy only add noise). For the same reason the warm-up does not start at 0.
+A round is one of Lightning's epochs, so the same schedule works for a run without federation.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Kind = Literal["constant", "cosine", "step", "exponential"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate changes from round to round; the default leaves it alone.
+    """A schedule of the learning rate over rounds; constant by default.
 
     Args:
-        kind: what follows the warm-up.
-        warmup_rounds: rounds of linear rise before the full learning rate, at least 0.
-        step_every: rounds between two steps, at least 1; a decay takes them round by round.
-        step_factor: what each step multiplies by, in (0, 1]; for ``kind="step"`` and ``"exponential"``.
-        final_factor: what the factor falls to, in [0, 1]: a cosine in the round after the last one, a
-            decay when it gets there.
+        kind: schedule after the warm-up.
+        warmup_rounds: rounds of linear increase before the full learning rate, at least 0.
+        step_every: rounds between two steps, at least 1; ``exponential`` decays smoothly over them.
+        step_factor: factor of each step, in (0, 1]; for ``kind="step"`` and ``"exponential"``.
+        final_factor: final factor, in [0, 1]: of a cosine in the round after the last one, and the lower
+            bound of an exponential decay.
 
     Raises:
         ConfigurationError: if a value is out of its range.
@@ -73,14 +73,14 @@ class Schedule:
             )
 
     def factor(self, round: int, num_rounds: int) -> float:
-        """Return what to multiply the learning rate by in a round.
+        """Return the factor of the learning rate in a round.
 
         Args:
-            round: counted from 0.
+            round: number of the round, from 0.
             num_rounds: rounds of the whole run; only the cosine uses it.
 
         Raises:
-            ConfigurationError: if a cosine is asked for in a run without end.
+            ConfigurationError: for a cosine in a run without end.
         """
         if self.kind == "cosine" and num_rounds < 1:
             raise ConfigurationError(
@@ -99,6 +99,6 @@ class Schedule:
         return 1.0
 
     def _cosine(self, elapsed: int, length: int) -> float:
-        # a run that ends with its warm-up has no length left to descend
+        # if the run ends with its warm-up, the length is 0
         progress = min(elapsed / max(length, 1), 1.0)
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2

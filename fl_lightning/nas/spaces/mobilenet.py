@@ -31,7 +31,7 @@ from fl_lightning.nas.spaces.elastic import (
     multiple_of_8,
     squeezed_channels,
 )
-from fl_lightning.nas.spaces.sizes import Part, PartSizes, Size, SizeSpace, settle
+from fl_lightning.nas.spaces.sizes import Part, PartSizes, Size, SizeSpace, finish_settings
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
@@ -73,7 +73,7 @@ class MobileNet(SizeSpace):
     swish: tuple[bool, ...] = (False, False, False, True, True, True)
 
     def __post_init__(self) -> None:
-        settle(self)
+        finish_settings(self)
         stages = len(self.widths) - 4
         if (
             stages < 1

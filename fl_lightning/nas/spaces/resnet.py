@@ -26,7 +26,7 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticLinear,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace, settle
+from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace, finish_settings
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
@@ -64,7 +64,7 @@ class ResNet(SizeSpace):
     expansions: tuple[float, ...] = (0.2, 0.25, 0.35)
 
     def __post_init__(self) -> None:
-        settle(self)
+        finish_settings(self)
         if not len(self.channels) == len(self.strides) == len(self.depths) >= 1:
             raise ConfigurationError(
                 f"{self.name}: channels, strides and depths are for the same stages, got "

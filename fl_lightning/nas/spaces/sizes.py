@@ -344,7 +344,7 @@ _WORDS = {
 }
 
 
-def settle(space: SearchSpace) -> None:
+def finish_settings(space: SearchSpace) -> None:
     """Make the settings of a space, a frozen dataclass, what its annotations say.
 
     Args:

@@ -26,7 +26,7 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticLayerNorm,
     ElasticLinear,
 )
-from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, settle
+from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, finish_settings
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels
 
@@ -65,7 +65,7 @@ class ViT(SizeSpace):
     head_features: int = 64
 
     def __post_init__(self) -> None:
-        settle(self)
+        finish_settings(self)
         if self.image_side % self.patch:
             raise ConfigurationError(
                 f"{self.name}: patch must divide image_side, got {self.patch} and {self.image_side}"
