@@ -171,10 +171,8 @@ def _clients_per_group(
     if options.clients_per_group is not None:
         return options.clients_per_group
     per_epoch = data.clients.num_examples.mean() / data.batch_size
-    accumulate = trainer.accumulate_grad_batches
-    per_client = float(
-        (options.local_steps or 0) * accumulate or per_epoch * (options.local_epochs or 1)
-    )
+    of_steps = (options.local_steps or 0) * trainer.accumulate_grad_batches
+    per_client = float(of_steps or per_epoch * (options.local_epochs or 1))
     rounds: float | None = trainer.max_epochs
     rounds = math.inf if rounds is None or rounds < 0 else rounds
     cohort = options.cohort.expected_size(len(data.clients))
