@@ -21,13 +21,6 @@ from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
-from fl_lightning.federation.stages.privacy_ledger import note_spent
-from fl_lightning.federation.stages.privacy_run import (
-    PrivateStage,
-    announce_privacy,
-    close_private_round,
-    count_on,
-)
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.personal_recall import (
@@ -66,11 +59,9 @@ class Federation(Options, Callback):
 
     Attributes:
         rounds: of the fit, or of the last one; None before the first.
-        private: what makes them private, if anything.
     """
 
     rounds: FitRounds | None = None
-    private: PrivateStage | None = None
     _calendar: Calendar
     _cleanup: ExitStack | None = None
     _groups_before = 0
@@ -91,18 +82,16 @@ class Federation(Options, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""
         assert self._cleanup is not None
-        is_other = self.rounds is not None and self.rounds.run.module is not pl_module
-        earlier, saved = None if is_other else self.private, self._saved or {}
-        self.rounds, self.private = begin(trainer, self, self._calendar)
+        before, saved = self.rounds, self._saved or {}
+        earlier = list(before.stages) if before and before.run.module is pl_module else []
+        self.rounds = begin(trainer, self, self._calendar)
         num_groups = len(self._calendar.groups)
         self._groups_before = saved.get("groups", num_groups)
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None
-        else:
-            count_on(trainer, self.private, earlier)
-        if self.private is not None:
-            note_spent(pl_module, self.private.ledger.total)
+        for part in self.rounds.stages.around_fit:
+            part.fit_begins(trainer, None if saved else earlier)
         take_over(trainer, self.rounds, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +100,8 @@ class Federation(Options, Callback):
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
         assert self.rounds is not None
-        announce_privacy(trainer, self.private, self.rounds)
+        for part in self.rounds.stages.around_fit:
+            part.training_begins(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
@@ -129,14 +119,12 @@ class Federation(Options, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: the clients' metrics and what else is known of it."""
         assert self.rounds is not None
-        private, record = self.private, self.rounds.record
-        if private is not None:
-            close_private_round(trainer, private, self.rounds)
+        record, is_open = self.rounds.record, self.rounds.server.is_open
+        for part in self.rounds.stages.around_fit:
+            part.round_ends(trainer, record, is_broken_off=is_open)
         metrics = record.metrics()
         shown = filter(self.rounds.in_progress_bar, metrics)
         log_round(trainer, metrics | record.facts(), in_progress_bar=list(shown))
-        if private is not None:
-            private.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -12,13 +12,14 @@ lines. Methods are grouped by the side of a round on which they run.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
@@ -298,6 +299,34 @@ class KeepsTensors(Stage):
         """Remember the tensors of a client of slots, whose update is used."""
 
 
+class AroundFit(Stage):
+    """A stage with something to do around the rounds of a fit as well.
+
+    Attributes:
+        hides_cohorts: whether nobody may be told who takes part.
+    """
+
+    hides_cohorts: bool = False
+
+    @abstractmethod
+    def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
+        """Begin a fit.
+
+        Args:
+            trainer: that fits.
+            earlier: the stages of the same Federation's last fit of the module, none if there was none;
+                None if a checkpoint's state was taken up.
+        """
+
+    @abstractmethod
+    def training_begins(self, trainer: Trainer) -> None:
+        """Say what is to be said before the first round."""
+
+    @abstractmethod
+    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
+        """See a round's record before it is logged; one that was broken off has not been closed."""
+
+
 class SpansNetwork(Stage):
     """A stage whose two sides tell each other something where clients are remote."""
 
@@ -329,6 +358,7 @@ class Stages(Iterable[Stage]):
         self._correcting = [stage for stage in self._stages if isinstance(stage, Correcting)]
         self._learning = [s for s in self._stages if isinstance(s, Learning) and s.learns]
         self._keeping = [stage for stage in self._stages if isinstance(stage, KeepsTensors)]
+        self.around_fit = [stage for stage in self._stages if isinstance(stage, AroundFit)]
         self.learns = bool(self._learning)
         self.hides_clients = any(stage.hides_clients for stage in self._stages)
         self.is_private = any(stage.is_private for stage in self._stages)

@@ -30,7 +30,7 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
-from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
+from fl_lightning.federation.stages.privacy_run import privacy_at_work
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import Server
@@ -76,18 +76,13 @@ def prepare(
     return calendar
 
 
-def begin(
-    trainer: Trainer, options: Options, calendar: Calendar
-) -> tuple[FitRounds, PrivateStage | None]:
+def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
     """Return the rounds of a fit, on the weights and the optimizer that are now in place.
 
     Args:
         trainer: set up.
         options: what was asked for.
         calendar: who trains when.
-
-    Returns:
-        The rounds, and what makes them private, if anything.
 
     Raises:
         ConfigurationError: for what does not go together, all at once.
@@ -108,7 +103,7 @@ def begin(
         options.correction.check_server(rounds.server.optimizer)
     if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
         trainer.strategy.checkpoint_io.files = rounds.memory.files_of_checkpoint
-    return rounds, private
+    return rounds
 
 
 def check_begun(trainer: Trainer, options: Options) -> None:

@@ -66,7 +66,8 @@ def run(privacy, *callbacks, max_epochs=4, ckpt_path=None, module=None):
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
     trainer.fit(module or ToyModule(scheduler=False), datamodule=toy_data(), ckpt_path=ckpt_path)
-    return trainer, federation.private.ledger
+    [privacy] = federation.rounds.stages.around_fit
+    return trainer, privacy.ledger
 
 
 def more(trainer):

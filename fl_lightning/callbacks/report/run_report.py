@@ -167,9 +167,8 @@ class RunReport(Callback):
         if federation is None or federation.rounds is None:
             return {}
         record = federation.rounds.record
-        hides = federation.rounds.stages.hides_clients or (
-            federation.private is not None and federation.private.cohorts is not None
-        )
+        stages = federation.rounds.stages
+        hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
         if hides or len(record.finished) > self.max_clients:
             return {}
         known = {name: record.means.by_client(name) for name in record.means.names}

@@ -1,7 +1,4 @@
-"""What goes with differential privacy, what does not, and what its noise does not cover.
-
-What goes with differential privacy of examples, and what does not.
-"""
+"""What goes with differential privacy, of clients or of their examples, and what its noise does not cover."""
 
 from __future__ import annotations
 
@@ -126,17 +123,7 @@ def warn_of_releases(
         )
     if has_memory:
         names.append("what clients remember between rounds, in checkpoints")
-    if names:
-        rank_zero_warn("privacy: ε covers the models, and not: " + "; ".join(names))
-    if privacy.delta >= 1 / num_clients:
-        rank_zero_warn(
-            f"privacy: delta = {privacy.delta:g} is not below 1 / {num_clients} clients: a mechanism "
-            "that publishes one client's data could have it. Set it to a tenth of that or less"
-        )
-    if not privacy.secure_noise:
-        rank_zero_warn(
-            "privacy: secure_noise is false, so who knows the seed can take the noise off again"
-        )
+    _warn(privacy, "the models", names, num_clients, f"{num_clients} clients", "one client's data")
 
 
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
@@ -199,13 +186,19 @@ def warn_of_unprotected(trainer: Trainer, privacy: ExampleDP) -> None:
     if privacy.log_unprotected:
         names.append("training loss, metrics and norms in the logs (log_unprotected: false)")
     names.append("how many examples each client has")
-    rank_zero_warn("privacy: ε covers updates and models, and not: " + "; ".join(names))
-    counts = trainer.datamodule.clients.num_examples  # type: ignore[attr-defined]
-    most = int(counts.max())
+    most = int(trainer.datamodule.clients.num_examples.max())  # type: ignore[attr-defined]
+    _warn(privacy, "updates and models", names, most, f"{most} examples of a client", "one of them")
+
+
+def _warn(
+    privacy: Privacy | ExampleDP, covered: str, names: list[str], most: int, among: str, shown: str
+) -> None:
+    if names:
+        rank_zero_warn(f"privacy: ε covers {covered}, and not: " + "; ".join(names))
     if privacy.delta >= 1 / most:
         rank_zero_warn(
-            f"privacy: delta = {privacy.delta:g} is not below 1 / {most} examples of a client: a "
-            "mechanism that publishes one of them could have it. Set it to a tenth of that or less"
+            f"privacy: delta = {privacy.delta:g} is not below 1 / {among}: a mechanism that publishes "
+            f"{shown} could have it. Set it to a tenth of that or less"
         )
     if not privacy.secure_noise:
         rank_zero_warn(

@@ -155,7 +155,7 @@ class ForkLauncher:
         args: Any,
         kwargs: Any,
     ) -> None:
-        """What a process does; begins with signals held back."""
+        """Do the work of one process; begins with signals held back."""
         gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
         torch.set_num_threads(1)
         self.is_within = True
@@ -183,7 +183,7 @@ class ForkLauncher:
             _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Let the callbacks of the first process save what is to be saved after an error."""
+        """Call the callbacks of the first process, which save what is to be saved after an error."""
         for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
             signal.signal(number, signal.SIG_IGN)
         if distributed.is_initialized():
@@ -221,7 +221,7 @@ def _check_can_fork() -> None:
 
 
 def _hold_signals() -> None:
-    """Have what asks to stop wait: in this process, and in those that it forks from now on."""
+    """Hold back what asks to stop: in this process, and in those that it forks from now on."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _asking())
 
 
@@ -259,7 +259,7 @@ def _ended_silently(rank: int, processes: list[Any]) -> str:
 
 
 def _wait_for_first(process: Any, note: Path) -> None:
-    """Let the first process end by itself if it has failed as well, and so has written its note."""
+    """Wait until the first process ends by itself if it has failed as well, and so has written its note."""
     process.join(_SECONDS_TO_FAIL)
     if note.exists():
         process.join(_SECONDS_TO_SAVE)
@@ -302,7 +302,7 @@ def _read_error(path: Path) -> BaseException:
 
 
 def _name_runs(trainer: Trainer) -> None:
-    """Have loggers choose their version_N here, not one each as soon as the first one exists.
+    """Choose the loggers' version_N here, not one each as soon as the first one exists.
 
     W&B writes what it holds back when Python exits. A forked process ends without that, so it ends its
     run itself. The process that goes on afterwards, with a test, opens the same run again by its name.
@@ -315,7 +315,7 @@ def _name_runs(trainer: Trainer) -> None:
 
 
 def _end_runs(trainer: Trainer) -> None:
-    """Have every run of W&B that is open in this process write all that it has."""
+    """Finish every run of W&B that is open in this process: it then writes all that it has."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and logger._experiment is not None:
             logger._experiment.finish()

@@ -26,11 +26,10 @@ from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.privacy import warn_of_unprotected
-from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
+from fl_lightning.federation.stage import Turn
+from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
 from fl_lightning.federation.visits.batches import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.noise.grid import Grid
@@ -41,7 +40,7 @@ from fl_lightning.privacy.run import AccountedRun
 _NOISE = 1
 
 
-class ExampleRounds(Stage):
+class ExampleRounds(PrivateStage):
     """Makes the local steps of every client private.
 
     Args:
@@ -52,15 +51,10 @@ class ExampleRounds(Stage):
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
     Attributes:
-        ledger: what was spent.
-        aggregator: None: what the server gets is private by itself.
         draws: itself, which draws clients' batches.
-        cohorts: None: they are no secret.
     """
 
-    key = "privacy"
     aggregator: None = None
-    cohorts: None = None
 
     def __init__(self, privacy: ExampleDP, run: AccountedRun) -> None:
         self.privacy = privacy
@@ -72,11 +66,11 @@ class ExampleRounds(Stage):
         self._coins = coins(run.seed)
 
     @property
-    def draws(self) -> ExampleRounds:
+    def draws(self) -> ExampleRounds:  # type: ignore[override]
         """Itself."""
         return self
 
-    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
+    def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
         warn_of_unprotected(trainer, self.privacy)

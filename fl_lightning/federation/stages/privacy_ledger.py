@@ -7,7 +7,8 @@ spent is in the checkpoint, and a run that is resumed counts on with the noise t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,11 +17,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.federation.checks.privacy import check_monitors
+from fl_lightning.federation.plan import DrawsBatches
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stage import AroundFit, Stage
 from fl_lightning.privacy.accounting.accountant import most_rounds
 from fl_lightning.privacy.central import CentralGaussian
 from fl_lightning.privacy.mechanism import Accounted, Amplified, Budgeted
 from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.server.aggregator import Aggregator
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
 _NO_END = 1_000_000
@@ -274,3 +279,70 @@ class PrivacyLedger(Generic[M]):
         if planned is None or planned < 0 or next_round < planned:
             rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
         trainer.should_stop = True
+
+
+class PrivateStage(AroundFit):
+    """A stage that makes a run private: it counts what rounds cost, in this fit and in those before.
+
+    Attributes:
+        ledger: what was spent.
+        aggregator: the fold over a round's updates; None where the server gets what is private by itself.
+        draws: draws clients' batches; None for passes over their shards.
+    """
+
+    key = "privacy"
+    ledger: PrivacyLedger[Any]
+    aggregator: Aggregator | None
+    draws: DrawsBatches | None
+
+    @abstractmethod
+    def say_cost(self, trainer: Trainer) -> None:
+        """Say, before training, what the run will have cost, and what ε does not cover."""
+
+    @abstractmethod
+    def count_on(self, earlier: Any) -> None:
+        """Count the rounds of an earlier fit of the same kind."""
+
+    def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
+        """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model.
+
+        Raises:
+            ConfigurationError: if nobody here knows what they cost, or these cost something else.
+        """
+        if earlier is not None:
+            self._count_earlier(trainer, next((s for s in earlier if type(s) is type(self)), None))
+        note_spent(trainer.lightning_module, self.ledger.total)
+
+    def _count_earlier(self, trainer: Trainer, earlier: Stage | None) -> None:
+        if (checkpoint := trainer.ckpt_path) is not None:
+            raise ConfigurationError(
+                f"ckpt_path: {checkpoint} knows no rounds of a Federation, and what its training has cost "
+                "would be missing in ε: leave ckpt_path out. To start from its weights, which ε does not "
+                "cover then, give model.init_args.checkpoint_path, or load its state_dict into the module"
+            )
+        if trainer.current_epoch == 0:
+            self.ledger.follow(spent_on(trainer.lightning_module))
+            return
+        if earlier is None:
+            raise ConfigurationError(
+                "federation.privacy: this Trainer has trained before, with another Federation or "
+                "without privacy, and what that cost is not known here: keep to one Federation, go on "
+                "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
+            )
+        self.count_on(earlier)
+
+    def training_begins(self, trainer: Trainer) -> None:
+        """Say what is promised and what is not; stop where nothing is left."""
+        self.say_cost(trainer)
+        self.ledger.stop_within_budget(trainer, trainer.current_epoch)
+
+    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
+        """Refuse learning rates that follow what has no noise; stop where nothing is left.
+
+        Raises:
+            ConfigurationError: naming what a schedule looks at.
+        """
+        if is_broken_off:
+            self.close(record)
+        check_monitors(trainer, record.unprotected_names())
+        self.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.privacy import check_local_steps, check_monitors
-from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.checks.privacy import check_local_steps
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
-from fl_lightning.federation.stages.privacy_ledger import spent_on
+from fl_lightning.federation.stages.privacy_ledger import PrivateStage
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.server.server import as_aggregator
-
-# What makes rounds private.
-PrivateStage = PrivateRounds | ExampleRounds
 
 
 def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
@@ -46,53 +41,6 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
     return None
 
 
-def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: FitRounds) -> None:
-    """Say before the first round what is promised and what is not; stop where nothing is left."""
-    if private is None:
-        return
-    private.say_cost(trainer, rounds)
-    private.ledger.stop_within_budget(trainer, trainer.current_epoch)
-
-
-def count_on(trainer: Trainer, private: PrivateStage | None, earlier: PrivateStage | None) -> None:
-    """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model.
-
-    ``earlier`` is the same Federation's fit before this one, if there was one.
-
-    Raises:
-        ConfigurationError: if nobody here knows what they cost, or these cost something else.
-    """
-    if private is None:
-        return
-    if (checkpoint := trainer.ckpt_path) is not None:
-        raise ConfigurationError(
-            f"ckpt_path: {checkpoint} knows no rounds of a Federation, and what its training has cost would "
-            "be missing in ε: leave ckpt_path out. To start from its weights, which ε does not cover then, "
-            "give model.init_args.checkpoint_path, or load its state_dict into the module"
-        )
-    if trainer.current_epoch == 0:
-        private.ledger.follow(spent_on(trainer.lightning_module))
-        return
-    if earlier is None:
-        raise ConfigurationError(
-            "federation.privacy: this Trainer has trained before, with another Federation or "
-            "without privacy, and what that cost is not known here: keep to one Federation, go on "
-            "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
-        )
-    private.count_on(earlier)  # type: ignore[arg-type]
-
-
-def close_private_round(trainer: Trainer, private: PrivateStage, rounds: FitRounds) -> None:
-    """Refuse learning rates that follow what has no noise; to be called at a round's end.
-
-    Raises:
-        ConfigurationError: naming what a schedule looks at.
-    """
-    if rounds.server.is_open:  # it was broken off
-        private.close(rounds.record)
-    check_monitors(trainer, rounds.record.unprotected_names())
-
-
 def _private_rounds(
     trainer: Trainer, privacy: Privacy, options: Options, calendar: Calendar
 ) -> PrivateRounds:
@@ -108,6 +56,7 @@ def _private_rounds(
         Ranks(trainer),
         exact=aggregator.exact,
         secure=secure,
+        has_memory=options.clients_remember,
         at_sites=options.clients_side is not None,
     )
 

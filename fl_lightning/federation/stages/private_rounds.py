@@ -24,12 +24,10 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.checkpoints.state import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
-from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage
-from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
+from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
@@ -42,7 +40,7 @@ from fl_lightning.server.protected import NoiseShares
 _COUNT, _COUNT_STEP = 1, 2.0**-20
 
 
-class PrivateRounds(Stage):
+class PrivateRounds(PrivateStage):
     """Makes the aggregate of every round private.
 
     Args:
@@ -51,18 +49,18 @@ class PrivateRounds(Stage):
         ranks: the processes.
         exact: have the same bits over any number of processes.
         secure: adds up what clients send with their noise; None for sums in the clear.
+        has_memory: whether clients remember something from round to round.
+        at_sites: whether clients are at sites.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
     Attributes:
         aggregator: the fold over the round's updates.
-        ledger: what was spent.
         draws: None: clients' batches are as without privacy.
         cohorts: the secret that they are drawn from where their sampling amplifies; else None.
     """
 
-    key = "privacy"
     is_private = restarts = True
     draws: None = None
     cohorts: SecretCohorts | None = None
@@ -75,9 +73,10 @@ class PrivateRounds(Stage):
         *,
         exact: bool,
         secure: TakesNoiseShares | None = None,
+        has_memory: bool = False,
         at_sites: bool = False,
     ) -> None:
-        self._privacy, self._ranks = privacy, ranks
+        self._privacy, self._ranks, self._has_memory = privacy, ranks, has_memory
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self._coins = coins(run.seed)
         self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
@@ -110,8 +109,9 @@ class PrivateRounds(Stage):
         """Draw cohorts whose sampling amplifies from a secret."""
         if self._privacy.secure_noise and self.ledger.amplifies:
             self.cohorts = SecretCohorts(run)
+            self.hides_cohorts = True
 
-    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
+    def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
@@ -121,7 +121,7 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=rounds.options.clients_remember,
+            has_memory=self._has_memory,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
