@@ -59,7 +59,7 @@ def _data_problems(trainer: Trainer) -> Iterator[str]:
     if not isinstance(data, FederatedDataModule):
         given = "no data module" if data is None else type(data).__name__
         yield (
-            f"a federation needs a FederatedDataModule, got {given}: wrap yours as "
+            f"data: a federation needs a FederatedDataModule, got {given}: wrap yours as "
             "FederatedDataModule(source=…, num_clients=…)"
         )
 
