@@ -22,7 +22,7 @@ from benchmarks.process import MeasurementError, run
 from benchmarks.rivals import RIVALS, TIMEOUT
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSServer, generate_keys
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
-from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
+from fl_lightning.secure.encryption.paillier import PaillierSum, generate_pair
 from fl_lightning.secure.protocol.session import ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.simulation import simulate
@@ -144,7 +144,7 @@ def ckks_row(name: str, layout: CKKSLayout) -> str:
 def paillier_row(bits: int, size: int) -> str:
     """Return what encryption with Paillier costs."""
     quantiser = SumQuantiser(num_clients=100, levels=2**16)
-    scheme = PaillierSum(PaillierKeys.generate(bits), quantiser, size, max_seconds=np.inf)
+    scheme = PaillierSum(*generate_pair(bits), quantiser, size, max_seconds=np.inf)
     vector = np.random.default_rng(0).integers(0, 2**16, size).astype(np.uint32)
     data, encrypt = timed(lambda: scheme.encrypt(vector))
     total, add = timed(lambda: scheme.sum([data, data]))

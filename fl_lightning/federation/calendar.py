@@ -171,7 +171,8 @@ def _clients_per_group(
     if options.clients_per_group is not None:
         return options.clients_per_group
     per_epoch = data.clients.num_examples.mean() / data.batch_size
-    per_client = float(options.local_steps or per_epoch * (options.local_epochs or 1))
+    of_steps = (options.local_steps or 0) * trainer.accumulate_grad_batches
+    per_client = float(of_steps or per_epoch * (options.local_epochs or 1))
     rounds: float | None = trainer.max_epochs
     rounds = math.inf if rounds is None or rounds < 0 else rounds
     cohort = options.cohort.expected_size(len(data.clients))
@@ -183,9 +184,7 @@ def _clients_per_group(
     interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
     if isinstance(interval, int) or interval != 1.0:
         return 1
-    return num_short_clients(
-        module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
-    )
+    return num_short_clients(module, max(1.0, per_client), data.batch_size)
 
 
 _NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as well as at 0

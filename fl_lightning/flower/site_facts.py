@@ -1,11 +1,19 @@
-"""What a site says of itself when it is greeted: its clients, how they train, what else all must agree on."""
+"""What a site says of itself when it is greeted: its clients, how they train, what else all must agree on.
+
+`constants_digest`: frozen weights and constants in buffers do not travel, and must be the same on both sides.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+from torch import nn
+
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import (
     MessageError,
@@ -131,3 +139,23 @@ def _sizes(what: str, told: Any) -> dict[int, int]:
     if len(sizes) < len(told):
         raise MessageError(f"{what} must be of different clients, got {shown(told)}")
     return sizes
+
+
+def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
+    """Return a SHA-256 of a module's numbers that neither travel nor are a client's own.
+
+    A site whose frozen backbone came from another file would train another model, without a word.
+
+    Args:
+        module: that trains.
+        local: knows what travels and what clients have for themselves.
+    """
+    elsewhere = {*local.space.names, *local.buffers.names, *local.own.names}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        if name not in elsewhere and tensor.is_floating_point():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

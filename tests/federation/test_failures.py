@@ -186,7 +186,7 @@ def test_an_empty_draw_is_a_round_without_movement():
         ({"local_epochs": -1}, "local_epochs must be at least 1, got -1"),
         ({"local_epochs": 1, "local_steps": 1}, "either local_steps or local_epochs"),
         ({"min_replies": 0}, "min_replies must be at least 1"),
-        ({"on_client_failure": "ignore"}, "raise or skip, got 'ignore'"),
+        ({"on_client_failure": "ignore"}, "one of 'raise', 'skip', got the text 'ignore'"),
     ],
 )
 def test_settings_out_of_range(options, message):

@@ -17,9 +17,8 @@ from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.site_facts import SiteFacts
-from fl_lightning.flower.sums import encrypted_at_server
-from fl_lightning.flower.sums.at_site import SiteSums
-from fl_lightning.flower.sums.encrypted_agreed import (
+from fl_lightning.flower.sums import at_server as encrypted_at_server
+from fl_lightning.flower.sums.agreed import (
     KEY,
     MESSAGE,
     NONCE,
@@ -27,9 +26,9 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     TOTAL,
     EncryptedAgreed,
 )
-from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
-from fl_lightning.flower.sums.encrypted_checks import check_encrypted
-from fl_lightning.flower.sums.sum_key import SumKey
+from fl_lightning.flower.sums.at_server import EncryptedOverSites
+from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.sums.keys import SumKey, check_encrypted
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout

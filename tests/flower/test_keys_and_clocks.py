@@ -18,8 +18,7 @@ pytest.importorskip("flwr")
 from benchmarks.echo import serve_echo
 from fl_lightning.flower.network.certificates import make_site_key
 from fl_lightning.flower.network.folder import SiteFolder, make_network
-from fl_lightning.flower.network.joining import site_supervised
-from fl_lightning.flower.network.serving import free_port, serving
+from fl_lightning.flower.network.serving import free_port, serving, site_supervised
 from fl_lightning.flower.network.supervision import Supervisor
 
 LOCAL, SECONDS = "127.0.0.1", 180

@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fl_lightning.cli import main
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network.control import check_server
 from fl_lightning.flower.network.folder import (
     NetworkFolder,
     SiteFolder,
     make_network,
     parse_address,
 )
-from fl_lightning.flower.network.probe import check_server
 from fl_lightning.flower.rules.site_file import read_policy
 
 

@@ -16,7 +16,7 @@ from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.following import carry_out
-from fl_lightning.flower.network.joining import NodeEnds, site_supervised
+from fl_lightning.flower.network.serving import NodeEnds, site_supervised
 from fl_lightning.flower.network.supervision import Supervisor
 
 pytestmark = pytest.mark.slow

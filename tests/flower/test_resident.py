@@ -17,8 +17,7 @@ import pytest
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.network.supervision import Program, Supervisor
-from fl_lightning.flower.transport.asking import ask, status
-from fl_lightning.flower.transport.frames import bind_socket
+from fl_lightning.flower.transport.asking import ask, bind_socket, status
 from fl_lightning.flower.transport.loopback import LoopbackChannel
 from fl_lightning.flower.transport.resident import Resident
 

@@ -17,19 +17,18 @@ from fl_lightning.federation.checkpoints.memory import RunMemory
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, digest
-from fl_lightning.flower.server.calibration import SUMS, CalibrationAtSites
-from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.counted import Counted
-from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.site.memory import SiteMemory
-from fl_lightning.flower.whole_model import (
+from fl_lightning.flower.packing import (
     RunMask,
     hold_model,
     mask_message,
     model_tensors,
     told_mask,
 )
+from fl_lightning.flower.server.calibration import SUMS, CalibrationAtSites
+from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.greeting import Counted, Greeting
+from fl_lightning.flower.site.ledger import PrivacyBudget
+from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.secure import SecureMean
 from fl_lightning.sparsity import LinearHead, RidgeHead
 from fl_lightning.sparsity.masks.mask import Mask

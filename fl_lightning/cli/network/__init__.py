@@ -163,7 +163,7 @@ def _add_join(parser: ArgumentParser) -> None:
 
 def _join(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.flower.network.folder import SiteFolder
-    from fl_lightning.flower.network.joining import join
+    from fl_lightning.flower.network.serving import join
 
     folder = Path(given.folder)
     join(SiteFolder.read(folder if given.site is None else folder / "sites" / given.site), _say)
@@ -225,8 +225,8 @@ def _add_folder(parser: ArgumentParser) -> None:
 
 def _status(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.flower.network.folder import NetworkFolder
+    from fl_lightning.flower.network.following import last_words, runs, sites
     from fl_lightning.flower.network.serving import control_of
-    from fl_lightning.flower.network.standing import last_words, runs, sites
 
     served = NetworkFolder.read(Path(given.folder))
     control = control_of(served)

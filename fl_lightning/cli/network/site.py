@@ -29,6 +29,7 @@ from fl_lightning.data.shards import ClientShards
 from fl_lightning.federation import visiting
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.server.calibration import SUMS, VALUES
@@ -38,7 +39,6 @@ from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.site_facts import STAGES, SiteFacts
 from fl_lightning.flower.transport.resident import log_to, serve
-from fl_lightning.flower.whole_model import hold_model, of_stage
 from fl_lightning.sparsity.heads import OneExchange
 
 # what a site's Trainer has nothing to do with

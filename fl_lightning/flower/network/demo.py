@@ -13,9 +13,8 @@ import yaml
 
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
-from fl_lightning.flower.network.joining import site_supervised
 from fl_lightning.flower.network.programs import SITE_PROCESS
-from fl_lightning.flower.network.serving import free_port, serving
+from fl_lightning.flower.network.serving import free_port, serving, site_supervised
 from fl_lightning.flower.network.supervision import Supervisor
 
 _LOCAL = "127.0.0.1"

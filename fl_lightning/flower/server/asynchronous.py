@@ -43,7 +43,7 @@ from fl_lightning.federation import (
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import MetricSums, pool_sums
 from fl_lightning.flower.server.correspondence import Reply
-from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.server.greeting import Counted
 from fl_lightning.flower.server.sites import Sites, by_client
 from fl_lightning.server.staleness import AsyncRule
 

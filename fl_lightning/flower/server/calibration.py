@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.packing import model_tensors, of_stage
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.whole_model import model_tensors, of_stage
 from fl_lightning.sparsity.sensitivity.protocol import Scores
 
 VALUES, SUMS = "stage/values/", "stage/sums/"

@@ -36,17 +36,17 @@ from fl_lightning.federation import (
     Transport,
     Upload,
 )
-from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
+from fl_lightning.flower.server.checks import check_plausible
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.server.plausible import check_plausible
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
+from fl_lightning.flower.site_facts import constants_digest
 from fl_lightning.flower.sums.agreed import trained_on
-from fl_lightning.flower.sums.over_sites import adds_over_sites
+from fl_lightning.flower.sums.at_server import adds_over_sites
 from fl_lightning.server.server import as_aggregator
 
 

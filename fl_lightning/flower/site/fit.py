@@ -30,15 +30,13 @@ from fl_lightning.federation import (
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
+from fl_lightning.flower.packing import told_mask
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
-from fl_lightning.flower.site.evaluation import evaluated
 from fl_lightning.flower.site.ledger import RunAccount
-from fl_lightning.flower.site.masks import Calibrates, SiteMasks
-from fl_lightning.flower.site.memory import SiteMemory
+from fl_lightning.flower.site.memory import Calibrates, SiteMasks, SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
-from fl_lightning.flower.site.rounds import SiteRounds
-from fl_lightning.flower.whole_model import told_mask
+from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
 
 

@@ -3,6 +3,8 @@
 The same clients' side as in simulation (`FitClients`), the same stages; an order says which round it is,
 which of the site's clients train, from which model and with which options. What they send goes its way
 up to where it would leave the site, and is packed there.
+
+For evaluation a site uses the examples that its clients hold out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,23 +26,26 @@ from fl_lightning.federation import (
     FitClients,
     Missing,
     Options,
+    PersonalModels,
     RoundRecord,
     Run,
     SpansNetwork,
     Stages,
     Start,
+    StepOf,
     Transaction,
     Transport,
     Upload,
+    evaluated_clients,
 )
-from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
-from fl_lightning.flower.packing import Packing
+from fl_lightning.flower.packing import Packing, of_stage
+from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.privacy import SitePrivacy
+from fl_lightning.flower.site_facts import constants_digest
 from fl_lightning.flower.sums.agreed import rules_of
-from fl_lightning.flower.whole_model import of_stage
 from fl_lightning.server.protected import SumsOverSites, Terms
 
 # facts of an update that travel beside it, under the names by which the server logs them
@@ -266,3 +273,27 @@ def _take_options(
                     group[name].fill_(value)
                 elif name in group:
                     group[name] = tuple(value) if isinstance(group[name], tuple) else value
+
+
+def evaluated(
+    trainer: Trainer,
+    order: Order,
+    models: PersonalModels | None,
+    allows: Callable[[str], bool],
+) -> Done:
+    """Return the metrics of the clients of an order, of the model that the module holds and of their own.
+
+    Args:
+        trainer: of the site.
+        order: names clients, and a stage.
+        models: of the clients' own; None if they have none.
+        allows: whether a metric of a name may leave.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    stage: StepOf = "test" if order.options.get("stage") == "test" else "validation"
+    found = evaluated_clients(trainer, data, stage, np.array(order.clients, np.int64), models)
+
+    def leaving(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in metrics.items() if allows(name)}
+
+    return Done([ClientAnswer(client=c, metrics=leaving(found.get(c, {}))) for c in order.clients])

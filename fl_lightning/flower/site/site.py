@@ -28,13 +28,13 @@ import yaml
 from fl_lightning.flower.failures import Failure, OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.metric_sums import OPTION
+from fl_lightning.flower.packing import told_mask
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import Ledger, RunAccount
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
-from fl_lightning.flower.whole_model import told_mask
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT)

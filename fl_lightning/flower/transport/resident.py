@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TextIO
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.core.processes import holder_of, try_lock
-from fl_lightning.flower.transport.frames import (
+from fl_lightning.flower.transport.asking import (
     ANSWER,
     BUSY,
     HEARTBEAT,

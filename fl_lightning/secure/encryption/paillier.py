@@ -37,55 +37,31 @@ from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 
 LEAST_BITS = 2048  # 112 bits of security; 3072 have 128 (NIST SP 800-57, part 1, table 2)
+ACCURACY = 1e-6
+_LEAST_LEVELS = 1 << 8
+_UPDATE, _SUM = b"Paillier update", b"Paillier sum"
 
 
-@dataclass(frozen=True)
-class PaillierKeys:
-    """A key pair.
-
-    Args:
-        modulus: n, public.
-        primes: its two factors; None for the server.
-
-    Raises:
-        ValueError: if the modulus is too short, or the primes are not its factors.
-    """
-
-    modulus: int
-    primes: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.modulus.bit_length() < LEAST_BITS:
-            raise ValueError(
-                f"modulus must have at least {LEAST_BITS} bits, got {self.modulus.bit_length()}: "
-                "shorter ones can be factored"
-            )
-        if self.primes is not None and self.primes[0] * self.primes[1] != self.modulus:
-            raise ValueError("primes must be the factors of modulus")
-
-    def __repr__(self) -> str:
-        kind = "public" if self.primes is None else "secret"
-        return f"PaillierKeys({self.modulus.bit_length()} bits, {kind})"
-
-    @classmethod
-    def generate(cls, bits: int = 3072) -> PaillierKeys:
-        """Return new keys, from the operating system's entropy."""
-        if bits < LEAST_BITS:
-            raise ValueError(f"bits must be at least {LEAST_BITS}, got {bits}")
-        public, private = _phe().generate_paillier_keypair(n_length=bits)
-        return cls(int(public.n), (int(private.p), int(private.q)))
-
-    @property
-    def public(self) -> PaillierKeys:
-        """The server's half."""
-        return PaillierKeys(self.modulus)
+def generate_pair(bits: int = 3072) -> tuple[Any, Any]:
+    """Return a new public and a new secret key of `phe`, from the operating system's entropy."""
+    if bits < LEAST_BITS:
+        raise ValueError(
+            f"bits must be at least {LEAST_BITS}, got {bits}: shorter keys can be broken"
+        )
+    try:
+        from phe import paillier
+    except ImportError as error:
+        raise ImportError("Paillier needs phe: pip install 'fl-lightning[he]'") from error
+    pair: tuple[Any, Any] = paillier.generate_paillier_keypair(n_length=bits)
+    return pair
 
 
 class PaillierSum:
     """Encrypts, adds and decrypts vectors of one quantiser.
 
     Args:
-        keys: the clients', or their public half.
+        public: key of `phe`.
+        secret: key of `phe`; None for the server.
         quantiser: whose integers are added.
         size: integers of a vector.
         max_seconds: the most that encrypting one vector may take on this machine.
@@ -96,9 +72,9 @@ class PaillierSum:
     Example:
         >>> import torch
         >>> quantiser = SumQuantiser(num_clients=2, clip=1.0, levels=4)
-        >>> keys = PaillierKeys.generate(2048)
-        >>> clients = PaillierSum(keys, quantiser, size=3)
-        >>> server = PaillierSum(keys.public, quantiser, size=3)
+        >>> public, secret = generate_pair(2048)
+        >>> clients = PaillierSum(public, secret, quantiser, size=3)
+        >>> server = PaillierSum(public, None, quantiser, size=3)
         >>> draw = np.random.default_rng(0).random
         >>> one = clients.encrypt(quantiser.encode(torch.tensor([0.5, -1.0]), 1, draw))
         >>> two = clients.encrypt(quantiser.encode(torch.tensor([1.0, 0.0]), 1, draw))
@@ -107,16 +83,24 @@ class PaillierSum:
     """
 
     def __init__(
-        self, keys: PaillierKeys, quantiser: SumQuantiser, size: int, *, max_seconds: float = 600
+        self,
+        public: Any,
+        secret: Any | None,
+        quantiser: SumQuantiser,
+        size: int,
+        *,
+        max_seconds: float = 600,
     ) -> None:
+        self._public, self._secret = public, secret
         self._quantiser, self._size = quantiser, size
-        self._public = _phe().PaillierPublicKey(keys.modulus)
-        self._private = keys.primes and _phe().PaillierPrivateKey(self._public, *keys.primes)
+        bits: int = public.n.bit_length()
         self._slot_bits = quantiser.largest_sum.bit_length()
         # a slot of the plaintext's size less one bit stays below n
-        self._slots = (keys.modulus.bit_length() - 1) // self._slot_bits
-        self._width = -(-2 * keys.modulus.bit_length() // 8)
-        seconds = self.estimated_seconds()
+        self._slots = (bits - 1) // self._slot_bits
+        self._width = -(-2 * bits // 8)
+        began = time.process_time()
+        public.raw_encrypt(1)
+        seconds = (time.process_time() - began) * self.num_ciphertexts
         if seconds > max_seconds:
             raise ValueError(
                 f"encrypting {size} integers, {self._slots} to a ciphertext, takes about "
@@ -133,12 +117,6 @@ class PaillierSum:
     def num_bytes(self) -> int:
         """The length of an encrypted vector."""
         return self.num_ciphertexts * self._width
-
-    def estimated_seconds(self) -> float:
-        """Return the CPU seconds of encrypting one vector, from one ciphertext's."""
-        began = time.process_time()
-        self._public.raw_encrypt(1)
-        return (time.process_time() - began) * self.num_ciphertexts
 
     def encrypt(self, values: RingIntegers) -> bytes:
         """Return the vector, encrypted.
@@ -179,11 +157,11 @@ class PaillierSum:
             ValueError: if there is no secret key.
             MessageError: if this is no encrypted vector.
         """
-        if self._private is None:
+        if self._secret is None:
             raise ValueError("the server's key cannot decrypt")
         values: list[int] = []
         for ciphertext in self._ciphertexts(data):
-            plain = int(self._private.raw_decrypt(ciphertext))
+            plain = int(self._secret.raw_decrypt(ciphertext))
             places = range(min(self._slots, self._size - len(values)))
             values += [plain >> self._slot_bits * at & (1 << self._slot_bits) - 1 for at in places]
         return np.array(values, np.uint64).astype(self._quantiser.ring.dtype)
@@ -207,20 +185,6 @@ class PaillierSum:
         if not all(0 < number < self._public.nsquare for number in numbers):
             raise MessageError("a ciphertext is outside its range")
         return numbers
-
-
-def _phe() -> Any:
-    """Return the library, which is imported only where it is used."""
-    try:
-        from phe import paillier
-    except ImportError as error:
-        raise ImportError("Paillier needs phe: pip install 'fl-lightning[he]'") from error
-    return paillier
-
-
-ACCURACY = 1e-6
-_LEAST_LEVELS = 1 << 8
-_UPDATE, _SUM = b"Paillier update", b"Paillier sum"
 
 
 @final
@@ -258,42 +222,45 @@ shorter keys can be broken; 3072 is the default
 
     def begin(self, terms: Terms, max_examples: int) -> PaillierRun:
         """Return the keys of a run and what they encrypt."""
-        num_clients = max(FEWEST_CLIENTS, terms.most_clients)
-        levels = fine_levels(
-            num_clients=num_clients,
-            clip=self.clip,
-            max_examples=max_examples,
-            bits=64,
-            accuracy=ACCURACY,
-            least=_LEAST_LEVELS,
-        )
+        most = {
+            "num_clients": max(FEWEST_CLIENTS, terms.most_clients),
+            "max_examples": max_examples,
+            "bits": 64,
+        }
+        levels = fine_levels(**most, clip=self.clip, accuracy=ACCURACY, least=_LEAST_LEVELS)
         try:
-            quantiser = SumQuantiser(
-                num_clients=num_clients,
-                clip=self.clip,
-                levels=levels,
-                max_examples=max_examples,
-                bits=64,
-            )
+            quantiser = SumQuantiser(**most, clip=self.clip, levels=levels)
         except ValueError as error:
             raise ConfigurationError(f"EncryptedMean with Paillier: {error}") from error
-        return PaillierRun(self, quantiser, terms.seed)
+        return PaillierRun(
+            quantiser,
+            terms.seed,
+            self.max_seconds,
+            *generate_pair(self.key_bits),
+            secrets.token_bytes(TAG_SIZE),
+        )
 
 
 @final
+@dataclass(frozen=True, repr=False)
 class PaillierRun:
     """The keys of one run.
 
     Args:
-        options: the user's.
         quantiser: whose integers are encrypted.
         seed: the run's; the rounding's, too.
+        max_seconds: CPU seconds that encrypting one update may take.
+        public: key, of clients and server.
+        secret: key, of clients.
+        tag_key: of the messages' tags.
     """
 
-    def __init__(self, options: Paillier, quantiser: SumQuantiser, seed: int) -> None:
-        self.quantiser, self.seed, self._options = quantiser, seed, options
-        self._keys = PaillierKeys.generate(options.key_bits)
-        self.tag_key = secrets.token_bytes(TAG_SIZE)
+    quantiser: SumQuantiser
+    seed: int
+    max_seconds: float
+    public: Any
+    secret: Any
+    tag_key: bytes
 
     def sums(self, num_encrypted: int) -> tuple[PaillierSum, PaillierSum]:
         """Return the clients' half and the server's.
@@ -301,13 +268,12 @@ class PaillierRun:
         Raises:
             ConfigurationError: if encrypting so many numbers takes longer than is allowed.
         """
-        size = num_encrypted + 1  # and the examples
-        seconds = self._options.max_seconds
+        shared = self.quantiser, num_encrypted + 1  # and the examples
         try:
-            clients = PaillierSum(self._keys, self.quantiser, size, max_seconds=seconds)
+            clients = PaillierSum(self.public, self.secret, *shared, max_seconds=self.max_seconds)
         except ValueError as error:
             raise ConfigurationError(f"EncryptedMean with Paillier: {error}") from error
-        return clients, PaillierSum(self._keys.public, self.quantiser, size, max_seconds=math.inf)
+        return clients, PaillierSum(self.public, None, *shared, max_seconds=math.inf)
 
 
 @final
