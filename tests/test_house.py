@@ -60,7 +60,7 @@ CAPS = {
     "privacy": (2766, 15),
     "secure": (5237, 24),
     "server": (3966, 22),
-    "sparsity": (3331, 23),
+    "sparsity": (3340, 23),
     "updates": (2536, 11),
     "__main__": (10, 1),
     "__init__": (92, 1),

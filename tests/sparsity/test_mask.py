@@ -133,6 +133,8 @@ def byte(value):
         ({"fields": {"shapes": [["a", [2]], ["b", [4]]]}}, "its hash is"),
         ({"fields": {"shapes": "no"}}, "a name must be a text"),
         ({"fields": {"shapes": 3}}, "no file of a mask"),
+        ({"fields": {"version": 1.0}}, "version must be a whole number"),
+        ({"fields": {"shapes": [["a", [2]], ["a", [2]], ["b", [3]]]}}, "only form"),
         ({"fields": {"shapes": [["a", [-2]]]}}, "shape of a must be a whole number"),
         ({"fields": {"code": "x"}}, "has 'code', which is not known"),
         ({"drop": ("b",)}, "name different tensors, b"),

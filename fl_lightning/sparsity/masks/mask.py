@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from fl_lightning.core.container import read, write
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.plain_json import MessageError, check_string, check_whole, fields_of
+from fl_lightning.core.plain_json import (
+    MessageError,
+    check_form,
+    check_string,
+    check_whole,
+    fields_of,
+)
 
 VERSION = 1  # of the layout of packed bits, in checkpoints, files and the hash
 
@@ -244,7 +250,9 @@ def _read(path: str | Path) -> dict[str, Any]:
     try:
         fields, bits = read(Path(path).read_bytes(), "mask")
         state = dict(fields_of(fields, ("version", "hash", "shapes"), "a mask"))
+        check_whole("a mask: version", state["version"])
         state["shapes"] = dict(_name_and_shape(each) for each in state["shapes"] or ())
+        check_form([[name, shape] for name, shape in state["shapes"].items()], fields["shapes"])
     except (MessageError, TypeError) as error:
         raise ConfigurationError(f"no file of a mask ({error})") from error
     return {**state, "bits": bits}

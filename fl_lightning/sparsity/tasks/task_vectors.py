@@ -213,7 +213,8 @@ def load_task_vector(path: str | Path) -> TaskVector:
     except MessageError as error:
         raise ConfigurationError(f"{where} is no file of a task vector ({error})") from error
     names = about["names"]
-    if not isinstance(names, list) or sorted(map(str, names)) != sorted(tensors) or not names:
+    is_list = isinstance(names, list) and all(type(name) is str for name in names)
+    if not is_list or sorted(names) != sorted(tensors) or not names:
         raise ConfigurationError(f"{where} is damaged: its tensors are not those that it names")
     shapes = {name: tensors[name].shape for name in names}
     task = TaskVector(shapes, torch.cat([tensors[name].flatten() for name in names]))
