@@ -327,14 +327,13 @@ class LocalTrainer:
         logged = self.collector.collect()
         if self.own.size:
             self.kept = self.own.read()
-        totals = self._optimizer_steps.totals() if self.counts_steps else [None]
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            optimizer_steps=totals[0] if len(totals) == 1 else tuple(totals),
+            optimizer_steps=self._steps_taken(),
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
@@ -391,6 +390,12 @@ class LocalTrainer:
                     size = step_batches[0][1] if one else sum(size for _, size in step_batches)
                     sizes.append(size)
         return num_steps, losses, sizes
+
+    def _steps_taken(self) -> int | tuple[int, ...] | None:
+        if not self.counts_steps:
+            return None
+        totals = self._optimizer_steps.totals()
+        return totals[0] if len(totals) == 1 else tuple(totals)
 
     def _delta(self, start: GlobalModel) -> Tensor:
         end = self.space.read()

@@ -793,7 +793,10 @@ def test_a_resumed_run_keeps_to_its_slots(kind, precision, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"engine": "fast"}, "engine must be auto"), ({"slots": 0}, "slots must be at least 1")],
+    [
+        ({"engine": "fast"}, "engine must be one of 'auto'"),
+        ({"slots": 0}, "slots must be at least 1"),
+    ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigurationError, match=message):
