@@ -22,7 +22,7 @@ optimizer   AdamW, lr 0.003
 federation  5 of 20 clients a round, 1 local epoch, 3 rounds; Mean
 machine     CPU, 2 processes of 1 thread
 run         runs/quickstart/version_0
-bytes       a client sends about 608 kB and receives 608 kB a round; 5 clients
+bytes       a client sends about 609 kB and receives 609 kB a round; 5 clients
             in 3 rounds: 9.13 MB and 9.13 MB
 engine      sequential, because 48 local steps do not repay a trial
 """,
@@ -33,7 +33,7 @@ optimizer   AdamW, lr 0.003
 federation  5 of 20 clients a round, 1 local epoch, 3 rounds; Mean
 machine     CPU, 2 processes of 1 thread
 run         runs/quickstart/version_0
-bytes       a client sends about 608 kB and receives 608 kB a round; 5 clients in 3 rounds: 9.13 MB and 9.13 MB
+bytes       a client sends about 609 kB and receives 609 kB a round; 5 clients in 3 rounds: 9.13 MB and 9.13 MB
 engine      sequential, because 48 local steps do not repay a trial
 """,
 }
