@@ -127,12 +127,23 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
             check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
+        if isinstance(error, TypeError) and not _takes(kind, args, options):
+            raise  # another type of a union is meant
         refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
         if _IS_BUILDING.get():
             raise refusal from error
         if configuration is None or (told := refusal.as_error(configuration)) is error:
             raise
         raise told from error  # of a factory that a module or the federation has called
+
+
+def _takes(kind: Any, args: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a constructor has parameters of these names."""
+    try:
+        inspect.signature(kind).bind(*args, **options)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _build_anew(spec: Any) -> None:

@@ -88,7 +88,7 @@ def test_what_nobody_can_afford_stays_and_does_not_travel():
         assert torch.equal(param[outside], before[f"network.{name}"][outside]), name
     held = sum(int(mask.sum()) for mask in masks.values())
     per_client = float(trainer.callback_metrics["round/bytes_up"])
-    assert 4 * held <= per_client <= 4 * held + 200
+    assert 4 * held <= per_client <= 4 * held + 500
     assert held < 0.8 * sum(p.numel() for p in module.parameters())
 
 

@@ -52,7 +52,7 @@ class RoundStart:
         by_step: those of them that count local steps; None if none does.
 
     Attributes:
-        counts_steps: whether one does.
+        counts_steps: True if options change from local step to local step.
 
     Example:
         >>> import torch
@@ -103,6 +103,7 @@ class RoundStart:
 
     def take_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
         """Use options for the round's local steps that were worked out elsewhere."""
+        self.counts_steps = self._by_step is not None or bool(by_step)
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
@@ -143,7 +144,7 @@ class RoundStart:
 
     def _tell_rates(self) -> None:
         """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
-        for schedule in self._schedules if self.counts_steps else ():
+        for schedule in self._schedules if self._by_step is not None else ():
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
