@@ -81,7 +81,7 @@ def test_a_search_knows_its_length():
 
 
 def test_a_search_says_if_alpha_has_not_moved(caplog):
-    told = "alpha has not moved: Waiting lets it wait for the first 100% of a search"
+    told = "alpha has not moved: Waiting keeps it fixed for the first 100% of a search"
     for rounds in (1, 2):
         caplog.clear()
         with caplog.at_level("INFO"):
