@@ -97,5 +97,7 @@ def test_a_run_that_goes_on_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("correction", [Scaffold(), FedProx(0.1)])
 def test_what_remembers_coordinates_is_refused(correction):
-    with pytest.raises(ConfigurationError, match=r"federation\.correction has a state in the old order"):
+    with pytest.raises(
+        ConfigurationError, match=r"federation\.correction has a state in the old order"
+    ):
         fit(Shrinking(sort=True), federation=Federation(local_steps=1, correction=correction))
