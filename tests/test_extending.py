@@ -259,7 +259,8 @@ class TestATransform:
             facts[share] = federation.rounds.record.facts()
         assert facts[0.0]["round/compression_error"] == 0.0
         assert 0.0 < facts[0.2]["round/compression_error"] < 1.0
-        assert facts[0.2]["round/bytes_up"] < facts[0.0]["round/bytes_up"] / 2
+        # most of a message of 67 numbers is its header
+        assert facts[0.2]["round/bytes_up"] < 0.75 * facts[0.0]["round/bytes_up"]
 
 
 class TestACohort:

