@@ -198,7 +198,7 @@ def classes_help(block: str, option: str) -> str:
         >>> print(classes_help("federation", "asynchronous"))  # doctest: +ELLIPSIS
         federation.asynchronous takes one of
         <BLANKLINE>
-          FedAsync  The server mixes every client's model in as it arrives.
+          FedAsync  The server mixes each client's model into its own on arrival.
           FedBuff   The server steps whenever a buffer of updates is full.
         <BLANKLINE>
         ...
