@@ -1,4 +1,4 @@
-"""What a training step does, found out by running it on one batch, and copies, before it runs in slots.
+"""The rehearsal of a training step on one batch, and copies, before it runs in slots.
 
 Which parameters its loss uses and which buffers it writes to (`StepFacts`), what it draws and gives to
 metrics (`rehearse`), and hooks of a user's own that a step of many clients would not call, or not as

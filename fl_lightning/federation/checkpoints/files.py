@@ -219,7 +219,7 @@ def _is_running(process: int) -> bool:
 
 
 def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
-    """Have files beside a checkpoint that is about to be written.
+    """Place files beside a checkpoint that is about to be written.
 
     Until `tidy` those of the checkpoint that it replaces stay.
 
@@ -244,7 +244,7 @@ def names_of(checkpoint: Path) -> list[str]:
 
 
 def hold(checkpoint: Path, names: Iterable[str]) -> None:
-    """Have files stay, besides its own, for a checkpoint that will refer to them; see `tidy`."""
+    """Keep files, besides its own, for a checkpoint that will refer to them; see `tidy`."""
     folder = checkpoint.parent / FOLDER
     references = _read_references(folder)
     if wanted := {*names, *references.get(checkpoint.name, [])}:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: everything but the model, which is among Lightning's weights.
+"""The state of a run in a checkpoint: everything but the model, which is among Lightning's weights.
 
 It does not hold the secret from which cohorts are drawn where ε counts on that:
 

@@ -1,4 +1,4 @@
-"""What a fit refuses: what a Trainer, a module or data add to the options, and what does not go together.
+"""Checks of a fit: Trainer, module and data against the options, and parts that do not go together.
 
 Told before it starts, all at once, with the way out. What an option may be is checked where it is given, in
 `Options`; what parts need of each other they say by their traits, see `fl_lightning.core.traits`.
