@@ -84,7 +84,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    from fl_lightning.core.kinds import with_checked_kinds
+
+    value = globals()[name] = with_checked_kinds(getattr(import_module(_HOMES[name]), name))
     return value
 
 
