@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -29,6 +30,13 @@ _IN_WORDS = {
     type(None): "None",
     list: "a list",
     dict: "a mapping",
+}
+# what else may stand for a type of Python's; others, such as tensors, are not looked at
+_METHODS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((int, float, bool, str, type(None)), ("is an instance",)),
+    **dict.fromkeys((list, tuple, Sequence), ("__len__", "__getitem__")),
+    **dict.fromkeys((dict, Mapping), ("keys", "__getitem__")),
+    Callable: ("__call__",),
 }
 _MOST_ENTRIES = 100  # of a list that are looked at
 _MOST_CHARACTERS = 100  # of a value in a message
@@ -150,17 +158,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(
             any(_fits(each, one) for one in allowed) for each in islice(value, _MOST_ENTRIES)
         )
-    if plain.__module__.startswith("fl_lightning."):
-        return isinstance(value, plain) or all(hasattr(value, name) for name in _methods(plain))
-    return plain not in (int, float, bool, str, type(None))
+    if not is_protocol(plain) and isinstance(value, plain):
+        return True
+    needed = _methods(plain)  # of a type of others only what is Python's own is known not to fit
+    is_pythons = type(value) in (list, tuple, set, object, complex)
+    return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
 
 
 @cache
 def _methods(kind: type) -> tuple[str, ...]:
-    """Names that an object needs to stand for a type; one that nothing has for a class that is final."""
+    """Names that an object needs to stand for a type; one that nothing has if it must be an instance."""
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
-    return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+    if kind.__module__.startswith("fl_lightning."):
+        return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+    return _METHODS.get(kind, ())
 
 
 # by type of a value, the first that it is: whether a type of the value may be one of an annotation
@@ -168,7 +180,8 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ((bool, type(None)), lambda own, plain: plain is own),
     (Integral, lambda own, plain: plain in (int, float, complex)),
     (Real, lambda own, plain: plain is float),
-    (dict, lambda own, plain: issubclass(plain, Mapping) or plain in Mapping.__mro__),
+    # of a dataclass the options alone may be given, as in YAML
+    (dict, lambda own, plain: is_dataclass(plain) or issubclass(own, plain) or plain is Mapping),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
 

@@ -129,6 +129,11 @@ class FederatedDataModule(ForwardingDataModule):
         ignore_sampler: bool = False,
         seed: int | None = None,
     ) -> None:
+        if isinstance(source, FederatedDataModule):
+            raise ConfigurationError(
+                "source must be a data module whose examples have no clients yet, got a "
+                "FederatedDataModule: give its source"
+            )
         super().__init__(source)
         _check(num_clients, batch_size, bins)
         check_fractions(client_val_fraction, client_test_fraction, search_fraction)

@@ -165,7 +165,9 @@ def test_an_update_need_not_be_a_gradient_step():
 def test_refuses():
     with pytest.raises(ConfigurationError, match="num_clusters must be at least 1, got 0"):
         KMeans(0, 4)
-    with pytest.raises(ConfigurationError, match="start must be clients or common, got 'far'"):
+    with pytest.raises(
+        ConfigurationError, match="start must be one of 'clients', 'common', got the text 'far'"
+    ):
         KMeans(3, 4, start="far")
     with pytest.raises(ConfigurationError, match="Iris: batch_size must be at least 1"):
         Iris(batch_size=0)

@@ -209,13 +209,17 @@ def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
     return images
 
 
+# of files that are cut off, overwritten, or so large that they are meant to fill the memory
+_UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+
+
 def _decode(path: Path, image_size: int) -> np.ndarray:
     """Decode one file, uint8 of shape (image_size, image_size, 3)."""
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:
             rgb = image.convert("RGB")
-    except OSError as error:
+    except _UNREADABLE as error:
         raise ConfigurationError(
             f"{path} cannot be read as an image ({error}): replace or remove the file"
         ) from error

@@ -27,6 +27,7 @@ from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.data.partitions.partition import stratified_split
 from fl_lightning.data.transforms import PixelPipeline
 
+MOST_PIXELS = 16_384  # of a side
 TEST_FRACTION = 0.2  # held out of sets that come without a test set
 
 BatchLoader = DataLoader[tuple[Tensor, Tensor]]
@@ -86,8 +87,10 @@ class ImageSource(LightningDataModule, ABC):
         issues = []
         if batch_size < 1:
             issues.append(f"batch_size must be >= 1 example, got {batch_size}")
-        if image_size is not None and image_size < 1:
-            issues.append(f"image_size must be >= 1 pixel, got {image_size}: null is off")
+        if image_size is not None and not 1 <= image_size <= MOST_PIXELS:
+            issues.append(
+                f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}: null is off"
+            )
         if not 0 <= val_fraction < 1:
             issues.append(f"val_fraction must be in [0, 1), got {val_fraction}: 0 holds out none")
         if classes is not None and (not classes or len(set(classes)) < len(classes)):

@@ -143,7 +143,7 @@ def as_tensor(values: Any, name: str) -> Tensor:
     """Convert an array to a tensor; floating-point numbers become float32.
 
     Raises:
-        ConfigurationError: if values are no numbers.
+        ConfigurationError: if values are no numbers, or there are none.
     """
     try:
         tensor = torch.as_tensor(values)
@@ -151,6 +151,10 @@ def as_tensor(values: Any, name: str) -> Tensor:
         raise ConfigurationError(
             f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
         ) from error
+    if not tensor.ndim or not len(tensor):
+        raise ConfigurationError(
+            f"{name} must have one row for each example, at least one, got shape {tuple(tensor.shape)}"
+        )
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

@@ -81,7 +81,7 @@ class Targets:
         known = np.isin(values, self.classes)
         if not known.all():
             raise ConfigurationError(
-                f"{self.name}: {where} holds the class {values[~known][0]!r}, which no training "
+                f"{self.name}: {where} holds the class {values[~known].tolist()[0]!r}, which no training "
                 "example has"
             )
         return torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))

@@ -82,7 +82,11 @@ class TorchvisionSource(ImageSource, ABC):
     def _read(self, *, train: bool, download: bool = False) -> Any:
         import torchvision  # a second to import, and only needed here
 
-        name = type(self).__name__
+        name = next(
+            kind.__name__
+            for kind in type(self).__mro__
+            if hasattr(torchvision.datasets, kind.__name__)
+        )
         try:
             return getattr(torchvision.datasets, name)(self.root, train=train, download=download)
         except (RuntimeError, OSError) as error:  # OSError: no network, no right to write
