@@ -80,7 +80,7 @@ def with_checked_kinds(found: Any) -> Any:
         build(self, *args, **options)
 
     build_checked.checks_kinds = True  # type: ignore[attr-defined]
-    owner.__init__ = build_checked
+    setattr(owner, "__init__", build_checked)  # noqa: B010 - mypy
     return found
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows, as_tensor
-from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, as_tensor, column_of
+from fl_lightning.data.sources.source import Loaded, Source
 
 
 @final
-class Arrays(RowSource):
+class Arrays(Source):
     """Inputs and targets, one row per example.
 
     Floating-point inputs are converted to float32. Targets that are strings become class numbers.
@@ -70,7 +70,7 @@ class Arrays(RowSource):
         self._given = {"inputs": inputs, "targets": targets, "clients": clients}
         self._file, self._target_type = file, target_type
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read the arrays.
 
         Raises:
@@ -94,7 +94,7 @@ class Arrays(RowSource):
         owners, columns = found["clients"], {}
         if owners is not None:
             columns["clients"] = partial(_on_the_host, owners)
-        return LoadedRows(TensorRows([inputs, targets], columns), class_names=class_names)
+        return Loaded(TensorRows([inputs, targets], columns), class_names=class_names)
 
 
 def _on_the_host(values: Any) -> Any:

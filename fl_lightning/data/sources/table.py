@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
-from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
+from fl_lightning.data.sources.source import Loaded, Source
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
 @final
-class Table(RowSource):
+class Table(Source):
     """TensorRows of a table: a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
@@ -83,7 +83,7 @@ class Table(RowSource):
         self._target, self._target_type, self._missing = target, target_type, missing
         self._chosen, self._ignored = features, ignore or []
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read and encode the tables.
 
         Raises:
@@ -111,7 +111,7 @@ class Table(RowSource):
 
         training = rows("data")
         assert training is not None
-        return LoadedRows(training, rows("val"), rows("test"), kind.class_names)
+        return Loaded(training, rows("val"), rows("test"), kind.class_names)
 
     def _feature_columns(self, table: DataFrame) -> list[str]:
         _check_columns(table, [self._target, *self._ignored, *(self._chosen or [])], "data")

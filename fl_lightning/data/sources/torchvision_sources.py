@@ -12,7 +12,8 @@ from typing import Any, ClassVar, final
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.image_source import ImageSource, ImageTensors, LoadedImages
+from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
+from fl_lightning.data.sources.source import Loaded
 from fl_lightning.data.transforms import PixelPipeline
 
 
@@ -63,14 +64,16 @@ class TorchvisionSource(ImageSource, ABC):
         if self.download:
             self._read(train=True, download=True)
 
-    def load(self) -> LoadedImages:
+    def load(self) -> Loaded:
         """Read training and test images into memory.
 
         Raises:
             ConfigurationError: if files are missing or damaged.
         """
         train, test = self._read(train=True), self._read(train=False)
-        return LoadedImages(self._images(train), tuple(train.classes), test=self._images(test))
+        return Loaded(
+            self._images(train), test=self._images(test), class_names=tuple(train.classes)
+        )
 
     def _images(self, data_set: Any) -> ImageTensors:
         pixels = torch.as_tensor(data_set.data)  # (N, H, W), or with colours (N, H, W, 3)
