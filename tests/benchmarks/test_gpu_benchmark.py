@@ -11,7 +11,7 @@ def test_a_failure_is_a_line_of_its_own(monkeypatch, tmp_path, capsys):
         raise ValueError("no such\nworkload")
     gpu.note("W1", s=0.123456)
     first, second = capsys.readouterr().out.splitlines()
-    assert first.split() == "FAILED W0 error=ValueError: no such workload".split()
+    assert first.split() == ["FAILED", "W0", "error=ValueError:", "no", "such", "workload"]
     assert second.split() == ["W1", "s=0.1235"]
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert lines[1] == {"what": "W1", "s": 0.123456}

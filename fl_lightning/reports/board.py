@@ -15,10 +15,8 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, Trainer
 
-from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.report.history import History
 from fl_lightning.federation import boards, is_of_test, logged_once, table
+from fl_lightning.reports.history import History
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
@@ -71,10 +69,9 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
 
 def _filled_later(callbacks: Sequence[Callback]) -> Iterator[str]:
     """Yield the charts whose numbers need not be there in the first round."""
-    if any(isinstance(c, MaskCalibration) and c.has_curves for c in callbacks):
-        yield "masks"
-    if any(isinstance(c, ClientEvaluation) and c.has_curves for c in callbacks):
-        yield from ("held-out examples, mean", "held-out examples, worst decile")
+    for callback in callbacks:
+        if getattr(callback, "has_curves", False):
+            yield from getattr(callback, "late_charts", ())
 
 
 def show_results(trainer: Trainer, folder: Path, history: History) -> None:
