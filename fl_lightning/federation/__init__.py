@@ -31,7 +31,7 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.groups import ClientGroup, limited
 from fl_lightning.federation.hooks import overrides
 from fl_lightning.federation.loggers import (
-    SingleDots,
+    Charts,
     boards,
     is_of_test,
     keep_once,
@@ -93,6 +93,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "Attackers",
     "Calendar",
+    "Charts",
     "ClientExamples",
     "ClientGroup",
     "EarlierRun",
@@ -114,7 +115,6 @@ __all__ = [
     "RunMemory",
     "SecureRounds",
     "SimpleFederation",
-    "SingleDots",
     "SpansNetwork",
     "Stage",
     "Stages",

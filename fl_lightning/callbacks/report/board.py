@@ -1,8 +1,9 @@
 """TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
 
-TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
-has the order given here. At the end of a run the tab Text has its last round as a table, beside that of
-the numbers that are logged once, and HPARAMS has both beside the options of the run.
+TensorBoard sorts charts by name; ours have a dot ahead of their name and so come after ``train/`` and
+``val/`` (`board_tag`). The tab Custom Scalars has the order given here. At the end of a run the tab Text has
+its last round as a table, beside that of the numbers that are logged once, and HPARAMS has both beside the
+options of the run.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ _LAYOUT: dict[str, dict[str, str]] = {
     },
     "2 Clients": {
         "spread over clients": r"^train[/_].*_std$",
-        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
-        "held-out examples, worst decile": r"^(clients|personal)/(?!.*loss).*_worst_decile$",
-        "participants": r"^round/(cohort_size|skipped|lost)$",
+        "held-out examples, mean": r"^(· )?(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
+        "held-out examples, worst decile": r"^(· )?(clients|personal)/(?!.*loss).*_worst_decile$",
     },
     "3 Cost": {
-        "bytes": r"^\w+/total_bytes_(up|down)$",
-        "seconds": r"^round/(virtual_)?seconds$",
-        "privacy": r"^privacy/.*",
-        "masks": r"^mask/.*",
+        "seconds": r"^(· )?round/(virtual_)?seconds$",
+        "privacy": r"^(· )?privacy/.*",
+        "masks": r"^(· )?mask/.*",
     },
 }
 

@@ -15,7 +15,7 @@ from fl_lightning.callbacks.report.board import lay_out, show_results
 from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import Federation, SingleDots, keep_once, own_run_folder, run_folder
+from fl_lightning.federation import Charts, Federation, keep_once, own_run_folder, run_folder
 
 REPORT = "report.html"
 
@@ -52,7 +52,7 @@ class RunReport(Callback):
         self._ahead: dict[str, Any] = {}
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
-        self._single_dots: SingleDots | None = None
+        self._charts: Charts | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a place ahead of the federation, which logs a round when it ends.
@@ -98,12 +98,12 @@ class RunReport(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep TensorBoard from making charts of what is logged once."""
-        self._single_dots = SingleDots(trainer).start()
+        self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same where the run is a validation alone."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
-            self._single_dots = SingleDots(trainer).start()
+            self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the numbers of a validation alone."""
@@ -119,15 +119,15 @@ class RunReport(Callback):
         self._give_back()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
-        if self._single_dots is not None:
+        if self._charts is not None:
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._single_dots is not None:
-            self._single_dots.stop()
-            self._single_dots = None
+        if self._charts is not None:
+            self._charts.stop()
+            self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
         """Make the page of what is in the run's folder; all processes call it."""
