@@ -8,6 +8,7 @@ import pytest
 import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
+from toys import ACCELERATOR
 
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
@@ -23,7 +24,7 @@ ONE_ROUND = {
     "--trainer.check_val_every_n_epoch": "1",
     "--trainer.enable_progress_bar": "false",
     "--report": "false",
-    "--trainer.accelerator": "cpu",
+    "--trainer.accelerator": ACCELERATOR,
     "--trainer.devices": "1",
 }
 # what makes a base small enough for a test; diffs are tried over the base that they name

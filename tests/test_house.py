@@ -24,13 +24,14 @@ FLOORS = {
     "privacy": 5,
     "secure": 6,
     "federation": 7,
-    "callbacks": 8,
+    "reports": 8,
     "nas": 8,
-    "experiments": 8,
     "flower": 8,
-    "cli": 9,
-    "__main__": 10,
-    "__init__": 10,
+    "callbacks": 9,
+    "experiments": 9,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
 }
 DOORS = ("kernels", "engines", "federation")
 WITHOUT_LIGHTNING = (
@@ -45,10 +46,10 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (4405, 30),
+    "callbacks": (2266, 14),
     "cli": (4862, 22),
     "client": (4640, 34),
-    "core": (3263, 25),
+    "core": (2273, 17),
     "data": (6880, 34),
     "engines": (4628, 22),
     "experiments": (3456, 30),
@@ -59,6 +60,7 @@ CAPS = {
     "nas": (11486, 46),
     "privacy": (2766, 15),
     "secure": (5237, 24),
+    "reports": (3022, 12),
     "server": (3966, 22),
     "sparsity": (3340, 23),
     "updates": (2536, 11),

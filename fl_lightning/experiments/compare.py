@@ -11,7 +11,6 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.core.console.layout import in_blocks, in_lines, is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
@@ -22,6 +21,7 @@ from fl_lightning.experiments.results import RunResult, read_result, write_csv, 
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_cells, results_table
 from fl_lightning.experiments.training import is_finished
+from fl_lightning.reports.screen import in_blocks, in_lines, is_terminal, width_of
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -5,13 +5,10 @@ Rounds are counted from 1; a central run has epochs instead.
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 
 from fl_lightning.federation import logged_once
-
-Curve = dict[int, float]  # round to value
+from fl_lightning.reports.history import Curve, History
 
 
 def curves(run: Path) -> dict[str, Curve]:
@@ -20,14 +17,8 @@ def curves(run: Path) -> dict[str, Curve]:
     What was logged once, as the test's metrics are, has the number of a round more than there were;
     ``epoch`` has those of the rounds that there were.
     """
-    path = run / "rounds.jsonl"
-    found: dict[str, Curve] = {}
-    rounds: Curve = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        line = json.loads(text)
-        rounds[line["round"]] = line["round"] - 1.0
-        for name, value in line["metrics"].items():
-            found.setdefault(name, {})[line["round"]] = math.nan if value is None else value
+    history = History.read(run)
+    rounds = {line.number: line.number - 1.0 for line in history.rounds}
     afterwards = max(rounds, default=0) + 1
     once = {name: {afterwards: value} for name, value in logged_once(run).items()}
-    return {**once, **found, "epoch": rounds}
+    return {**once, **{name: history.curve(name) for name in history.names}, "epoch": rounds}

@@ -6,8 +6,8 @@ import re
 import time
 from collections.abc import Sequence
 
-from fl_lightning.core.console.layout import duration, filled
 from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.reports.screen import duration, filled
 
 # run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"
 _LOG = "run.log"

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from fl_lightning.core.console.layout import laid_out
-from fl_lightning.core.console.screen import StatusLines
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.progress import Watch
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
+from fl_lightning.reports.screen import StatusLines, laid_out
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 

@@ -31,7 +31,7 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.groups import ClientGroup, limited
 from fl_lightning.federation.hooks import overrides
 from fl_lightning.federation.loggers import (
-    Charts,
+    board_tag,
     boards,
     is_of_test,
     keep_once,
@@ -93,7 +93,6 @@ __all__ = [
     "AtomicCheckpointIO",
     "Attackers",
     "Calendar",
-    "Charts",
     "ClientExamples",
     "ClientGroup",
     "EarlierRun",
@@ -127,6 +126,7 @@ __all__ = [
     "Visit",
     "begin_at_site",
     "begin_round",
+    "board_tag",
     "boards",
     "can_fork",
     "check_begun",

@@ -101,9 +101,6 @@ _OURS = re.compile(
     r"(calibration|clients|global|head|local|mask|partition|personal|predictor|privacy|recalibration"
     r"|results|round|search|secure)(/|$)"
 )
-_RARELY_CHANGES = (
-    r"(calibration|head|mask|predictor|privacy|recalibration|round|secure)/|hp_metric$"
-)
 
 
 def board_tag(name: str) -> str:
@@ -114,62 +111,6 @@ def board_tag(name: str) -> str:
         ('· round/seconds', 'val/loss')
     """
     return f"· {name}" if _OURS.match(name) else name
-
-
-class Charts:
-    """Keeps from TensorBoard what is no curve: ``epoch``, and numbers that have not changed so far.
-
-    A number that changes becomes a chart with all that was held back. Other loggers have everything.
-
-    Args:
-        trainer: with the loggers.
-        held: pattern of the names that are held back until their value changes; others are charts at once.
-    """
-
-    def __init__(self, trainer: Trainer, held: str = _RARELY_CHANGES) -> None:
-        self._held = held
-        self._boards = [
-            board
-            for board in boards(trainer)
-            if type(board).log_metrics is TensorBoardLogger.log_metrics
-        ]
-
-    def start(self) -> Charts:
-        """Shadow the loggers' ``log_metrics``."""
-        for board in self._boards:
-            vars(board)["log_metrics"] = _Changing(board.log_metrics, re.compile(self._held))
-        return self
-
-    def stop(self) -> None:
-        """Give the loggers their own ``log_metrics`` back."""
-        for board in self._boards:
-            vars(board).pop("log_metrics", None)
-
-
-class _Changing:
-    def __init__(self, log: Any, held: re.Pattern[str]) -> None:
-        self._log, self._pattern = log, held
-        self._held: dict[str, tuple[float, list[int | None]]] = {}
-        self._changed: set[str] = set()
-
-    def __call__(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        shown = {}
-        for name, value in metrics.items():
-            if name in self._changed or not self._pattern.match(name):
-                shown[board_tag(name)] = value
-                continue
-            first, steps = self._held.setdefault(name, (value, []))
-            if value == first:
-                steps[1:] = [step]  # the first and the last one draw the line
-                continue
-            del self._held[name]
-            for at in steps:
-                self._log({board_tag(name): first}, at)
-            self._changed.add(name)
-            shown[board_tag(name)] = value
-        shown.pop("epoch", None)
-        if shown:
-            self._log(shown, step)
 
 
 _FIGURES = "figures"

@@ -25,7 +25,6 @@ from fl_lightning.federation.checks.fit import (
 from fl_lightning.federation.checks.privacy import check_trainer_private
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
-from fl_lightning.federation.loggers import Charts
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
@@ -68,7 +67,6 @@ def prepare(
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
-    cleanup.callback(Charts(trainer).start().stop)
     for name, value in calendar.settings_of(trainer).items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, value)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from small_sets import write_folder
+from toys import ACCELERATOR
 
 from fl_lightning.cli import main
 
@@ -27,7 +28,7 @@ SMALL = {
     "--data.init_args.num_clients": "2",
     "--trainer.max_epochs": "1",
     "--trainer.devices": "1",
-    "--trainer.accelerator": "cpu",
+    "--trainer.accelerator": ACCELERATOR,
     "--trainer.enable_progress_bar": "false",
     "--report": "false",
     "--trainer.enable_model_summary": "false",

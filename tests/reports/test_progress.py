@@ -12,9 +12,8 @@ from terminal_screen import seen
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
-from fl_lightning.callbacks import progress as run_bar
-from fl_lightning.callbacks.console.round_line import number
-from fl_lightning.callbacks.progress import Inner, Pace, run_line
+from fl_lightning.reports import progress as run_bar
+from fl_lightning.reports.progress import Inner, Pace, number, run_line
 
 
 class Terminal(io.StringIO):

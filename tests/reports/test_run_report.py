@@ -27,11 +27,11 @@ from fl_lightning import (
     RunReport,
     UniformCohort,
 )
-from fl_lightning.callbacks.console.results_table import ResultsTable
-from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
-from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.curves import curves
+from fl_lightning.reports.evaluated_model import ResultsTable
+from fl_lightning.reports.history import History, RoundLine, append, begin
+from fl_lightning.reports.run_report import write_report
 
 
 class Balanced(HTMLParser):

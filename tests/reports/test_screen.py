@@ -6,8 +6,7 @@ import sys
 
 from terminal_screen import seen
 
-from fl_lightning.core.console.layout import in_blocks
-from fl_lightning.core.console.screen import StatusLines
+from fl_lightning.reports.screen import StatusLines, in_blocks
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""Status lines at the bottom of a terminal, above which printed text scrolls.
+"""The terminal: log messages in two columns, tables, bars, and status lines below what is printed.
 
 The cursor always waits at the start of the first status line. Each print, from this process or one
 forked from it, first clears the screen from there; the status lines are then drawn again below it. So
@@ -9,12 +9,204 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fl_lightning.core.console.layout import is_terminal, width_of
+from typing_extensions import override
+
+LABEL_WIDTH = 12
+WITH_TIME = "%(asctime)s | %(levelname)s | %(message)s"
+# attribute of a log record that is for the log file only: it would be too much on a screen
+DETAIL = "is_detail"
+
+_LABELLED = re.compile(r"(?P<label>\w[\w ./-]{0,10}): (?P<text>.*)", re.DOTALL)
+
+
+def laid_out(message: str, width: int) -> str:
+    """Lay a message out in two columns, label and text; lines are wrapped between words.
+
+    Args:
+        message: the logged message; ``bytes: 4 MB`` has the label ``bytes``. A message of several
+            lines is returned unchanged.
+        width: largest length of a line in columns.
+
+    Example:
+        >>> print(laid_out("bytes: a client sends about 4 MB and receives 4 MB a round", 40))
+        bytes       a client sends about 4 MB
+                    and receives 4 MB a round
+    """
+    if "\n" in message.strip():
+        return message
+    found = _LABELLED.fullmatch(message)
+    first = found["label"].ljust(LABEL_WIDTH) if found else ""
+    return textwrap.fill(
+        found["text"] if found else message,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def in_lines(text: str, stream: Any) -> str:
+    """Wrap a line of text to a terminal's width; other streams, and several lines, stay unchanged."""
+    if not is_terminal(stream) or "\n" in text:
+        return text
+    width = width_of(stream) - 1
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Lays messages out in two columns if the handler writes to a terminal.
+
+    Args:
+        handler: the handler that uses this formatter.
+    """
+
+    def __init__(self, handler: logging.StreamHandler[Any]) -> None:
+        super().__init__(WITH_TIME)
+        self._handler = handler
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        stream = self._handler.stream
+        if not is_terminal(stream):
+            return with_time(super().format(record))
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            message = f"{record.levelname.lower()}: {message}"
+        return laid_out(message, width_of(stream) - 1)
+
+
+class FileFormatter(logging.Formatter):
+    """Time, level and message; further lines of a message are indented.
+
+    Args:
+        process: number of the process, which marks its messages; 0 is not marked.
+    """
+
+    def __init__(self, process: int = 0) -> None:
+        mark = f"process {process}: " if process else ""
+        super().__init__(WITH_TIME.replace("%(message)s", f"{mark}%(message)s"))
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return with_time(super().format(record))
+
+
+def with_time(text: str) -> str:
+    r"""Indent all but the first line, so that they do not look like messages of their own.
+
+    Example:
+        >>> with_time("1 | INFO | a\nb")
+        '1 | INFO | a\n    b'
+    """
+    return text.rstrip().replace("\n", "\n    ")
+
+
+NARROWEST, USUAL = 40, 80
+
+
+def is_terminal(stream: Any) -> bool:
+    """True if a stream is a terminal on which the cursor can be moved.
+
+    Example:
+        >>> from io import StringIO
+        >>> is_terminal(StringIO()), is_terminal(None)
+        (False, False)
+    """
+    try:
+        return bool(stream.isatty()) and os.environ.get("TERM", "") != "dumb"
+    except (AttributeError, ValueError):  # no stream at all, or a closed one
+        return False
+
+
+def width_of(stream: Any) -> int:
+    """Number of columns of a stream's lines, ≥ 40; 80 if it is unknown.
+
+    Example:
+        >>> from io import StringIO
+        >>> width_of(StringIO())
+        80
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (AttributeError, ValueError, OSError):
+        columns = 0
+    return max(NARROWEST, columns) if columns else USUAL
+
+
+_BETWEEN = "  "
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Format a table: the first column aligned to the left, the others to the right."""
+    if not lines:
+        return ""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
+    return "\n".join(_BETWEEN.join(row).rstrip() for row in rows)
+
+
+def in_blocks(lines: Sequence[Sequence[str]], width: int) -> str:
+    """Format a table no wider than the screen: columns without room go into further blocks below.
+
+    Args:
+        lines: rows of cells, the head first; the first column is repeated in every block.
+        width: width of the screen in columns.
+
+    Example:
+        >>> print(in_blocks([["", "loss", "accuracy"], ["a", "0.5", "0.9"]], 14))
+           loss
+        a   0.5
+        <BLANKLINE>
+           accuracy
+        a       0.9
+    """
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    blocks: list[list[int]] = [[]]
+    used = first
+    for column, needed in enumerate(others, 1):
+        used += len(_BETWEEN) + needed
+        if used > width and blocks[-1]:
+            blocks.append([])
+            used = first + len(_BETWEEN) + needed
+        blocks[-1].append(column)
+    tables = [aligned([[line[0], *(line[c] for c in block)] for line in lines]) for block in blocks]
+    return "\n\n".join(tables)
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as minutes and seconds, or hours, minutes and seconds.
+
+    Example:
+        >>> duration(7.4), duration(75), duration(3 * 3600 + 60)
+        ('0:07', '1:15', '3:01:00')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def filled(share: float, width: int) -> str:
+    """Draw a bar that is filled from the left.
+
+    Args:
+        share: filled share, in [0, 1].
+        width: length of the bar in columns.
+
+    Example:
+        >>> filled(0.5, 8)
+        '━━━━────'
+    """
+    done = round(min(1.0, max(0.0, share)) * width)
+    return "━" * done + "─" * (width - done)
+
 
 _CLEAR_DOWN = "\r\x1b[J"
 _CLEAR_RIGHT = "\x1b[K"
