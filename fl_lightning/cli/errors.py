@@ -34,7 +34,7 @@ from fl_lightning.core.errors import (
 )
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
-from fl_lightning.reports.screen import in_lines
+from fl_lightning.reports.layout import in_lines
 
 _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),

@@ -56,9 +56,10 @@ from fl_lightning.federation import (
     settle_loggers,
 )
 from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
+from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import Level, detail
 from fl_lightning.reports.run_report import RunReport
-from fl_lightning.reports.screen import clear_leftovers, in_lines
+from fl_lightning.reports.screen import clear_leftovers
 
 # YAML in which classes may stand without their modules
 _SHORT = "short"

@@ -38,9 +38,10 @@ from fl_lightning.federation import (
     run_folder,
 )
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
+from fl_lightning.reports.layout import in_lines, is_terminal, laid_out, width_of
 from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
 from fl_lightning.reports.run_report import REPORT, RunReport
-from fl_lightning.reports.screen import clear_leftovers, in_lines, is_terminal, laid_out, width_of
+from fl_lightning.reports.screen import clear_leftovers
 
 Arguments = ParamSpec("Arguments")
 

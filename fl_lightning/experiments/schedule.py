@@ -12,7 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.progress import Watch
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
-from fl_lightning.reports.screen import StatusLines, laid_out
+from fl_lightning.reports.layout import laid_out
+from fl_lightning.reports.screen import StatusLines
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -43,7 +44,7 @@ def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[st
         pending = {future: run for run, future in zip(missing, started.values(), strict=True)}
         while pending:
             running = [run for future, run in pending.items() if future.running()]
-            screen.show(*watch.lines(running, screen.width))
+            screen.show(watch.bars(running, screen.width))
             pause = _SECONDS_BETWEEN_LOOKS if screen.is_open else None
             for future in wait(pending, pause, FIRST_COMPLETED).done:
                 run = pending.pop(future)

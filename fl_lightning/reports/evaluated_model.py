@@ -19,9 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation import Federation, begin_round, logged_in_round
+from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.progress import number
-from fl_lightning.reports.screen import aligned, in_lines
+from fl_lightning.reports.screen import table
 
 
 class ModelOrigin:
@@ -167,12 +168,12 @@ class ResultsTable(Callback):
 
     def report(self, trainer: Trainer) -> None:
         """Print the table, on standard output and into the log file."""
-        table = results_table(self._kept | logged_in_round(trainer))
-        if not table or not self._is_wanted or not trainer.is_global_zero:
+        results = results_table(self._kept | logged_in_round(trainer))
+        if not results or not self._is_wanted or not trainer.is_global_zero:
             return
         heading = f"results of {self._origin.words(trainer)}"
-        print(f"\n{in_lines(heading, sys.stdout)}\n\n{table}", flush=True)
-        rank_zero_info(f"{heading}\n\n{table}", **detail())
+        print(f"\n{in_lines(heading, sys.stdout)}\n\n{results}", flush=True)
+        rank_zero_info(f"{heading}\n\n{results}", **detail())
 
 
 def results_table(metrics: Mapping[str, Any]) -> str:
@@ -202,9 +203,8 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     has_clients = any(kind in row for row in rows.values() for kind in _COLUMNS)
     kinds = ("model", *_COLUMNS) if has_clients else ("model",)
     order = sorted(rows, key=lambda name: (name.startswith("personal/"), name))
-    lines = [["", *_HEAD[: len(kinds)]]]
-    lines += [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
-    return aligned(lines)
+    lines = [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
+    return table(["", *_HEAD[: len(kinds)]], lines)
 
 
 def _cell(value: float | None) -> str:

@@ -26,8 +26,9 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round, run_folder
+from fl_lightning.reports.layout import DETAIL, ConsoleFormatter, FileFormatter
 from fl_lightning.reports.progress import RoundProgressBar, round_line
-from fl_lightning.reports.screen import DETAIL, ConsoleFormatter, FileFormatter, aligned
+from fl_lightning.reports.screen import table
 
 _ADVERTISEMENT = "💡 Tip"
 
@@ -342,7 +343,8 @@ def _layers(module: LightningModule) -> str:
     """Return name, class and number of parameters of a module's parts and of theirs."""
     summary = summarize(module, max_depth=2)
     rows = zip(summary.layer_names, summary.layer_types, summary.param_nums, strict=True)
-    return aligned([[name, kind, f"{count:,}"] for name, kind, count in rows])
+    head = ("part", "class", "parameters")
+    return table(head, [[name, kind, f"{count:,}"] for name, kind, count in rows])
 
 
 def _software() -> str:

@@ -32,6 +32,7 @@ from fl_lightning.experiments.curves import curves
 from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.history import History, RoundLine, append, begin
 from fl_lightning.reports.run_report import write_report
+from fl_lightning.reports.screen import plain
 
 
 class Balanced(HTMLParser):
@@ -291,11 +292,11 @@ class Seen(Callback):
         self.bar, self.lines = bar, []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.lines.append(self.bar._run_line(400))
+        self.lines.append(plain(self.bar._run_line(400)))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 0 and self.lines:
-            assert "val/loss" in self.bar._run_line(400) or "val/loss" not in self.lines[-1]
+            assert "val/loss" in plain(self.bar._run_line(400)) or "val/loss" not in self.lines[-1]
 
 
 @pytest.mark.parametrize("is_federated", [True, False], ids=["rounds", "epochs"])
