@@ -10,6 +10,7 @@ import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
 from tiny_llama import LLAMA, ROWS, make_tokenizer
+from toys import ACCELERATOR
 
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
@@ -25,7 +26,7 @@ ONE_ROUND = {
     "--trainer.check_val_every_n_epoch": "1",
     "--trainer.enable_progress_bar": "false",
     "--report": "false",
-    "--trainer.accelerator": "cpu",
+    "--trainer.accelerator": ACCELERATOR,
     "--trainer.devices": "1",
 }
 # a folder of a tokenizer and a file of texts stand in for those of the hub

@@ -1,21 +1,32 @@
-"""Every run's ``report.html``, its figures, and the lines of which they are made."""
+"""The callback that keeps every round and writes ``report.html``, and the page itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.callbacks.console.tidy import detail
-from fl_lightning.callbacks.evaluated_model import shown_path
-from fl_lightning.callbacks.report.board import lay_out, show_results
-from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
-from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import Federation, SingleDots, keep_once, own_run_folder, run_folder
+from fl_lightning.federation import (
+    Federation,
+    is_of_test,
+    keep_once,
+    logged_once,
+    own_run_folder,
+    run_folder,
+)
+from fl_lightning.reports.board import Charts, lay_out, show_results
+from fl_lightning.reports.charts import write_chart
+from fl_lightning.reports.evaluated_model import shown_path
+from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
+from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.page import Page
+from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_charts
 
 REPORT = "report.html"
 
@@ -52,7 +63,7 @@ class RunReport(Callback):
         self._ahead: dict[str, Any] = {}
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
-        self._single_dots: SingleDots | None = None
+        self._charts: Charts | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a place ahead of the federation, which logs a round when it ends.
@@ -67,6 +78,9 @@ class RunReport(Callback):
                 "RunReport keeps what Federation has logged: give the Trainer callbacks=[Federation(…), "
                 "RunReport()], in this order"
             )
+
+        if stage == "fit" and federation is not None:
+            self._charts = Charts(trainer).start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Learn where the run's folder is."""
@@ -98,12 +112,12 @@ class RunReport(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep TensorBoard from making charts of what is logged once."""
-        self._single_dots = SingleDots(trainer).start()
+        self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same where the run is a validation alone."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
-            self._single_dots = SingleDots(trainer).start()
+            self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the numbers of a validation alone."""
@@ -119,15 +133,15 @@ class RunReport(Callback):
         self._give_back()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
-        if self._single_dots is not None:
+        if self._charts is not None and trainer.state.fn != "fit":
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._single_dots is not None:
-            self._single_dots.stop()
-            self._single_dots = None
+        if self._charts is not None:
+            self._charts.stop()
+            self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
         """Make the page of what is in the run's folder; all processes call it."""
@@ -183,3 +197,113 @@ class RunReport(Callback):
 def _federation(trainer: Trainer) -> Federation | None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, Federation)), None)
+
+
+REPORT, FIGURES = "report.html", "figures"
+_CONFIG = "config.yaml"
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write ``report.html`` and ``figures/`` into a run's folder; return the page's path.
+
+    It can be called at any time, also for a run that was stopped or is still training.
+
+    Args:
+        folder: of a run, with its ``rounds.jsonl``.
+
+    Raises:
+        ConfigurationError: if the folder has no rounds.
+    """
+    folder = Path(folder)
+    history = History.read(folder)
+    if not history.rounds:
+        raise ConfigurationError(
+            f"{folder} holds no rounds (rounds.jsonl): give the folder of a run that had a RunReport"
+        )
+    once = logged_once(folder)
+    last = history.rounds[-1].number
+    unit = "rounds" if history.curve("round/cohort_size") else "epochs"
+    page = Page(_title(folder), f"{last} {unit} · {folder}")
+    page.tiles(_facts(history, once))
+    page.heading("Curves and clients")
+    for chart in run_charts(folder, history):
+        page.drawing(write_chart(chart, folder / FIGURES), chart.title, chart.caption)
+    page.heading("Numbers")
+    _numbers(page, folder, history, once)
+    if (folder / _CONFIG).exists():
+        page.verbatim((folder / _CONFIG).read_text(encoding="utf-8"), "Configuration")
+    page.write(folder / REPORT)
+    return folder / REPORT
+
+
+def _title(folder: Path) -> str:
+    return folder.parent.name if folder.name.startswith("version_") else folder.name
+
+
+def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
+    last = history.rounds[-1]
+    tests = {name: value for name, value in once.items() if is_of_test(name)}
+    facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]
+    shown = [name for name in history.names if name.startswith(("val/", "val_"))]
+    for name in shown[:2]:
+        number, value = [*history.curve(name).items()][-1]
+        of = "" if number == last.number else f", after {number}"
+        facts.append((f"{name}, last{of}", f"{value:.4g}"))
+    facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
+    if asked := history.curve("round/cohort_size"):
+        facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
+    facts += _bytes(history, once)
+    if seconds := history.curve("round/seconds"):
+        facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
+    for name, words in (("", "ε"), ("_unamplified", "ε without amplification by sampling")):
+        if epsilon := history.curve(f"privacy/epsilon{name}"):
+            facts.append((words, f"{[*epsilon.values()][-1]:.4g}"))
+    return facts
+
+
+def _bytes(history: History, once: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    for way, words in (("up", "from clients"), ("down", "to clients")):
+        of = {p: sum(c.values()) for p, c in history.bytes_by_purpose(way, once).items()}
+        if of:
+            yield f"bytes {words}", _size(sum(of.values()))
+        if len(of) > 1:
+            yield from ((f"bytes {words}: {purpose}", _size(n)) for purpose, n in of.items())
+
+
+def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
+    ends = {name: curve for name in history.names if (curve := history.curve(name))}
+    if once:
+        rows = [[name, f"{value:.6g}"] for name, value in once.items()]
+        page.table(["logged once", "value"], rows)
+    for stage, table in evaluated_clients(folder).items():
+        rows = [
+            [name, *_spread(values)]
+            for name, values in table.columns.items()
+            if name not in ("client", "num_examples")
+        ]
+        head = [f"clients, {stage}", "mean", "std", "min", "median", "max"]
+        page.table(head, rows, fold=f"Over {len(table)} clients ({stage})")
+    rows = [
+        [name, f"{[*c.values()][-1]:.6g}", f"{min(c.values()):.6g}", f"{max(c.values()):.6g}"]
+        for name, c in ends.items()
+    ]
+    page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ["-"] * 5
+    numbers = (
+        statistics.fmean(known),
+        statistics.pstdev(known),
+        min(known),
+        statistics.median(known),
+        max(known),
+    )
+    return [f"{number:.4g}" for number in numbers]
+
+
+def _size(num_bytes: float) -> str:
+    unit, size = byte_unit(num_bytes)
+    return f"{num_bytes / size:.4g} {unit}"

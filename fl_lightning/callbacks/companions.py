@@ -8,13 +8,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.console.overview import RunOverview
-from fl_lightning.callbacks.console.results_table import ResultsTable
-from fl_lightning.callbacks.console.run_log import Level, RunLog
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel
-from fl_lightning.callbacks.partition_report import PartitionReport
-from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.callbacks.report.run_report import RunReport
+from fl_lightning.reports.evaluated_model import EvaluatedModel, ResultsTable
+from fl_lightning.reports.log_file import Level, RunLog
+from fl_lightning.reports.overview import PartitionReport, RunOverview
+from fl_lightning.reports.progress import RoundProgressBar
+from fl_lightning.reports.run_report import RunReport
 
 # of these one is enough, of any kind
 _ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel, RunReport)

@@ -1,20 +1,22 @@
-"""Overview of a run: a few lines before the first round."""
+"""Overview of a run before its first round: model, optimizer, federation, machine, partition."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.callbacks.console.round_line import federation_of
-from fl_lightning.callbacks.console.run_log import folder_of
-from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
-from fl_lightning.federation import Federation, overrides
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation import Federation, log_figure, overrides, run_folder
+from fl_lightning.reports.evaluated_model import saved_after, shown_path
+from fl_lightning.reports.log_file import detail, folder_of
+from fl_lightning.reports.progress import federation_of
 
 # Schedules are worked out so many steps ahead, to tell the rate of the last round.
 _MOST_STEPS_AHEAD = 20_000
@@ -154,3 +156,31 @@ def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) 
 def _rates(trainer: Trainer) -> str:
     groups = [group for each in trainer.optimizers for group in each.param_groups]
     return " or ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in groups))
+
+
+class PartitionReport(Callback):
+    """Logs the partition when a fit starts.
+
+    Prints a line, and a few more into the log, draws clients × classes for loggers that take pictures as ``partition`` and saves
+    ``partition.csv``, one row per client, in the logger's directory.
+    """
+
+    # what a private run must name
+    unprotected = "the picture and table of the partition"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report once, before the first round."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):
+            return
+        folder = run_folder(trainer)  # which processes agree on: all must ask
+        if not trainer.is_global_zero:
+            return
+        summary = data.summary()
+        rank_zero_info(f"data: {type(data.source).__name__}, {summary.as_line()}")
+        rank_zero_info(summary.as_text(), **detail())
+        if trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        summary.save(Path(folder) / "partition.csv")
+        log_figure(trainer, "partition", summary.figure, step=0)

@@ -5,9 +5,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
-from fl_lightning.callbacks.console.companions import every_round_checkpoint
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel, saved_after
+from fl_lightning.callbacks.companions import every_round_checkpoint
 from fl_lightning.cli.runs import saved_models
+from fl_lightning.reports.evaluated_model import EvaluatedModel, saved_after
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import sys
 
 from terminal_screen import seen
 
-from fl_lightning.core.console.layout import in_blocks
-from fl_lightning.core.console.screen import StatusLines
+from fl_lightning.reports.progress import run_line
+from fl_lightning.reports.screen import StatusLines, in_blocks
 
 
 class Terminal(io.StringIO):
@@ -99,7 +99,7 @@ def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypa
     drawing, other = StatusLines(), StatusLines()
     drawing.open()
     drawing.show("bar 1/2", "inner")
-    drawing._stream, streams = terminal, (sys.stdout, sys.stderr)
+    streams = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = terminal  # as the other process has them
     other.open(draws=False)
     print("from another process")
@@ -122,7 +122,7 @@ def test_without_a_terminal_nothing_happens(monkeypatch):
     assert sys.stderr is stream
 
 
-def test_signs_that_a_terminal_does_not_have_are_replaced(monkeypatch):
+def test_a_terminal_without_signs_gets_a_bar_of_letters(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
@@ -130,15 +130,28 @@ def test_signs_that_a_terminal_does_not_have_are_replaced(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     screen = StatusLines()
     screen.open()
-    screen.show("━━ 1/2")
+    screen.show(run_line("round 1/2", 0.5, "", {}, 79))
     screen.close()
-    assert b"?? 1/2" in raw.getvalue()
+    assert seen(raw.getvalue().decode("ascii").split("\x1b[J")[1], 80)[0].startswith(
+        f"round 1/2  {'-' * 15}"
+    )
+
+
+def test_no_color_is_kept_to(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = at_a_terminal(monkeypatch)
+    screen = StatusLines()
+    screen.open()
+    screen.show(run_line("round 1/2", 0.5, "", {}, 79))
+    screen.close()
+    assert "━" in terminal.getvalue()
+    assert "\x1b[3" not in terminal.getvalue()
 
 
 def test_a_table_in_blocks_has_every_cell_once():
     head = ["variant", *(f"metric {i}" for i in range(7))]
     rows = [[name, *(f"{name}{i}" for i in range(7))] for name in ("a", "b")]
-    text = in_blocks([head, *rows], 40)
+    text = in_blocks(head, rows, 40)
     assert max(map(len, text.splitlines())) <= 40
     for cell in [*head[1:], *rows[0][1:], *rows[1][1:]]:
         assert text.count(cell) == 1

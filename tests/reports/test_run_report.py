@@ -27,11 +27,12 @@ from fl_lightning import (
     RunReport,
     UniformCohort,
 )
-from fl_lightning.callbacks.console.results_table import ResultsTable
-from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
-from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.curves import curves
+from fl_lightning.reports.evaluated_model import ResultsTable
+from fl_lightning.reports.history import History, RoundLine, append, begin
+from fl_lightning.reports.run_report import write_report
+from fl_lightning.reports.screen import plain
 
 
 class Balanced(HTMLParser):
@@ -239,17 +240,19 @@ def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every
 
     logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
     evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
-    trainer, _ = fit(tmp_path, RunReport(page=False), evaluation, logger=logger)
+    trainer, _ = fit(tmp_path, evaluation, RunReport(page=False), logger=logger)
     logger.experiment.close()
     name = "clients/val/loss_mean"
     tags = EventAccumulator(logger.log_dir).Reload().Tags()
-    assert (name in tags["scalars"]) == (every_n_rounds == 1)
+    assert (f"· {name}" in tags["scalars"]) == (every_n_rounds == 1)
     assert ("results/clients/text_summary" in tags["tensors"]) == (every_n_rounds == 0)
     found = curves(Path(logger.log_dir))[name]
     assert found[max(found)] == pytest.approx(float(trainer.callback_metrics[name]))
 
 
 def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     class Steps(ToyModule):
         def test_step(self, batch, batch_idx):
             self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)
@@ -259,9 +262,9 @@ def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
     trainer.test(Steps(), DataLoader(torch.ones(3, 1)), verbose=False)
     logger.log_metrics({"afterwards": 1.0}, step=3)  # by its own way again
     logger.experiment.close()
-    found = curves(Path(logger.log_dir))
-    assert [*found["test/step"].values()] == [0.0, 1.0, 2.0]
-    assert found["afterwards"] == {4: 1.0}
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.value for event in events.Scalars("test/step")] == [0.0, 1.0, 2.0]
+    assert [event.step for event in events.Scalars("afterwards")] == [3]
 
 
 def _text(events, tag):
@@ -289,11 +292,11 @@ class Seen(Callback):
         self.bar, self.lines = bar, []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.lines.append(self.bar._run_line(400))
+        self.lines.append(plain(self.bar._run_line(400)))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 0 and self.lines:
-            assert "val/loss" in self.bar._run_line(400) or "val/loss" not in self.lines[-1]
+            assert "val/loss" in plain(self.bar._run_line(400)) or "val/loss" not in self.lines[-1]
 
 
 @pytest.mark.parametrize("is_federated", [True, False], ids=["rounds", "epochs"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from fl_lightning.core.report.colours import style_variables
+from fl_lightning.reports.charts import style_variables
 
 
 @dataclass

@@ -11,11 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.callbacks.report.history import IDS, Curve, History
-from fl_lightning.core.report.charts import Chart, Panel
-from fl_lightning.core.report.colours import series
-from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
 from fl_lightning.federation import logged_once
+from fl_lightning.reports.charts import (
+    Chart,
+    Line,
+    Panel,
+    curves,
+    fan,
+    histogram,
+    series,
+    table_map,
+)
+from fl_lightning.reports.history import IDS, Curve, History
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two

@@ -3,8 +3,8 @@
     round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
       clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
 
-A round that takes more than five seconds has a bar of its own below. Where nobody looks, because
-standard error is a file or a pipe, every round is a line in the log instead.
+A round that takes more than five seconds has a bar of its own below. If standard error is a file or a
+pipe, every round is a line in the log instead.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Column, Table
 from typing_extensions import override
 
-from fl_lightning.callbacks.console.round_line import (
-    federation_of,
-    metrics_in_order,
-    number,
-    round_line,
-    unit,
-)
-from fl_lightning.core.console.layout import duration, filled
-from fl_lightning.core.console.screen import StatusLines, Ticker
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import begin_round
+from fl_lightning.federation import Federation, begin_round, logged_in_round
+from fl_lightning.reports.layout import duration
+from fl_lightning.reports.screen import StatusLines
 
 SECONDS_OF_A_SHORT_ROUND = 5.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -53,14 +50,13 @@ class RoundProgressBar(ProgressBar):
             )
         self.refresh_rate = refresh_rate
         self._is_wanted = refresh_rate > 0
-        self._screen = StatusLines()
+        self._screen = StatusLines(self._show)
         self._pace = Pace()
         self._inner: Inner | None = None
-        self._run_text: str | None = None
+        self._run_bar: Table | None = None
         self._metrics: dict[str, float] = {}  # of the last whole round
         self._has_begun = False  # the first round, after what calibrates a mask
         self._drawn_at = 0.0
-        self._ticker = Ticker(self._show)
 
     @property
     def says_rounds(self) -> bool:
@@ -186,7 +182,6 @@ class RoundProgressBar(ProgressBar):
         finally:
             self._inner = None
             if not was_open:
-                self._ticker.stop()
                 self._screen.close()
 
     @override
@@ -214,24 +209,22 @@ class RoundProgressBar(ProgressBar):
         if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
             self._drawn_at = now
             is_shown = self._has_begun and self.trainer.state.fn == "fit"
-            self._run_text = self._run_line(self._screen.width) if is_shown else None
+            self._run_bar = self._run_line(self._screen.width) if is_shown else None
             self._show()
 
     def _show(self) -> None:
         """Show what is known; every second, so that a clock goes on while nothing ends."""
         width, inner = self._screen.width, self._inner
-        lines = [] if self._run_text is None else [self._run_text]
+        lines: list[RenderableType] = [] if self._run_bar is None else [self._run_bar]
         if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
-            lines.append(f"  {inner.line(width - 2)}" if lines else inner.line(width))
+            indent = 2 * len(lines)
+            lines.append(Padding.indent(inner.line(width - indent), indent))
         self._screen.show(*lines)
 
     def _open(self) -> None:
-        is_first = self.trainer.is_global_zero
-        self._screen.open(draws=is_first)
-        if self._screen.is_open and is_first:
-            self._ticker.start()
+        self._screen.open(draws=self.trainer.is_global_zero)
 
-    def _run_line(self, width: int, *, has_ended: bool = False) -> str:
+    def _run_line(self, width: int, *, has_ended: bool = False) -> Table:
         total = self.trainer.max_epochs if (self.trainer.max_epochs or -1) > 0 else None
         label = f"{unit(self.trainer)} {self._pace.done}{f'/{total}' if total else ''}"
         share = None if total is None else self._pace.done / total
@@ -240,12 +233,11 @@ class RoundProgressBar(ProgressBar):
         return run_line(label, share, clock, metrics, width)
 
     def _close(self) -> None:
-        self._ticker.stop()
         if self._screen.is_open:  # not where the processes were started that have a bar
             is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
             left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
             self._screen.close(*left)
-        self._inner = self._run_text = None
+        self._inner = self._run_bar = None
         self._has_begun = False
 
 
@@ -313,7 +305,7 @@ class Inner:
         """Since it began."""
         return time.monotonic() - self._began
 
-    def line(self, width: int) -> str:
+    def line(self, width: int) -> Table:
         """Return a bar.
 
         Args:
@@ -327,7 +319,7 @@ class Inner:
 
 def run_line(
     label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
-) -> str:
+) -> Table:
     """Return a bar with metrics, of which as many are shown as there is room for, the first ones first.
 
     Args:
@@ -338,29 +330,90 @@ def run_line(
         width: columns of the line.
 
     Example:
-        >>> metrics = {"val/accuracy": 0.861, "val/loss": 0.412}
-        >>> run_line("round 12/50", 0.24, "1:03 left", metrics, 72)
-        'round 12/50  ━━━─────────  1:03 left  val/accuracy 0.861  val/loss 0.412'
+        >>> from fl_lightning.reports.screen import plain
+        >>> plain(run_line("round 12/50", 0.25, "1:03 left", {"val/accuracy": 0.861}, 60), 60)
+        'round 12/50  ━━━━              1:03 left  val/accuracy 0.861'
     """
-    words = [label] if share is None else [label, ""]
-    bar = 0 if share is None else _NARROWEST_BAR
-    words += [clock] if clock else []
+    words = [label, *filter(None, [clock])]
     parts = [f"{name} {number(value)}" for name, value in metrics.items()]
-    if parts and _length([*words, parts[0]]) + bar > width and share is not None:
-        words, bar, share = (
-            [word for word in words if word],
-            0,
-            None,
-        )  # a metric goes before the bar
-    for part in parts:
-        if _length([*words, part]) + bar > width:
-            break
-        words.append(part)
-    if share is not None:
-        bar = min(_WIDEST_BAR, width - _length(words))
-        words[1] = filled(share, bar)
-    return "  ".join(words)[:width]
+    bar = 0 if share is None else _NARROWEST_BAR
+    if parts and _length([*words, parts[0]]) + bar > width:
+        bar = 0  # a metric goes before the bar
+    while parts and _length([*words, *parts]) + bar > width:
+        parts.pop()
+    cells: list[RenderableType] = [*words, *parts]
+    if bar:
+        cells.insert(
+            1, Bar(1.0, share or 0.0, width=min(_WIDEST_BAR, width - _length([*words, *parts])))
+        )
+    line = Table.grid(*[Column(no_wrap=True) for _ in cells], padding=(0, 2))
+    line.add_row(*cells)
+    return line
 
 
 def _length(words: Sequence[str]) -> int:
-    return len("  ".join(words))
+    """Number of columns of words with two spaces behind each."""
+    return len("  ".join([*words, ""]))
+
+
+def federation_of(trainer: Trainer) -> Federation | None:
+    """Return what makes a Trainer's epochs rounds, if anything does."""
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Federation)), None)
+
+
+def unit(trainer: Trainer) -> str:
+    """Return what an epoch of a Trainer is called."""
+    return "epoch" if federation_of(trainer) is None else "round"
+
+
+def metrics_in_order(trainer: Trainer) -> dict[str, float]:
+    """Return what checkpoints and early stopping watch, then what the module has in its bar.
+
+    Only what the present round has measured: without a validation none of its metrics.
+    """
+    found: Mapping[str, object] = logged_in_round(trainer)
+    watched = {name: found[name] for name in _monitored(trainer) if name in found}
+    in_bar = trainer.progress_bar_metrics.items()
+    shown = {
+        **watched,
+        **{n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found},
+    }
+    return {name: float(value) for name, value in shown.items()}  # type: ignore[arg-type]
+
+
+def number(value: float) -> str:
+    """Return a metric in as many characters from round to round, if it is not very small or large.
+
+    Example:
+        >>> number(0.97), number(12.3456), number(1.5e-5), number(123456.0)
+        ('0.970', '12.346', '1.5e-05', '1.23e+05')
+    """
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def round_line(trainer: Trainer) -> str:
+    """Return a line about the round that has just ended."""
+    last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+    words = [f"{name} {number(value)}" for name, value in metrics_in_order(trainer).items()]
+    known = logged_in_round(trainer)
+    if "round/cohort_size" in known:
+        words.append(f"{int(known['round/cohort_size'])} clients")
+    if float(known.get("round/skipped", 0.0)):
+        words.append(f"{int(known['round/skipped'])} skipped")
+    if "round/seconds" in known:
+        words.append(f"{float(known['round/seconds']):.1f} s")
+    federation = federation_of(trainer)
+    if federation is not None and federation.clients_side is not None:  # over a network
+        words += [
+            f"{float(known[f'round/total_bytes_{way}']) / 1e6:.2f} MB {way}"
+            for way in ("down", "up")
+            if f"round/total_bytes_{way}" in known
+        ]
+    return f"{unit(trainer)} {trainer.current_epoch + 1}{last}: {', '.join(words) or 'done'}"
+
+
+def _monitored(trainer: Trainer) -> Iterator[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor:
+            yield callback.monitor

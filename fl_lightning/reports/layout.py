@@ -1,6 +1,7 @@
-"""Text for a terminal: log messages in two columns, tables, bars; is a stream a terminal, how wide.
+"""Text for a terminal: log messages in two columns; is a stream a terminal, and how wide.
 
-On other streams, log messages have time and level instead.
+On other streams, log messages have time and level instead. Nothing here imports rich, so that ``--help``
+and refusals come at once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import logging
 import os
 import re
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -137,46 +137,6 @@ def width_of(stream: Any) -> int:
     return max(NARROWEST, columns) if columns else USUAL
 
 
-_BETWEEN = "  "
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Format a table: the first column aligned to the left, the others to the right."""
-    if not lines:
-        return ""
-    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
-    return "\n".join(_BETWEEN.join(row).rstrip() for row in rows)
-
-
-def in_blocks(lines: Sequence[Sequence[str]], width: int) -> str:
-    """Format a table no wider than the screen: columns without room go into further blocks below.
-
-    Args:
-        lines: rows of cells, the head first; the first column is repeated in every block.
-        width: width of the screen in columns.
-
-    Example:
-        >>> print(in_blocks([["", "loss", "accuracy"], ["a", "0.5", "0.9"]], 14))
-           loss
-        a   0.5
-        <BLANKLINE>
-           accuracy
-        a       0.9
-    """
-    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    blocks: list[list[int]] = [[]]
-    used = first
-    for column, needed in enumerate(others, 1):
-        used += len(_BETWEEN) + needed
-        if used > width and blocks[-1]:
-            blocks.append([])
-            used = first + len(_BETWEEN) + needed
-        blocks[-1].append(column)
-    tables = [aligned([[line[0], *(line[c] for c in block)] for line in lines]) for block in blocks]
-    return "\n\n".join(tables)
-
-
 def duration(seconds: float) -> str:
     """Format a duration as minutes and seconds, or hours, minutes and seconds.
 
@@ -187,18 +147,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def filled(share: float, width: int) -> str:
-    """Draw a bar that is filled from the left.
-
-    Args:
-        share: filled share, in [0, 1].
-        width: length of the bar in columns.
-
-    Example:
-        >>> filled(0.5, 8)
-        '━━━━────'
-    """
-    done = round(min(1.0, max(0.0, share)) * width)
-    return "━" * done + "─" * (width - done)
