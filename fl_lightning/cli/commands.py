@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 
 # modules that take seconds to import: each has a function of its command's name
 _HOMES = {
-    "report": "fl_lightning.cli.runs",
+    "report": "fl_lightning.reports.run_report",
     "compare": "fl_lightning.experiments.compare",
     "sweep": "fl_lightning.cli.sweep",
     "search": "fl_lightning.cli.search",

@@ -12,13 +12,12 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import ParamSpec
 
-from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -41,7 +40,7 @@ from fl_lightning.federation import (
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import in_lines, is_terminal, laid_out, width_of
 from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
-from fl_lightning.reports.run_report import REPORT, RunReport, write_report
+from fl_lightning.reports.run_report import REPORT, RunReport
 from fl_lightning.reports.screen import clear_leftovers
 
 Arguments = ParamSpec("Arguments")
@@ -144,25 +143,6 @@ def report_whereabouts(trainer: Trainer) -> None:
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
         lines.append(f"next:       fl-lightning {_next_command(trainer)} {where}")
     print("\n".join(["", *map(in_columns, lines)]))
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command ``report``."""
-    parser.add_argument("run", metavar="RUN", help="Folder of a run, with its rounds.jsonl.")
-
-
-def report(words: Sequence[str], *, parser: ArgumentParser) -> None:
-    """Run the command ``report``: make a run's page again.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
-
-    Raises:
-        ConfigurationError: if the folder has no rounds.
-    """
-    path = write_report(parser.parse_args(list(words)).run)
-    print(in_columns(f"report:     {shown_path(str(path))}"))
 
 
 def _is_reported(trainer: Trainer, folder: str) -> bool:

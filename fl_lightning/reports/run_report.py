@@ -9,20 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import (
     Federation,
-    SingleDots,
     is_of_test,
     keep_once,
     logged_once,
     own_run_folder,
     run_folder,
 )
-from fl_lightning.reports.board import lay_out, show_results
+from fl_lightning.reports.board import Charts, lay_out, show_results
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.reports.layout import duration
@@ -67,7 +67,7 @@ class RunReport(Callback):
         self._ahead: dict[str, Any] = {}
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
-        self._single_dots: SingleDots | None = None
+        self._charts: Charts | None = None
         self._provenance: dict[str, str] = {}
         self._began = 0.0
 
@@ -84,6 +84,9 @@ class RunReport(Callback):
                 "RunReport keeps what Federation has logged: give the Trainer callbacks=[Federation(…), "
                 "RunReport()], in this order"
             )
+
+        if stage == "fit" and federation is not None:
+            self._charts = Charts(trainer).start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Learn where the run's folder is."""
@@ -128,12 +131,12 @@ class RunReport(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep TensorBoard from making charts of what is logged once."""
-        self._single_dots = SingleDots(trainer).start()
+        self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same where the run is a validation alone."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
-            self._single_dots = SingleDots(trainer).start()
+            self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the numbers of a validation alone."""
@@ -149,15 +152,15 @@ class RunReport(Callback):
         self._give_back()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
-        if self._single_dots is not None:
+        if self._charts is not None and trainer.state.fn != "fit":
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._single_dots is not None:
-            self._single_dots.stop()
-            self._single_dots = None
+        if self._charts is not None:
+            self._charts.stop()
+            self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
         """Make the page of what is in the run's folder; all processes call it."""
@@ -322,3 +325,21 @@ def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, floa
 def _size(num_bytes: float) -> str:
     unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command ``report``."""
+    parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
+
+
+def report(words: Sequence[str], *, parser: ArgumentParser) -> None:
+    """Run the command ``report``: make a run's page again.
+
+    Args:
+        words: of the command line, without the command.
+        parser: one with the options of the command.
+
+    Raises:
+        ConfigurationError: if the folder has no rounds.
+    """
+    print(f"report: {shown_path(str(write_report(parser.parse_args(list(words)).run)))}")

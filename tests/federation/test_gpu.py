@@ -21,6 +21,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.data import IID
 from fl_lightning.server import (
     FedAdam,
     FedBuff,
@@ -113,7 +114,7 @@ PARTS = {
     "FedProx": {"correction": FedProx(mu=0.1)},
     "FedDyn": {"correction": FedDyn(alpha=0.1)},
     "SCAFFOLD": {"correction": Scaffold()},
-    "layers of one's own": {"personal": Personal(parameters=["net.4.*"])},
+    "layers of one's own": {"personal": Personal(parameters=["net.4.*", "net.1.*"])},
     "Ditto": {"personal": Ditto(pull=0.5)},
     "APFL": {"personal": APFL()},
     "FineTuned": {"personal": FineTuned(local_steps=2)},
@@ -150,10 +151,26 @@ ONE_BY_ONE = {"Ditto", "APFL"}  # clients take steps of their own
 def test_every_kind_of_part_ends_where_it_ends_on_the_cpu(part, engine):
     def trained(accelerator):
         seed_everything(0, verbose=False)
-        module, options = ToyModule(), {"accelerator": accelerator, "devices": 1}
-        federation = Federation(seed=0, engine=engine, **PARTS[part])
+        module = ToyModule(batch_norm=True)
+        options = {"accelerator": accelerator, "devices": 1}
+        federation = Federation(seed=0, engine=engine, spot_check=1.0, **PARTS[part])
         trainer = toy_trainer(federation, precision="64-true", **options)
-        trainer.fit(module, datamodule=toy_data(dtype=torch.float64))
+        data = toy_data(partition=IID(), batch_size=4, dtype=torch.float64)
+        trainer.fit(module, datamodule=data)
         return weights(module.cpu())
 
-    torch.testing.assert_close(trained("gpu"), trained("cpu"), rtol=1e-8, atol=1e-10)
+    # what is sent, and what is logged, is in single precision
+    torch.testing.assert_close(trained("gpu"), trained("cpu"), rtol=1e-6, atol=1e-8)
+
+
+def test_after_a_fit_personal_models_are_where_the_module_is():
+    seed_everything(0, verbose=False)
+    module, federation = ToyModule(), Federation(seed=0, personal=FineTuned(local_steps=2))
+    data = toy_data(client_val_fraction=0.2)
+    trainer = toy_trainer(federation, accelerator="gpu", devices=1)
+    trainer.fit(module, datamodule=data)
+    assert module.device.type == "cpu"
+    before = weights(module)
+    with federation.personal_models(trainer).of(1):
+        assert not torch.equal(weights(module), before)
+    assert torch.equal(weights(module), before)

@@ -296,17 +296,19 @@ def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every
 
     logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
     evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
-    trainer, _ = fit(tmp_path, RunReport(page=False), evaluation, logger=logger)
+    trainer, _ = fit(tmp_path, evaluation, RunReport(page=False), logger=logger)
     logger.experiment.close()
     name = "clients/val/loss_mean"
     tags = EventAccumulator(logger.log_dir).Reload().Tags()
-    assert (name in tags["scalars"]) == (every_n_rounds == 1)
+    assert (f"· {name}" in tags["scalars"]) == (every_n_rounds == 1)
     assert ("results/clients/text_summary" in tags["tensors"]) == (every_n_rounds == 0)
     found = curves(Path(logger.log_dir))[name]
     assert found[max(found)] == pytest.approx(float(trainer.callback_metrics[name]))
 
 
 def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     class Steps(ToyModule):
         def test_step(self, batch, batch_idx):
             self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)
@@ -316,9 +318,9 @@ def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
     trainer.test(Steps(), DataLoader(torch.ones(3, 1)), verbose=False)
     logger.log_metrics({"afterwards": 1.0}, step=3)  # by its own way again
     logger.experiment.close()
-    found = curves(Path(logger.log_dir))
-    assert [*found["test/step"].values()] == [0.0, 1.0, 2.0]
-    assert found["afterwards"] == {4: 1.0}
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.value for event in events.Scalars("test/step")] == [0.0, 1.0, 2.0]
+    assert [event.step for event in events.Scalars("afterwards")] == [3]
 
 
 def _text(events, tag):
