@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.curves import Curve, curves
+from fl_lightning.experiments.curves import curves
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.training import seconds_of
+from fl_lightning.reports.history import Curve
 
 BEST = " (best round)"
 # What clients sent and got in sum: in rounds, and once, ahead of them or between them.
@@ -36,7 +37,7 @@ class RunResult:
     Attributes:
         variant: what it is a run of.
         seed: of the run.
-        curves: of the reported metrics, round to value.
+        curves: of the reported and the monitored metrics, round to value.
         columns: reported numbers by name: final values, those of the best round, costs.
         clock: round to the value over which curves are drawn; None for rounds themselves.
     """
@@ -103,7 +104,8 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     clock = None if experiment.over is None else logged[experiment.over]
     in_rounds = {
         name: {n: value for n, value in curve.items() if n <= num_rounds}
-        for name, curve in reported.items()
+        for name, curve in {**reported, experiment.monitor: monitored or {}}.items()
+        if curve
     }
     return RunResult(run.variant, run.seed, in_rounds, columns, clock)
 

@@ -1,8 +1,9 @@
 """TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
 
-TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
-has the order given here. At the end of a run the tab Text has its last round as a table, beside that of
-the numbers that are logged once, and HPARAMS has both beside the options of the run.
+TensorBoard sorts charts by name; ours have a dot ahead of their name and so come after ``train/`` and
+``val/`` (`board_tag`). The tab Custom Scalars has the order given here. At the end of a run the tab Text has
+its last round as a table, beside that of the numbers that are logged once, and HPARAMS has both beside the
+options of the run.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 
-from fl_lightning.federation import boards, is_of_test, logged_once, table
+from fl_lightning.federation import board_tag, boards, is_of_test, logged_once, table
 from fl_lightning.reports.history import History
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
 _MOST_METRICS = 12
+# what is often the same in every round
+_RARELY_CHANGES = (
+    r"(calibration|head|mask|predictor|privacy|recalibration|round|secure)/|hp_metric$"
+)
 # tabs in this order: title, then title of a chart and the names in it; losses have a scale of their own
 _LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {
@@ -31,17 +37,71 @@ _LAYOUT: dict[str, dict[str, str]] = {
     },
     "2 Clients": {
         "spread over clients": r"^train[/_].*_std$",
-        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
-        "held-out examples, worst decile": r"^(clients|personal)/(?!.*loss).*_worst_decile$",
-        "participants": r"^round/(cohort_size|skipped|lost)$",
+        "held-out examples, mean": r"^(· )?(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
+        "held-out examples, worst decile": r"^(· )?(clients|personal)/(?!.*loss).*_worst_decile$",
     },
     "3 Cost": {
-        "bytes": r"^\w+/total_bytes_(up|down)$",
-        "seconds": r"^round/(virtual_)?seconds$",
-        "privacy": r"^privacy/.*",
-        "masks": r"^mask/.*",
+        "seconds": r"^(· )?round/(virtual_)?seconds$",
+        "privacy": r"^(· )?privacy/.*",
+        "masks": r"^(· )?mask/.*",
     },
 }
+
+
+class Charts:
+    """Keeps from TensorBoard what is no curve: ``epoch``, and numbers that have not changed so far.
+
+    A number that changes becomes a chart with all that was held back. Other loggers have everything.
+
+    Args:
+        trainer: with the loggers.
+        held: pattern of the names that are held back until their value changes; others are charts at once.
+    """
+
+    def __init__(self, trainer: Trainer, held: str = _RARELY_CHANGES) -> None:
+        self._held = held
+        self._boards = [
+            board
+            for board in boards(trainer)
+            if type(board).log_metrics is TensorBoardLogger.log_metrics
+        ]
+
+    def start(self) -> Charts:
+        """Shadow the loggers' ``log_metrics``."""
+        for board in self._boards:
+            vars(board)["log_metrics"] = _Changing(board.log_metrics, re.compile(self._held))
+        return self
+
+    def stop(self) -> None:
+        """Give the loggers their own ``log_metrics`` back."""
+        for board in self._boards:
+            vars(board).pop("log_metrics", None)
+
+
+class _Changing:
+    def __init__(self, log: Any, held: re.Pattern[str]) -> None:
+        self._log, self._pattern = log, held
+        self._held: dict[str, tuple[float, list[int | None]]] = {}
+        self._changed: set[str] = set()
+
+    def __call__(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        shown = {}
+        for name, value in metrics.items():
+            if name in self._changed or not self._pattern.match(name):
+                shown[board_tag(name)] = value
+                continue
+            first, steps = self._held.setdefault(name, (value, []))
+            if value == first:
+                steps[1:] = [step]  # the first and the last one draw the line
+                continue
+            del self._held[name]
+            for at in steps:
+                self._log({board_tag(name): first}, at)
+            self._changed.add(name)
+            shown[board_tag(name)] = value
+        shown.pop("epoch", None)
+        if shown:
+            self._log(shown, step)
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:

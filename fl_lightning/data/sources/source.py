@@ -28,7 +28,7 @@ class Loaded:
     """The sets of a source; one that is None is held out from the training examples.
 
     Attributes:
-        train: training examples, with ``targets`` of shape (N, …) and ``select(indices)``.
+        train: training examples, with ``select(indices)`` and perhaps ``targets``, shape (N, …).
         val: validation examples.
         test: test examples.
         class_names: names of the classes by number; empty if targets are no classes.
@@ -119,9 +119,9 @@ class Source(LightningDataModule, ABC):
         return examples
 
     def _held_out(self, examples: Any, fraction: float, purpose: str) -> tuple[Any, Any]:
-        targets = examples.targets
-        if targets.ndim > 1 or targets.is_floating_point():  # no classes: one stratum
-            targets = torch.zeros(len(examples), dtype=torch.long)
+        targets = getattr(examples, "targets", None)
+        if targets is None or targets.ndim > 1 or targets.is_floating_point():
+            targets = torch.zeros(len(examples), dtype=torch.long)  # no classes: one stratum
         seed = derive_seed(run_seed(self.seed), purpose)
         kept, held_out = stratified_split(targets, fraction, seed=seed)
         return examples.select(kept), examples.select(held_out)
