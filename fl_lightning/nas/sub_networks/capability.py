@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -164,8 +164,6 @@ class BudgetTable(Capability):
     path: str
     measure: Measure = "flops"
     relative: bool = False
-
-    def __post_init__(self) -> None:
 
     def budgets(self, num_clients: int) -> list[float]:
         """Return the budget of every client."""
