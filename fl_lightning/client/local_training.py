@@ -27,7 +27,6 @@ from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, 
 from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
-    TrainedFlags,
     candidates,
     is_number,
     state_space,
@@ -211,7 +210,6 @@ class LocalTrainer:
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # where they are, so are those of the last walk
             self._attributes = self._attributes_now()
-        self._flags = TrainedFlags(self._module)
         self._in_round, self._grown = True, []
 
     def _attributes_now(self) -> Attributes:
@@ -254,14 +252,11 @@ class LocalTrainer:
             ConfigurationError: if one did.
         """
         if changed := self._constants.changed():
-            self._refuse(changed, "a client's")
-
-    def _refuse(self, changed: list[str], whose: str) -> None:
-        raise ConfigurationError(
-            f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
-            "steps of the run left alone, so that it was taken for a constant: name it in "
-            f"federation.client_state, e.g. client_state: [{changed[0]}]"
-        )
+            raise ConfigurationError(
+                f"round {self._round}: a client's training changes {changed[0]}, which the first local "
+                "steps of the run left alone, so that it was taken for a constant: name it in "
+                f"federation.client_state, e.g. client_state: [{changed[0]}]"
+            )
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
@@ -307,7 +302,7 @@ class LocalTrainer:
         active = self._begin(start, masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
-            self._flags.check()
+            self._homes.freeze_again()
         except BaseException as error:
             self._homes.put_back()
             if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
@@ -316,13 +311,9 @@ class LocalTrainer:
             sizes = [size for _, size in self._in_hand]
             help_ = help_with_one_example(error, sizes, num_examples)
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
-        finally:
-            self._flags.put_back()
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
-        if touched := self._constants.touched():
-            self._refuse(touched, f"client {client_id}'s")
         self.growth = self._attributes.growth()
         logged = self.collector.collect()
         if self.own.size:
