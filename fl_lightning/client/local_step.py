@@ -80,8 +80,6 @@ def loss_of(output: Any) -> Tensor | None:
     Raises:
         ConfigurationError: for anything else.
     """
-    if type(output) is Tensor and output.ndim == 0:  # what it nearly always is
-        return output
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None and output is None:
         return None

@@ -58,7 +58,8 @@ class LocalTrainer:
         buffers: layout of the state that is shared, see `GlobalModel`.
         state_names: of what is in it; None, which stands for all floating-point buffers, until
             `settle_state`.
-        growth: what the last client appended to lists, see `show_growth`.
+        keeps_lists: whether the module keeps what the last client appended to its lists, as the client's
+            update is used; then `show_lists` shows it.
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
@@ -102,8 +103,7 @@ class LocalTrainer:
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = self._attributes_now(), False
         self.state_names: list[str] | None = None
-        self.growth: Growth = []
-        self._grown: Growth = []
+        self.keeps_lists, self._grown = False, list[Growth]()
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self._masks = OptimizerMasks(module, self._optimizers)
@@ -223,16 +223,20 @@ class LocalTrainer:
         """Note the memory that tensors have now as their own: they were laid out anew on purpose."""
         self._homes.note()
 
-    def keep_growth(self, growth: Growth) -> None:
-        """Keep what a client appended to lists, for `show_growth`; its update is used."""
-        self._grown += growth
-
-    def show_growth(self) -> None:
+    def show_lists(self) -> None:
         """Append to lists what clients of the round appended, one client after the other.
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
-        self._attributes.grow(self._grown)
+        for growth in self._grown:
+            self._attributes.grow(growth)
+
+    def _put_attributes_back(self) -> None:
+        if self._attributes.is_same():
+            return
+        if self.keeps_lists and (growth := self._attributes.growth()):
+            self._grown.append(growth)
+        self._attributes.put_back()
 
     def end_round(self, model: GlobalModel) -> None:
         """Put the global model back, and leave the module's attributes to hooks until the next round.
@@ -241,7 +245,7 @@ class LocalTrainer:
             ConfigurationError: if a client changed what was taken for a constant.
         """
         self.restore(model)
-        self.show_growth()
+        self.show_lists()
         self.round_start.end()
         self._in_round = False
 
@@ -274,7 +278,8 @@ class LocalTrainer:
         self.round_start.put_back()
         self._holds = model
         if self._in_round:
-            self._attributes.put_back()
+            self._put_attributes_back()
+        self.keeps_lists = False
 
     def train(
         self,
@@ -314,7 +319,6 @@ class LocalTrainer:
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
-        self.growth = self._attributes.growth()
         logged = self.collector.collect()
         if self.own.size:
             self.kept = self.own.read()
@@ -324,7 +328,7 @@ class LocalTrainer:
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            optimizer_steps=self._steps_taken(),
+            optimizer_steps=self._optimizer_steps.taken if self.counts_steps else None,
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
@@ -337,7 +341,8 @@ class LocalTrainer:
         if self._holds is not start:
             self.restore(start)
         else:
-            self._attributes.put_back()
+            self._put_attributes_back()
+            self.keeps_lists = False
         self._holds = None
         if masks is None:
             return None
@@ -381,12 +386,6 @@ class LocalTrainer:
                     size = step_batches[0][1] if one else sum(size for _, size in step_batches)
                     sizes.append(size)
         return num_steps, losses, sizes
-
-    def _steps_taken(self) -> int | tuple[int, ...] | None:
-        if not self.counts_steps:
-            return None
-        totals = self._optimizer_steps.totals()
-        return totals[0] if len(totals) == 1 else tuple(totals)
 
     def _delta(self, start: GlobalModel) -> Tensor:
         end = self.space.read()

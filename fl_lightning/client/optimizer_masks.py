@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,11 +24,8 @@ class OptimizerMasks:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
+        self._masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
         self._noted: list[Any] = []
-
-    @property
-    def _masked(self) -> list[MaskedOptimizer]:
-        return [each for each in self._optimizers if isinstance(each, MaskedOptimizer)]
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Give every optimizer the masks of its own parameters, by parameter name.
@@ -73,11 +71,10 @@ class OptimizerMasks:
     def are_new(self) -> bool:
         """True if masks were set since they were noted."""
         # a callback may have added a parameter group, which the next round's start tells of
-        pairs = zip(self._noted, self._present(), strict=False)
-        return any(known is not present for known, present in pairs)
+        return bool(self._masked) and not all(map(is_, self._noted, self._present()))
 
     def _present(self) -> list[Any]:
-        groups = (group for each in self._optimizers for group in each.param_groups)
+        groups = (group for each in self._masked for group in each.param_groups)
         return [group.get("active") for group in groups]
 
 

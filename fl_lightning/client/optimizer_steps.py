@@ -34,8 +34,8 @@ class OptimizerSteps:
         ...             loss.backward()
         ...         optimizer.step()
         ...         steps.end_step(loss)
-        >>> steps.totals()
-        [1]
+        >>> steps.taken
+        1
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
@@ -69,12 +69,14 @@ class OptimizerSteps:
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
 
-    def totals(self) -> list[int]:
-        """Return how many steps each optimizer took."""
-        return [
+    @property
+    def taken(self) -> int | tuple[int, ...]:
+        """Number of steps of the optimizer, or of each of several."""
+        totals = [
             count - (int(torch.stack(found).count_nonzero()) if found else 0)
             for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
         ]
+        return totals[0] if len(totals) == 1 else tuple(totals)
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

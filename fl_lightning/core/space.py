@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,9 @@ class Space:
         tensors: the live tensors by name, in order. They are written to in place.
         active: for tensors that belong to the space only in part, by name: increasing indices of
             their entries in the flattened tensor, integers of shape (k_i,).
+
+    Attributes:
+        is_lossless: whether `write` keeps every bit, which it does not in a module of half precision.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -53,17 +55,11 @@ class Space:
         self._sizes = [t.numel() if index is None else len(index) for t, index in pairs]
         self.size = sum(self._sizes)
         self.num_entries = sum(tensor.numel() for tensor in self._tensors)
-        self.dtype = torch.float64 if self._any_double() else torch.float32
+        dtypes = {tensor.dtype for tensor in self._tensors}
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.is_lossless = dtypes <= {self.dtype}
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._written: tuple[Tensor, list[Tensor]] = (torch.empty(0), [])
-
-    def _any_double(self) -> bool:
-        return any(tensor.dtype == torch.float64 for tensor in self._tensors)
-
-    @property
-    def is_lossless(self) -> bool:
-        """True if `write` keeps every bit, which a module in half precision does not."""
-        return set(map(attrgetter("dtype"), self._tensors)) <= {self.dtype}
 
     @classmethod
     def of_parameters(

@@ -196,15 +196,13 @@ class Attributes:
         return _differences(each for each in self._noted if each.write is None)
 
     def put_back(self) -> None:
-        """Put everything back in place, which costs next to nothing if nothing has changed."""
-        for each in () if self.is_same() else self._noted:
+        """Put everything back in place; `is_same` tells at next to no cost whether there is anything."""
+        for each in self._noted:
             if each.write is not None and not each.is_same():
                 each.write(each.before)
 
     def growth(self) -> Growth:
         """Items appended to lists that begin as they did, and lists under new keys."""
-        if self.is_same():
-            return []
         own = [(i, each) for i, each in enumerate(self._noted) if each.write is not None]
         return [(index, added) for index, each in own if (added := each.growth())]
 

@@ -146,7 +146,7 @@ class FitClients:
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
-        self.local.show_growth()
+        self.local.show_lists()
         self._scale.wind_back()
 
     def train(
