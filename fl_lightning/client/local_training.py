@@ -182,6 +182,11 @@ class LocalTrainer:
         """Return the module's present values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
+    def read_into(self, model: GlobalModel) -> None:
+        """Write the module's present values into a global model, where the module holds every bit of it."""
+        self.space.read(out=model.params)
+        self.buffers.read(out=model.buffers)
+
     def start_round(self, number: int = 0) -> None:
         """Note what every client of the round starts from besides the weights.
 
@@ -320,16 +325,17 @@ class LocalTrainer:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
         logged = self.collector.collect()
+        metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
         if self.own.size:
             self.kept = self.own.read()
         update = ClientUpdate(
             client_id=client_id,
-            delta=self._delta(start),
+            delta=self.space.moved_since(start.params),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
             optimizer_steps=self._optimizer_steps.taken if self.counts_steps else None,
-            metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
+            metrics=metrics,
             active=active,
         )
         self._check(update, losses, sizes)
@@ -386,11 +392,3 @@ class LocalTrainer:
                     size = step_batches[0][1] if one else sum(size for _, size in step_batches)
                     sizes.append(size)
         return num_steps, losses, sizes
-
-    def _delta(self, start: GlobalModel) -> Tensor:
-        end = self.space.read()
-        if self.space.is_lossless:
-            return torch.sub(start.params, end, out=end)
-        # the client started from the rounded values: only its own movement counts
-        self.space.write(start.params)
-        return self.space.read().sub_(end)

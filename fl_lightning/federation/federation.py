@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
@@ -111,9 +112,10 @@ class Federation(Options, Callback):
         clients = None if self.rounds.run.by_step else trainer.optimizers[0]
         for line in idle_lines(number, self, self._calendar, clients, server):
             rank_zero_info(line)
-        known = self.rounds.run.groups.population
-        own = own_layers(self.personal, lambda: self.personal_models(trainer))
-        refresh_losses(trainer, self.cohort, known, self.seed, own)
+        if as_cohort(self.cohort).needs_fresh_losses:
+            population = self.rounds.run.groups.population
+            own = own_layers(self.personal, lambda: self.personal_models(trainer))
+            refresh_losses(trainer, self.cohort, population, self.seed, own)
         seed_global_generators(derive_seed(self.seed, "round", number))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

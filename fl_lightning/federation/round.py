@@ -110,9 +110,11 @@ class Round:
                 for sent in sent_by_clients:
                     if isinstance(sent, Missing):
                         self.skip(sent.failure)
+                        ended = [sent.failure.client_id]
                     else:
                         self._receive(sent)
-                    self.record.finish(sent.client_ids, num_bytes=sent.start.num_bytes)
+                        ended = sent.made.client_ids
+                    self.record.finish(ended, num_bytes=sent.start.num_bytes)
 
         self.record.means.reductions |= self.clients.collector.reductions
 

@@ -123,11 +123,6 @@ class Upload(NamedTuple):
     num_bytes: int = 0
     error: Tensor | None = None
 
-    @property
-    def client_ids(self) -> list[int]:
-        """Ids of the clients, in the order of the updates."""
-        return self.made.client_ids
-
 
 class Missing(NamedTuple):
     """A client whose update cannot be used.
@@ -139,11 +134,6 @@ class Missing(NamedTuple):
 
     start: Start
     failure: ClientFailure
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Id of the client, alone in a list."""
-        return [self.failure.client_id]
 
 
 class Stage:

@@ -96,6 +96,7 @@ class _Noted:
         self.before = self.read() if self.before is _MISSING else self.before
 
     def is_same(self) -> bool:
+        """True if a container holds the very same objects, or a value is equal."""
         now, before = self.read(), self.before
         if self.held is None or isinstance(before, set):
             return same_value(now, before)
