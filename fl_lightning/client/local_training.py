@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.optimizer_masks import OptimizerMasks
-from fl_lightning.client.optimizer_steps import OptimizerSteps
+from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
 from fl_lightning.client.state.attributes import Attributes, Growth
 from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
 from fl_lightning.client.state.tensors import (

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
+from fl_lightning.client.optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
 
 # of every optimizer, of every group of its parameters, by name

@@ -26,8 +26,8 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.apfl import Mixing
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import CompiledGradients, FasterStep, Forwards, Speedup, StepContext
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides

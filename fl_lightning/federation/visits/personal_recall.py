@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator
 from fl_lightning.data.federated import FederatedDataModule
