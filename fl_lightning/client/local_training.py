@@ -36,6 +36,9 @@ from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite
 
+# Entries from which on a pass over memory takes longer than an operation for each tensor.
+_LARGE = 2**18
+
 
 class LocalTrainer:
     """Trains clients one after the other in one module.
@@ -329,7 +332,7 @@ class LocalTrainer:
             self.kept = self.own.read()
         update = ClientUpdate(
             client_id=client_id,
-            delta=self.space.moved_since(start.params),
+            delta=self._delta(start.params),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
@@ -354,6 +357,23 @@ class LocalTrainer:
         active = self.space.coordinates(masks)
         self._masks.set(masks)  # until the next `restore`
         return active
+
+    def _delta(self, start: Tensor) -> Tensor:
+        """Return the start minus where the client ended, shape (k,)."""
+        space = self.space
+        if not space.is_lossless:
+            end = space.read()
+            space.write(start)  # it began with rounded values: only its own movement counts
+            return space.read().sub_(end)
+        if space.active or space.size < _LARGE:
+            end = space.read()
+            return torch.sub(start, end, out=end)
+        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
+        pairs = zip(space.views(start), space.entries(delta), strict=True)
+        with torch.no_grad():
+            for before, (after, _, moved) in pairs:
+                torch.sub(before, after, out=moved)
+        return delta
 
     def _check(self, update: ClientUpdate, losses: list[Tensor], sizes: list[int]) -> None:
         """Refuse numbers that are not finite, with what may have made them so."""

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 
-# Entries from which on a pass over memory takes longer than an operation for each tensor.
-_LARGE = 2**18
-
 
 class Space:
     """Named tensors, concatenated into a vector of length `size`.
@@ -134,22 +131,6 @@ class Space:
             pairs = zip(self._tensors, self._indices, strict=True)
             parts = [t.reshape(-1) if i is None else _entries(t, i) for t, i in pairs]
             return torch.cat(parts, out=out).to(self.dtype)
-
-    def moved_since(self, start: Tensor) -> Tensor:
-        """Return ``start`` minus the live values, shape (k,); they began as `write` put ``start`` there."""
-        if not self.is_lossless:
-            end = self.read()
-            self.write(start)  # they began with rounded values: only their own movement counts
-            return self.read().sub_(end)
-        if self.active or self.size < _LARGE:
-            end = self.read()
-            return torch.sub(start, end, out=end)
-        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
-        with torch.no_grad():
-            views = zip(self.views(start), self._tensors, self.views(delta), strict=True)
-            for before, after, moved in views:
-                torch.sub(before, after, out=moved)
-        return delta
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_step import loss_of
+from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
@@ -29,7 +28,7 @@ from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.visiting import Visit, visiting
+from fl_lightning.federation.visits.visiting import visiting
 
 
 def recalled_models(
@@ -132,24 +131,10 @@ class FineTuning:
         ):
             seed_global_generators(derive_seed(self._seed, _PURPOSE, client))
             optimizer = made_optimizer(self._trainer.lightning_module)
+            step = PlainStep(SimpleNamespace(training_step=visit.step), optimizer, visit.logs)
             for index, indices in enumerate(work.batches):
-                _step(visit, optimizer, visit.prepared(self._data.train_batch(indices)), index)
-
-
-def _step(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> None:
-    if takes_closure(optimizer):
-        stepped_with_closure(optimizer, lambda: _gradients(visit, optimizer, batch, index))
-    elif _gradients(visit, optimizer, batch, index) is not None:
-        optimizer.step()
-
-
-def _gradients(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> Tensor | None:
-    optimizer.zero_grad()
-    loss = loss_of(visit.step(batch, index))
-    if loss is None:
-        return None
-    loss.backward()
-    return loss.detach()
+                batch = visit.prepared(self._data.train_batch(indices))
+                step([(batch, len(indices))], index)
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:
