@@ -29,8 +29,9 @@ class Variant:
     """One way to write the local step, with the same result.
 
     Attributes:
-        update: ``sgd`` (torch's own as it comes), ``fused`` (its fused one) or ``by hand``
-            (`torch.autograd.grad` and a few operations on lists).
+        update: ``sgd`` (torch's own as it comes), ``fused`` (its fused one), ``by hand``
+            (`torch.autograd.grad` and a few operations on lists) or ``graphed`` (the step by hand, on a
+            GPU recorded as a CUDA graph and replayed).
         channels_last: the memory layout of images and convolutions.
     """
 
@@ -44,7 +45,7 @@ class Variant:
 PLAIN = Variant()
 VARIANTS = {
     str(variant): variant
-    for update in ("sgd", "fused", "by hand")
+    for update in ("sgd", "fused", "by hand", "graphed")
     for variant in (Variant(update), Variant(update, channels_last=True))
 }
 
@@ -120,8 +121,9 @@ class BareLoop:
         self._params = [p.detach() for p in self._leaves]
         self.start = [p.clone() for p in self._params]
         self._mean = [torch.zeros_like(p, dtype=mean_dtype) for p in self._params]
-        by_hand = variant.update == "by hand" and work.momentum
-        self._velocity = [torch.zeros_like(p) for p in self._params] if by_hand else []
+        self._by_hand = variant.update in ("by hand", "graphed")
+        has_velocity = self._by_hand and work.momentum
+        self._velocity = [torch.zeros_like(p) for p in self._params] if has_velocity else []
         self._optimizer = torch.optim.SGD(
             self._leaves,
             lr=work.lr,
@@ -131,11 +133,16 @@ class BareLoop:
         )
         self._is_mixed = _is_mixed(precision)
         self._draws = any(isinstance(layer, nn.Dropout) for layer in network.modules())
+        self._is_graphed = variant.update == "graphed" and device == "cuda"
+        # by the size of the batch, with the tensor of the examples' indices
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def train_round(self, plan: Sequence[Visit]) -> float:
         """Train a round and return its seconds."""
         began = time.perf_counter()
-        step = self._step_by_hand if self.variant.update == "by hand" else self._step
+        step = self._step_by_hand if self._by_hand else self._step
+        if self._is_graphed:
+            self._capture({len(batch) for visit in plan for batch in visit.batches})
         for visit in plan:
             torch._foreach_copy_(self._params, self.start)
             self._optimizer.state.clear()
@@ -144,9 +151,12 @@ class BareLoop:
             torch.randperm(sum(map(len, visit.batches)))  # any such loop shuffles
             if self._draws:
                 torch.default_generator.manual_seed(visit.seed)
-            for batch in visit.batches:
-                indices = batch.to(self._device, non_blocking=True)
-                step(self._x[indices], self._y[indices])
+            if self._is_graphed:
+                self._replay(visit.batches)
+            else:
+                for batch in visit.batches:
+                    indices = batch.to(self._device, non_blocking=True)
+                    step(self._x[indices], self._y[indices])
             torch._foreach_add_(self._mean, self._params, alpha=visit.share)
         torch._foreach_copy_(self.start, self._mean)
         torch._foreach_zero_(self._mean)
@@ -173,6 +183,27 @@ class BareLoop:
             gradients = tuple(self._velocity)
         torch._foreach_add_(self._params, gradients, alpha=-self.work.lr)
 
+    def _capture(self, sizes: set[int]) -> None:
+        """Record steps on batches of these sizes; the weights are left anywhere."""
+        for size in sizes - self._graphs.keys():
+            indices = torch.zeros(size, dtype=torch.long, device=self._device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # what libraries set up in a first step cannot be recorded
+                    self._step_by_hand(self._x[indices], self._y[indices])
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                self._step_by_hand(self._x[indices], self._y[indices])
+            self._graphs[size] = graph, indices
+
+    def _replay(self, batches: Sequence[Tensor]) -> None:
+        order = torch.cat(list(batches)).to(self._device, non_blocking=True)
+        for batch in order.split([len(batch) for batch in batches]):
+            graph, indices = self._graphs[len(batch)]
+            indices.copy_(batch)
+            graph.replay()
+
 
 _nothing = contextlib.nullcontext()
 
@@ -196,6 +227,8 @@ def best_variant(
     layers = work.initial_network().modules()
     is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
     candidates = [v for v in VARIANTS.values() if is_convolutional or not v.channels_last]
+    if device != "cuda":
+        candidates = [v for v in candidates if v.update != "graphed"]
     loops = [BareLoop(work, data, variant, precision, device=device) for variant in candidates]
     one_client = [loops[0].train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
     num_clients = max(1, int(0.2 / one_client))  # a try takes about 0.2 s

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
         MaskCalibration as MaskCalibration,
     )
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation as ClientEvaluation
-    from fl_lightning.callbacks.console.companions import companions as companions
-    from fl_lightning.callbacks.console.run_log import RunLog as RunLog
-    from fl_lightning.callbacks.partition_report import PartitionReport as PartitionReport
-    from fl_lightning.callbacks.progress import RoundProgressBar as RoundProgressBar
-    from fl_lightning.callbacks.report.run_report import RunReport as RunReport
+    from fl_lightning.callbacks.companions import companions as companions
     from fl_lightning.cli.federated_cli import FederatedCLI as FederatedCLI
     from fl_lightning.client.corrections.feddyn import FedDyn as FedDyn
     from fl_lightning.client.corrections.fedlc import FedLC as FedLC
@@ -67,6 +63,10 @@ if TYPE_CHECKING:
     from fl_lightning.privacy.example import ExampleDP as ExampleDP
     from fl_lightning.privacy.local import LocalDP as LocalDP
     from fl_lightning.privacy.private_mean import AdaptiveClip as AdaptiveClip
+    from fl_lightning.reports.log_file import RunLog as RunLog
+    from fl_lightning.reports.overview import PartitionReport as PartitionReport
+    from fl_lightning.reports.progress import RoundProgressBar as RoundProgressBar
+    from fl_lightning.reports.run_report import RunReport as RunReport
     from fl_lightning.server.means.mean import Mean as Mean
     from fl_lightning.server.means.mean import NormalisedMean as NormalisedMean
     from fl_lightning.server.means.mean import OverlapMean as OverlapMean

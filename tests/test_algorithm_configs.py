@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from toys import ACCELERATOR
 
 from fl_lightning.cli import main
 
@@ -56,6 +57,7 @@ def small_base(path):
     """Return a small one whose clients train as those of the base that a file names."""
     base = yaml.safe_load(BASE)
     named = yaml.safe_load(named_base(path).read_text())
+    base["trainer"]["accelerator"] = ACCELERATOR
     base["model"]["init_args"]["optimizer"] = named["model"]["init_args"]["optimizer"]
     return base
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
+
+ACCELERATOR = os.environ.get("TOYS_ACCELERATOR", "cpu")  # gpu: see .ci/gpu
 
 
 class Notes:
@@ -132,7 +135,7 @@ def toy_data(
 
 def toy_trainer(*callbacks, max_epochs=3, **options):
     defaults = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

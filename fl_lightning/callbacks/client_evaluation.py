@@ -22,8 +22,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from fl_lightning.callbacks.console.tidy import detail
-from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.local_models import LocalModels
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
@@ -42,6 +40,8 @@ from fl_lightning.federation import (
     personal_models,
     run_folder,
 )
+from fl_lightning.reports.evaluated_model import ModelOrigin
+from fl_lightning.reports.log_file import detail
 
 # Parts of the names of metrics of which less is better.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
@@ -96,6 +96,9 @@ class ClientEvaluation(Callback):
         self._origin = ModelOrigin()
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
         self.per_client: dict[int, dict[str, float]] = {}
+
+    # charts of TensorBoard that need not have numbers in the first round
+    late_charts = ("held-out examples, mean", "held-out examples, worst decile")
 
     @property
     def has_curves(self) -> bool:

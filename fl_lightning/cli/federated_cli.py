@@ -21,13 +21,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from fl_lightning.callbacks.console.companions import companions
-from fl_lightning.callbacks.console.results_table import ResultsTable
-from fl_lightning.callbacks.console.run_log import Level
-from fl_lightning.callbacks.console.tidy import detail
-from fl_lightning.callbacks.evaluated_model import shown_path
+from fl_lightning.callbacks.companions import companions
 from fl_lightning.callbacks.predictions import Predictions
-from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.checks import check_environment, check_ranges, check_trainer
 from fl_lightning.cli.configs import with_paths
 from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
@@ -45,8 +40,6 @@ from fl_lightning.cli.runs import (
     write_atomically,
 )
 from fl_lightning.cli.yaml_files import interpolating, loader
-from fl_lightning.core.console.layout import in_lines
-from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
@@ -62,6 +55,11 @@ from fl_lightning.federation import (
     settle_folder,
     settle_loggers,
 )
+from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
+from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.log_file import Level, detail
+from fl_lightning.reports.run_report import RunReport
+from fl_lightning.reports.screen import clear_leftovers
 
 # YAML in which classes may stand without their modules
 _SHORT = "short"

@@ -243,11 +243,17 @@ def _wrong_class(found: Complaint) -> str | None:
     kinds = [f"a {one or other}" for one, other in _KIND.findall(" ".join(found.reasons))]
     kind = f" that is {' or '.join(dict.fromkeys(kinds))}" if kinds else ""
     allowed = [f"a class{kind}, with class_path and init_args", *_allowed(others)]
+    must = f"{found.path} must be {' or '.join(allowed)}{_shown(found.given)}"
+    owner, _, own = found.class_path.rpartition(".")
+    if owner.partition(".")[0] not in (
+        "",
+        "fl_lightning",
+    ):  # a user's class means others by the name
+        return f"{must}. Give the class that {own} takes with its module: my_module.MyClass"
     block, _, option = found.path.replace(".init_args", "").partition(".")
     known = paths(block, option)
     close = difflib.get_close_matches(given.rpartition(".")[2], known, n=1)
     hint = f"Did you mean {known[close[0]]}? " if close else ""
-    must = f"{found.path} must be {' or '.join(allowed)}{_shown(found.given)}"
     return f"{must}. {hint}{where_listed(found.path)}"
 
 

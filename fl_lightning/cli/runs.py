@@ -28,13 +28,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from fl_lightning.callbacks.console.log_file import EarlyMessages
-from fl_lightning.callbacks.console.run_log import NAME
-from fl_lightning.callbacks.console.tidy import LOGGERS, tidy_screen
-from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
-from fl_lightning.callbacks.report.run_report import REPORT, RunReport
-from fl_lightning.core.console.layout import in_lines, is_terminal, laid_out, width_of
-from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.federation import (
     CONFIG,
@@ -44,6 +37,11 @@ from fl_lightning.federation import (
     own_run_folder,
     run_folder,
 )
+from fl_lightning.reports.evaluated_model import saved_after, shown_path
+from fl_lightning.reports.layout import in_lines, is_terminal, laid_out, width_of
+from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
+from fl_lightning.reports.run_report import REPORT, RunReport
+from fl_lightning.reports.screen import clear_leftovers
 
 Arguments = ParamSpec("Arguments")
 

@@ -11,7 +11,6 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.core.console.layout import in_blocks, in_lines, is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
@@ -22,6 +21,8 @@ from fl_lightning.experiments.results import RunResult, read_result, write_csv, 
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_cells, results_table
 from fl_lightning.experiments.training import is_finished
+from fl_lightning.reports.layout import in_lines, is_terminal, width_of
+from fl_lightning.reports.screen import in_blocks
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -139,7 +140,7 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     shown = text
     if is_terminal(sys.stdout):  # the whole table is in the file
         head, lines = results_cells(results)
-        shown = in_blocks([head, *lines], width_of(sys.stdout) - 1)
+        shown = in_blocks(head, lines, width_of(sys.stdout) - 1)
     files = "results.csv, curves.csv, results.md, results.tex, results.png"
     print(f"\n{shown}\n\nresults:    {out}/\n            {files}")
     print(f"report:     {out}/{REPORT}")

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.core.report.charts import Chart, Panel
-from fl_lightning.core.report.colours import series
-from fl_lightning.core.report.panels import Line, bars, curves, table_map
 from fl_lightning.experiments.results import RunResult, by_variant, spreads
+from fl_lightning.reports.charts import Chart, Line, Panel, bars, curves, series, table_map
 
 Axes = Mapping[str, Sequence[str]]
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from fl_lightning.core.console.layout import duration, filled
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Column, Table
+
 from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.reports.layout import duration
 
 # run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"
 _LOG = "run.log"
@@ -37,40 +41,35 @@ class Watch:
         if seconds is not None:
             self._seconds.append(seconds)
 
-    def lines(self, running: Sequence[PlannedRun], width: int) -> list[str]:
-        """Return a line about all runs, and one about each that is running.
+    def bars(self, running: Sequence[PlannedRun], width: int) -> Table:
+        """A line about all runs, and one about each that is running.
 
         Args:
             running: at present.
             width: columns of a line.
         """
-        names = [_short(run, width // 3) for run in running]
-        longest = max(map(len, names), default=0)
-        own = [
-            f"{name.ljust(longest)}  {self._progress(run)}"[:width]
-            for name, run in zip(names, running, strict=True)
-        ]
-        return [self._all()[:width], *own]
-
-    def _all(self) -> str:
+        grid = Table.grid(*[Column(no_wrap=True) for _ in range(5)], padding=(0, 2))
         left = ""
         if self._seconds:
             mean = sum(self._seconds) / len(self._seconds)
-            left = f"  {duration(mean * (self._num_runs - self._num_done) / self._workers)} left"
-        share = filled(self._num_done / self._num_runs, _BAR)
-        return f"runs {self._num_done}/{self._num_runs}  {share}{left}"
+            left = f"{duration(mean * (self._num_runs - self._num_done) / self._workers)} left"
+        of = f"{self._num_done}/{self._num_runs}"
+        grid.add_row("runs", Bar(self._num_runs, self._num_done, width=_BAR), of, left)
+        for run in running:
+            grid.add_row(_short(run, width // 3), *self._progress(run))
+        return grid
 
-    def _progress(self, run: PlannedRun) -> str:
+    def _progress(self, run: PlannedRun) -> Iterator[RenderableType]:
         found = last_round(run)
         if found is None:
-            return "starting"
+            yield "starting"
+            return
         number, total, metric = found
         first, at = self._first.setdefault(run.name, (number, time.monotonic()))
-        words = [f"{filled(number / total, _BAR)}  {number}/{total}"]
-        if number > first:
-            seconds = (time.monotonic() - at) / (number - first)
-            words.append(f"{duration(seconds * (total - number))} left")
-        return "  ".join([*words, metric])
+        yield from (Bar(total, number, width=_BAR), f"{number}/{total}")
+        seconds = (time.monotonic() - at) / max(1, number - first)
+        yield f"{duration(seconds * (total - number))} left" if number > first else ""
+        yield metric
 
 
 def _short(run: PlannedRun, width: int) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.core.report.charts import write_chart
-from fl_lightning.core.report.page import Page
 from fl_lightning.experiments.experiment import Experiment
 from fl_lightning.experiments.figure import comparison_charts
 from fl_lightning.experiments.latex import latex
 from fl_lightning.experiments.results import RunResult, by_variant
 from fl_lightning.experiments.table import matrix_cells, results_cells
+from fl_lightning.reports.charts import write_chart
+from fl_lightning.reports.page import Page
 
 REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
 

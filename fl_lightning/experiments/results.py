@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.curves import Curve, curves
+from fl_lightning.experiments.curves import curves
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.training import seconds_of
+from fl_lightning.reports.history import Curve
 
 BEST = " (best round)"
 # What clients sent and got in sum: in rounds, and once, ahead of them or between them.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from fl_lightning.core.console.layout import laid_out
-from fl_lightning.core.console.screen import StatusLines
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.progress import Watch
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
+from fl_lightning.reports.layout import laid_out
+from fl_lightning.reports.screen import StatusLines
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -44,7 +44,7 @@ def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[st
         pending = {future: run for run, future in zip(missing, started.values(), strict=True)}
         while pending:
             running = [run for future, run in pending.items() if future.running()]
-            screen.show(*watch.lines(running, screen.width))
+            screen.show(watch.bars(running, screen.width))
             pause = _SECONDS_BETWEEN_LOOKS if screen.is_open else None
             for future in wait(pending, pause, FIRST_COMPLETED).done:
                 run = pending.pop(future)

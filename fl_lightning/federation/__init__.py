@@ -31,7 +31,7 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.groups import ClientGroup, limited
 from fl_lightning.federation.hooks import overrides
 from fl_lightning.federation.loggers import (
-    SingleDots,
+    board_tag,
     boards,
     is_of_test,
     keep_once,
@@ -114,7 +114,6 @@ __all__ = [
     "RunMemory",
     "SecureRounds",
     "SimpleFederation",
-    "SingleDots",
     "SpansNetwork",
     "Stage",
     "Stages",
@@ -127,6 +126,7 @@ __all__ = [
     "Visit",
     "begin_at_site",
     "begin_round",
+    "board_tag",
     "boards",
     "can_fork",
     "check_begun",

@@ -126,7 +126,8 @@ class Federation(Options, Callback):
             part.round_ends(trainer, record, is_broken_off=is_open)
         metrics = record.metrics()
         shown = filter(self.rounds.in_progress_bar, metrics)
-        log_round(trainer, metrics | record.facts(), in_progress_bar=list(shown))
+        values = metrics | record.facts()
+        log_round(trainer, values, in_progress_bar=list(shown), twins=record.twins())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

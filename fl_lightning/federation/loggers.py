@@ -96,46 +96,21 @@ def table(numbers: Mapping[str, float]) -> str:
     return "\n".join(["| name | value |", "|---|---|", *rows])
 
 
-class SingleDots:
-    """Keeps from TensorBoard what an evaluation logs once; a name that comes again is logged as a curve.
+# groups of ours; TensorBoard sorts by name, and the user's own val/ and train/ come first this way
+_OURS = re.compile(
+    r"(calibration|clients|global|head|local|mask|partition|personal|predictor|privacy|recalibration"
+    r"|results|round|search|secure)(/|$)"
+)
 
-    Args:
-        trainer: with the loggers.
+
+def board_tag(name: str) -> str:
+    """Name of a number or picture on TensorBoard, which sorts behind ``val/`` if it is one of ours.
+
+    Example:
+        >>> board_tag("round/seconds"), board_tag("val/loss")
+        ('· round/seconds', 'val/loss')
     """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._boards = [
-            board
-            for board in boards(trainer)
-            if type(board).log_metrics is TensorBoardLogger.log_metrics
-        ]
-
-    def start(self) -> SingleDots:
-        """Begin to keep them back."""
-        for board in self._boards:
-            vars(board)["log_metrics"] = _FromSecondOn(board.log_metrics)
-        return self
-
-    def stop(self) -> None:
-        """Give the loggers their own way back."""
-        for board in self._boards:
-            vars(board).pop("log_metrics", None)
-
-
-class _FromSecondOn:
-    def __init__(self, log: Any) -> None:
-        self._log = log
-        self._first: dict[str, tuple[float, int | None]] = {}
-        self._often: set[str] = set()
-
-    def __call__(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        for name in metrics.keys() & self._first.keys():
-            value, at = self._first.pop(name)
-            self._log({name: value}, at)
-            self._often.add(name)
-        self._first |= {n: (v, step) for n, v in metrics.items() if n not in self._often}
-        if again := {name: value for name, value in metrics.items() if name in self._often}:
-            self._log(again, step)
+    return f"· {name}" if _OURS.match(name) else name
 
 
 _FIGURES = "figures"
@@ -196,7 +171,7 @@ def _is_a(logger: Any, kind: str) -> bool:
 
 
 def _on_tensorboard(logger: Any, name: str, figure: Figure, step: int) -> None:
-    logger.experiment.add_figure(name, figure, step, close=False)
+    logger.experiment.add_figure(board_tag(name), figure, step, close=False)
 
 
 def _on_wandb(logger: Any, name: str, figure: Figure, step: int) -> None:
@@ -226,7 +201,9 @@ _PICTURES: Mapping[str, Callable[[Any, str, Figure, int], None]] = {
     "CometLogger": _on_comet,
 }
 _HISTOGRAMS: Mapping[str, Callable[[Any, str, Tensor, int], Any]] = {
-    "TensorBoardLogger": lambda board, name, values, step: board.add_histogram(name, values, step),
+    "TensorBoardLogger": lambda board, name, values, step: board.add_histogram(
+        board_tag(name), values, step
+    ),
     "WandbLogger": _histogram_on_wandb,
     "CometLogger": lambda comet, name, values, step: comet.log_histogram_3d(
         values.numpy(), name=name, step=step

@@ -58,7 +58,11 @@ def bring_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collecti
 
 
 def log_round(
-    trainer: Trainer, values: Mapping[str, float], *, in_progress_bar: Collection[str] = ()
+    trainer: Trainer,
+    values: Mapping[str, float],
+    *,
+    in_progress_bar: Collection[str] = (),
+    twins: Collection[str] = (),
 ) -> None:
     """Log numbers of the round that has just ended, as `LightningModule.log` does at its end.
 
@@ -69,6 +73,8 @@ def log_round(
         trainer: at the end of an epoch.
         values: by name.
         in_progress_bar: names of those that are shown beside the progress bar.
+        twins: names of those that the module logs under another name: callbacks can monitor them, loggers
+            do not get them.
     """
     # made at once: one by one they take as long as the step of a small client
     numbers = torch.tensor(list(values.values())).unbind()
@@ -78,8 +84,9 @@ def log_round(
     trainer.progress_bar_metrics.update({name: values[name] for name in in_progress_bar})
     for logger in trainer.loggers:
         with _one_event(logger):
+            shown = {name: value for name, value in values.items() if name not in twins}
             logger.log_metrics(
-                {**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1
+                {**shown, "epoch": trainer.current_epoch}, step=trainer.global_step - 1
             )
         logger.save()
 
@@ -93,7 +100,7 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
 
 @contextmanager
 def _one_event(logger: Logger) -> Iterator[None]:
-    """Writes the scalars of the block as one TensorBoard event instead of one each.
+    """Writes the scalars of the block as one TensorBoard event a step instead of one each.
 
     TensorBoard shows the same. A round has more of them than the writer's queue has places, and its
     thread would be woken up for each: that took a third of a small round.
@@ -109,8 +116,8 @@ def _one_event(logger: Logger) -> Iterator[None]:
         yield
     finally:
         writer.file_writer = file_writer
-        if event.summary is not None:
-            file_writer.add_summary(event.summary, event.step)
+        for step, summary in event.summaries.items():
+            file_writer.add_summary(summary, step)
 
 
 def _stock_writer(logger: Logger) -> Any:
@@ -122,20 +129,18 @@ def _stock_writer(logger: Logger) -> Any:
 
 
 class _Event:
-    """Stands in for a file writer and makes one summary of all that it is given."""
+    """Stands in for a file writer and makes one summary a step of all that it is given."""
 
     def __init__(self) -> None:
-        self.summary: Any = None
-        self.step: int | None = None
+        self.summaries: dict[int | None, Any] = {}
 
     def add_summary(
         self, summary: Any, global_step: int | None = None, walltime: float | None = None
     ) -> None:
         """Add what the writer's ``add_scalar`` has made."""
-        if self.summary is None:
-            self.summary, self.step = summary, global_step
-        else:
-            self.summary.value.extend(summary.value)
+        first = self.summaries.setdefault(global_step, summary)
+        if first is not summary:
+            first.value.extend(summary.value)
 
 
 class EvaluationLogs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from fl_lightning.core.metrics import ClientMeans
 from fl_lightning.core.update import Updates
+
+_LOSS = "train/loss"
 
 
 @dataclass
@@ -112,6 +115,13 @@ class RoundRecord:
         """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""
         return {name: self.means.reduced(name) for name in self.means.names} | self.pooled
 
+    def twins(self) -> set[str]:
+        """Names of the loss that training returned, if the module logs the same numbers under its own name."""
+        own = self.means.by_client(_LOSS)
+        others = (n for n in self.means.names if n != _LOSS and "loss" in n.lower())
+        is_twin = any(_are_close(own, self.means.by_client(name)) for name in others)
+        return {_LOSS, f"{_LOSS}_std"} if is_twin else set()
+
     def facts(self) -> dict[str, float]:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
@@ -170,6 +180,12 @@ class RoundRecord:
         record = cls()
         record.load_state_dict(state)
         return record
+
+
+def _are_close(a: dict[int, float], b: dict[int, float]) -> bool:
+    """Compare two metrics of clients, up to the rounding of float32 sums in another order."""
+    near = (math.isclose(x, b[k], rel_tol=1e-5) for k, x in a.items() if k in b)
+    return a.keys() == b.keys() and bool(a) and all(near)
 
 
 def _state(value: Any) -> Any:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
+from fl_lightning.core.yaml_files import read
 from fl_lightning.models.checkpoints import read_tensors
 from fl_lightning.nas.spaces import subnetwork
 from fl_lightning.nas.spaces.cells import CellSpace
@@ -239,10 +239,7 @@ def architecture_in(path: str) -> str:
     Raises:
         ConfigurationError: if the file cannot be read or names none.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"architecture {path}: {error}") from error
+    content: Any = read(Path(path), "architecture ")
     for key in ("model", "init_args", "network", "init_args"):
         content = content.get(key, content) if isinstance(content, dict) else content
     found = content.get("architecture") if isinstance(content, dict) else None

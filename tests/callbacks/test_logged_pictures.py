@@ -56,8 +56,8 @@ def test_tensorboard_has_both(tmp_path):
     log(logger, tmp_path)
     logger.experiment.close()
     events = EventAccumulator(logger.log_dir).Reload()
-    assert [event.step for event in events.Images("clients/a picture")] == [3]
-    assert events.Histograms("clients/loss")[0].histogram_value.num == 2 + 1
+    assert [event.step for event in events.Images("· clients/a picture")] == [3]
+    assert events.Histograms("· clients/loss")[0].histogram_value.num == 2 + 1
 
 
 def test_any_logger_with_log_image_has_the_picture(tmp_path):

@@ -22,10 +22,10 @@ from fl_lightning import (
     RunReport,
     UniformCohort,
 )
-from fl_lightning.callbacks.report.history import History
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.partitions.partition import IID
 from fl_lightning.federation.loggers import logged_once
+from fl_lightning.reports.history import History
 from fl_lightning.sparsity import (
     ExactFisher,
     LinearHead,

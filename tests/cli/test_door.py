@@ -29,8 +29,8 @@ from fl_lightning.cli.help import (
     run_help,
 )
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
-from fl_lightning.cli.yaml_files import read
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
+from fl_lightning.core.yaml_files import read
 from fl_lightning.data import IID, Digits
 from fl_lightning.flower.rules.class_paths import own_names
 from fl_lightning.server import Median
@@ -206,6 +206,23 @@ def test_a_misspelt_class_is_found_before_pytorch_is_imported(words, tmp_path):
     assert (code, seconds <= 1.0) == (2, True), said
 
 
+class OwnData(LightningDataModule):
+    """Its option has a name that the federated data module has too."""
+
+    def __init__(self, partition: LightningDataModule | None = None):
+        super().__init__()
+
+
+def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    words = [f"--data={__name__}.OwnData", "--data.partition=LabelShards"]
+    with pytest.raises(SystemExit):
+        FederatedCLI(ImageClassifier, run=False, args=words)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "data.init_args.partition must be a class" in said
+    assert ("the class that OwnData takes" in said, "Did you mean" in said) == (True, False)
+
+
 def test_names_of_classes_of_other_modules_are_left_to_the_parser():
     """A module of a user that the command line imports may define them."""
     check_classes(["fit", "--model", "mine.Net", "--federation.aggregator", "MyKrum"], [])
@@ -230,6 +247,8 @@ ENDLESS = {
     "digits": ("num_threads: " + "9" * 400, "num_threads must have at most 40 digits, got 400"),
     "thousands": ("num_threads: " + "9" * 6000, "at most 40 digits"),
     "bomb": ("\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), "more than"),
+    "twice": ("trainer:\n  max_epochs: 1\n  devices: 1\n  max_epochs: 2\n", "trainer.max_epochs stands in line 2 and again in line 4: keep one of them"),
+    "twice in a line": ("federation: {updates: [Sign, {class_path: TopK, class_path: Sign}]}", "federation.updates.1.class_path stands in line 1 and again: keep"),
     "tab": ("trainer:\n\tmax_epochs: 1", "is not valid YAML"),
 }  # fmt: skip
 
@@ -452,10 +471,21 @@ class TestAScriptMayBuild:
         with pytest.raises(ConfigurationError, match=r"PL_FEDERATION='\{local_steps: 3\}'"):
             self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
 
-    @pytest.mark.parametrize("text", ["trainer: &a {x: *a}", "data: &u [*u]"])
-    def test_from_no_file_without_an_end(self, tmp_path, text):
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("trainer: &a {x: *a}", "refers to itself"),
+            ("data: &u [*u]", "refers to itself"),
+            ("- " * 3000 + "x", "nested deeper than 64 levels"),
+            (
+                "model:\n  network: lenet\n  network: mlp",
+                "model.network stands in line 2 and again",
+            ),
+        ],
+    )
+    def test_from_no_file_without_an_end(self, tmp_path, text, says):
         (tmp_path / "run.yaml").write_text(text)
-        with pytest.raises(ConfigurationError, match="refers to itself"):
+        with pytest.raises(ConfigurationError, match=says):
             FederatedCLI(
                 ImageClassifier, Digits, run=False, args=[f"--config={tmp_path / 'run.yaml'}"]
             )

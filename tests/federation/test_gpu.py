@@ -1,4 +1,4 @@
-"""The same run on an accelerator: precisions, scaler, resume."""
+"""The same run on an accelerator: precisions, scaler, resume, every kind of part."""
 
 import pytest
 import torch
@@ -6,7 +6,33 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import TensorDataset
 from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ClientEvaluation, FederatedDataModule, Federation, UniformCohort
+from fl_lightning import (
+    APFL,
+    Attackers,
+    ClientEvaluation,
+    Ditto,
+    FedDyn,
+    FederatedDataModule,
+    Federation,
+    FedProx,
+    FineTuned,
+    Personal,
+    Scaffold,
+    UniformCohort,
+)
+from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.data import IID
+from fl_lightning.server import (
+    FedAdam,
+    FedBuff,
+    GeometricMedian,
+    Krum,
+    Median,
+    SignFlip,
+    TiltedMean,
+    TrimmedMean,
+)
+from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +108,69 @@ def test_examples_on_the_accelerator_are_the_same_examples(engine):
         return weights(module.cpu())
 
     assert torch.equal(trained(There()), trained(ToyData()))
+
+
+PARTS = {
+    "FedProx": {"correction": FedProx(mu=0.1)},
+    "FedDyn": {"correction": FedDyn(alpha=0.1)},
+    "SCAFFOLD": {"correction": Scaffold()},
+    "layers of one's own": {"personal": Personal(parameters=["net.4.*", "net.1.*"])},
+    "Ditto": {"personal": Ditto(pull=0.5)},
+    "APFL": {"personal": APFL()},
+    "FineTuned": {"personal": FineTuned(local_steps=2)},
+    "top-k with memory": {"updates": [ErrorFeedback((TopK(0.3),))]},
+    "random-k": {"updates": [RandomK(0.5)]},
+    "QSGD": {"updates": [QSGD(bits=4)]},
+    "PowerSGD": {"updates": [PowerSGD(rank=1)]},
+    "signs": {"updates": [Sign()]},
+    "down in 8 bits": {"download": [Affine(bits=8)]},
+    "tilted mean": {"aggregator": TiltedMean(tilt=0.5)},
+    "median": {"aggregator": Median()},
+    "trimmed mean": {"aggregator": TrimmedMean(num_attackers=1)},
+    "Krum": {"aggregator": Krum(num_attackers=1)},
+    "geometric median": {"aggregator": GeometricMedian()},
+    "signs flipped by one": {
+        "attackers": Attackers(fraction=0.2, forge=SignFlip()),
+        "aggregator": Median(),
+    },
+    "FedAdam": {"server_optimizer": lambda p: FedAdam(p, lr=0.01)},
+    "FedBuff": {
+        "asynchronous": FedBuff(concurrency=3, buffer_size=2),
+        "devices": Devices(speeds=LogNormalSpeeds()),
+    },
+}
+
+ONE_BY_ONE = {"Ditto", "APFL"}  # clients take steps of their own
+
+
+@pytest.mark.parametrize(
+    ("part", "engine"),
+    [(part, "sequential") for part in PARTS]
+    + [(part, "slots") for part in PARTS if part not in ONE_BY_ONE],
+)
+def test_every_kind_of_part_ends_where_it_ends_on_the_cpu(part, engine):
+    def trained(accelerator):
+        seed_everything(0, verbose=False)
+        module = ToyModule(batch_norm=True)
+        options = {"accelerator": accelerator, "devices": 1}
+        federation = Federation(seed=0, engine=engine, spot_check=1.0, **PARTS[part])
+        trainer = toy_trainer(federation, precision="64-true", **options)
+        data = toy_data(partition=IID(), batch_size=4, dtype=torch.float64)
+        trainer.fit(module, datamodule=data)
+        return weights(module.cpu())
+
+    # what is sent, and what is logged, is in single precision
+    torch.testing.assert_close(trained("gpu"), trained("cpu"), rtol=1e-6, atol=1e-8)
+
+
+def test_after_a_fit_personal_models_are_where_the_module_is():
+    seed_everything(0, verbose=False)
+    module, federation = ToyModule(), Federation(seed=0, personal=FineTuned(local_steps=2))
+    data = toy_data(client_val_fraction=0.2)
+    trainer = toy_trainer(federation, accelerator="gpu", devices=1)
+    trainer.fit(module, datamodule=data)
+    assert module.device.type == "cpu"
+    before = weights(module)
+    with federation.personal_models(trainer).of(1):
+        assert not torch.equal(weights(module), before)
+    assert torch.equal(weights(module), before)

@@ -20,7 +20,6 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.callbacks.console.overview import RunOverview
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.core.seeds import torch_generator
@@ -28,6 +27,7 @@ from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation import client_id, local_step
+from fl_lightning.reports.overview import RunOverview
 from fl_lightning.server.staleness import FedBuff
 
 WARM = 40  # local steps until the full rate

@@ -25,6 +25,7 @@ from fl_lightning import (
     Federation,
     PartitionReport,
     RoundProgressBar,
+    RunReport,
     UniformCohort,
 )
 from fl_lightning.callbacks.client_evaluation import chosen_clients
@@ -173,21 +174,25 @@ def test_tensorboard_shows_what_a_user_looks_for(tmp_path):
     data = toy_data(client_val_fraction=0.3)
     logger = TensorBoardLogger(tmp_path, name="", version="")
     monitor = LearningRateMonitor(logging_interval="epoch")
-    fit(PartitionReport(), ClientEvaluation(), monitor, data=data, logger=logger, max_epochs=3)
+    callbacks = PartitionReport(), ClientEvaluation(), monitor, RunReport(page=False)
+    fit(*callbacks, data=data, logger=logger, max_epochs=3)
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 1}).Reload()
     scalars = {
         name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]
     }
     per_round = ("train/loss", "train/loss_std", "val/loss", "val/accuracy", "lr-SGD")
-    round_facts = ("cohort_size", "update_norm", "seconds", "bytes_up", "bytes_down", "skipped")
-    for name in (*per_round, *(f"round/{fact}" for fact in round_facts)):
+    ours = [f"· round/{fact}" for fact in ("client_update_norm", "seconds", "update_norm")]
+    for name in (*per_round, *ours):
         assert scalars[name] == [0, 1, 2], name
+    # `epoch` and what is the same in every round, such as bytes of dense updates, are no charts
+    assert sorted(scalars)[-3:] == ours  # TensorBoard sorts by name
+    assert {n.split("/")[0] for n in scalars} == {"lr-SGD", "train", "val", "· round"}
     for statistic in ("mean", "std", "worst_decile"):
-        assert f"clients/val/accuracy_{statistic}" not in scalars  # once, thus no chart
+        assert f"· clients/val/accuracy_{statistic}" not in scalars  # once, thus no chart
         table = events.Tensors("results/clients/text_summary")[0].tensor_proto.string_val[0]
         assert f"clients/val/accuracy_{statistic} | ".encode() in table
-    assert events.Tags()["images"] == ["partition"]
-    assert "clients/val/accuracy" in events.Tags()["histograms"]
+    assert events.Tags()["images"] == ["· partition"]
+    assert "· clients/val/accuracy" in events.Tags()["histograms"]
     assert (tmp_path / "partition.csv").exists()
     assert (tmp_path / "clients_validation.csv").read_text().startswith("client,num_examples,val/")
 
@@ -206,14 +211,38 @@ def test_tensorboard_gets_the_numbers_of_a_round_as_one_event(tmp_path):
     """With the values that another logger gets, under the names that the user's prefix makes."""
     tables = CSVLogger(tmp_path / "csv", name="", version="")
     board = TensorBoardLogger(tmp_path / "board", name="", version="", prefix="mine")
-    fit(logger=[board, tables], max_epochs=2, limit_val_batches=0)
+    fit(RunReport(page=False), logger=[board, tables], max_epochs=2, limit_val_batches=0)
     with (tmp_path / "csv" / "metrics.csv").open() as file:
         rows = [{k: v for k, v in row.items() if v and k != "step"} for row in csv.DictReader(file)]
-    events = [event for event in events_of(tmp_path / "board") if "mine-round/seconds" in event[1]]
+    events = [event for event in events_of(tmp_path / "board") if "mine-train/loss" in event[1]]
     assert [step for step, _ in events] == [0, 1]
-    for (_, values), row in zip(events, rows, strict=True):
-        shown = {name: float(value.tensor.float_val[0]) for name, value in values.items()}
-        assert shown == pytest.approx({f"mine-{k}": float(v) for k, v in row.items()}, rel=1e-6)
+    shown = {
+        (step, name): value
+        for step, values in events_of(tmp_path / "board")
+        for name, value in values.items()
+        if name.startswith("mine-")
+    }
+    assert (0, "mine-· round/seconds") in shown  # held back until it changed
+    assert (1, "mine-· round/seconds") in shown
+    for (step, name), value in shown.items():
+        known = float(rows[step][name.removeprefix("mine-").removeprefix("· ")])
+        assert float(value.tensor.float_val[0]) == pytest.approx(known, rel=1e-6)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_that_the_module_logs_as_well_is_one_number(tmp_path, by_hand):
+    class Logs(ToyModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", 2 * loss if by_hand else loss, on_step=False, on_epoch=True)
+            return loss
+
+    trainer = fit(module=Logs(), logger=CSVLogger(tmp_path, name="", version=""), max_epochs=1)
+    names = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(","))
+    assert {"train_loss", "train_loss_std"} <= names
+    both = {"train/loss", "train/loss_std"}
+    assert both & names == (both if by_hand else set())
+    assert both <= trainer.callback_metrics.keys()  # what callbacks monitor is there
 
 
 def test_a_logger_that_writes_in_its_own_way_is_left_to_it(tmp_path):

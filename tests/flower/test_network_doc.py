@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from flower.test_same_bits import FAST, SLOW
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from readme import ROOT
@@ -26,7 +27,8 @@ PAGE = (ROOT / "docs" / "network.md").read_text()
 SECURE = (ROOT / "docs" / "secure.md").read_text()  # which has commands of a network, too
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONFIG = ROOT / "tests" / "cli" / "small_run.yaml"
-MOST_LINES = 260
+MOST_LINES = 270
+SERVICES = ROOT / "docs" / "how_to" / "services"
 
 
 def section(title):
@@ -67,6 +69,31 @@ def test_commands_and_their_options_exist(command, monkeypatch):
     given = parser_of("network").parse_args(shlex.split(own))
     for config in given[given.action].get("config") or ():
         assert config == "run.yaml" or Path(config).is_file()
+
+
+def of_services():
+    """The commands that the units and the compose file start, by what starts them."""
+    units = {
+        path.stem: re.search(r"^ExecStart=\S*/(fl-lightning .*)$", path.read_text(), re.MULTILINE)[
+            1
+        ]
+        for path in sorted(SERVICES.glob("*.service"))
+    }
+    compose = yaml.safe_load((SERVICES / "compose.yaml").read_text())["services"]
+    return units | {f"compose {name}": service["command"] for name, service in compose.items()}
+
+
+@pytest.mark.parametrize("name", of_services())
+def test_a_service_starts_a_server_or_a_site_and_ends_it_as_ctrl_c(name):
+    program, network, *words = shlex.split(of_services()[name])
+    assert (program, network) == ("fl-lightning", "network")
+    given = parser_of("network").parse_args(words)
+    assert given.action == ("serve" if "server" in name else "join")
+    if name.startswith("compose "):
+        services = yaml.safe_load((SERVICES / "compose.yaml").read_text())["services"]
+        assert services[name.removeprefix("compose ")]["stop_signal"] == "SIGINT"
+    else:
+        assert "\nKillSignal=SIGINT\n" in (SERVICES / f"{name}.service").read_text()
 
 
 def test_every_command_of_a_network_is_on_the_page():

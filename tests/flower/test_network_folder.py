@@ -145,9 +145,12 @@ def test_keys_that_sites_have_made_stay_with_them(tmp_path, monkeypatch, capsys)
     [
         (
             ["--public_keys", "a/key"],
-            "a/key: it must be a mapping: a site makes one with fl-lightning network keys",
+            "keys: a/key is refused: it holds no options, which are written as name: value. A site makes ",
         ),
-        (["--public_keys", "nowhere"], "there is no nowhere: a site makes one"),
+        (
+            ["--public_keys", "nowhere"],
+            "keys: nowhere cannot be read: No such file or directory. A site makes one",
+        ),
         (
             ["--public_keys", "a/a.public", "--sites", "a"],
             "either --sites, their names, or --public_keys",
@@ -168,6 +171,14 @@ def test_the_certificate_has_the_names_of_the_server(network):
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost"]
     assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+
+
+def test_a_site_may_have_a_name_that_yaml_reads_as_a_number(tmp_path):
+    sites = ("123", "no", "null", "1e3")
+    network = make_network(tmp_path / "net", "localhost:8443", sites)
+    policies = [read_policy(network.site(name) / "site.yaml") for name in sites]
+    assert [policy.name for policy in policies] == [*policies[0].peers] == [*sites]
+    assert NetworkFolder.read(network.folder).sites == sites
 
 
 def test_the_folder_is_read_as_it_was_written(network):

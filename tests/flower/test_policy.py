@@ -399,7 +399,7 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
     [
         ("name: a\n", "clients, socket, memory is missing"),
         (GOOD + "most_epsilom: 3\n", "'most_epsilom' is not known. Did you mean 'most_epsilon'"),
-        (GOOD + "name: b\n", "'name' stands there twice"),
+        (GOOD + "name: b\n", "name stands in line 1 and again in line 5"),
         (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number of bytes, at least 1"),
         (GOOD + "most_bytes: true\n", "got True"),
         (GOOD + "most_epsilon: -1\n", "epsilon must be a number above 0 and below inf, got -1"),
@@ -429,10 +429,10 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         (GOOD.replace("[1]", "3"), "clients must be a list of global ids"),
         (GOOD.replace("socket: s", "socket: " + "s" * 120), "give a shorter path"),
         (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
-        ("- a", "must be a mapping"),
-        ("a: [", "cannot be read as a site's policy"),
-        ("a: !!python/object/apply:os.system [ls]", "cannot be read as a site's policy"),
-        ("? [a]\n: 1", "cannot be read|is not known"),
+        ("- a", "it holds no options"),
+        ("a: [", "is not valid YAML"),
+        ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),
+        ("? [a]\n: 1", "is not valid YAML|is not known"),
     ],
 )
 def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path, text, said):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from small_sets import write_folder
+from toys import ACCELERATOR
 
 from fl_lightning.cli import main
 
@@ -24,7 +25,7 @@ OPTIONS = {  # the predictor begins at once
 
 
 def run(folder, *words):
-    options = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    options = ["--trainer.max_epochs=1", f"--trainer.accelerator={ACCELERATOR}"]
     options += ["--trainer.enable_progress_bar=false", "--report=false"]
     main(["fit", *words, *options])
     assert list(folder.rglob("last.ckpt"))

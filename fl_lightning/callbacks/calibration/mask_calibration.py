@@ -185,6 +185,8 @@ class MaskCalibration(Callback):
         """Number of the present mask: 0 at the start of a run."""
         return len(self.history) - 1
 
+    late_charts = ("masks",)  # of TensorBoard, without numbers in the first round
+
     @property
     def has_curves(self) -> bool:
         """True if masks are found during the run, not only at its start."""

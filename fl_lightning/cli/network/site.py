@@ -25,6 +25,7 @@ from fl_lightning.callbacks.calibration.scores import scoring
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.federation import visiting
 from fl_lightning.flower.failures import OrderRefused
@@ -169,10 +170,7 @@ def site_process(folder: str) -> None:
     """
     policy = read_policy(Path(folder, "site.yaml"))
     log_to(Path(folder, "log", "resident.log"))
-    try:
-        own = yaml.safe_load(Path(folder, "own.yaml").read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{folder}/own.yaml: {error}") from None
+    own = read(Path(folder, "own.yaml"), "", remedy="fl-lightning network init writes one")
     serve_site(policy, own)
 
 

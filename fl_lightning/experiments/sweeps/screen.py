@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from rich.text import Text
 
 from fl_lightning.experiments.sweeps.plan import Plan
 from fl_lightning.experiments.sweeps.results import best_of, shown_values, wrapped
 from fl_lightning.experiments.sweeps.study import is_maximised
+from fl_lightning.reports.screen import StatusLines
 
 _DONE = (TrialState.COMPLETE, TrialState.PRUNED)
-_CLEAR = "\r\x1b[2K"
 
 
 class Screen:
-    """Prints lines to stdout and, at a terminal, a status that is no line.
+    """Prints a line for each trial and, at a terminal, shows the running ones below.
 
     Args:
         study: whose trials are told of.
@@ -34,34 +33,28 @@ class Screen:
         self, study: optuna.Study, plan: Plan, budget: int, names: Mapping[str, str]
     ) -> None:
         self._study, self._plan, self._budget, self._names = study, plan, budget, names
-        self._has_status = False
         self._began, self._done_before = time.monotonic(), self._num_done()
-        self._is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
+        self._lines = StatusLines()
 
-    def line(self, text: str) -> None:
-        """Print a line."""
-        if self._has_status:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
-            self._has_status = False
-        print(text, flush=True)
+    def __enter__(self) -> Self:
+        self._lines.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lines.close()
 
     def status(self, running: Sequence[tuple[int, int]]) -> None:
-        """Show how far the running trials are, instead of what was shown before.
+        """Show how far the running trials are.
 
         Args:
             running: numbers of trials, and of their rounds so far.
         """
-        if not self._is_terminal or not running:
-            return
         total = self._plan.num_rounds
         of = f"/{total}" if total > 0 else ""
         done = self._num_done()
         parts = [f"{done}/{self._budget} done{self._left(done)}"]
         parts += [f"trial {number} round {rounds}{of}" for number, rounds in running]
-        width = shutil.get_terminal_size().columns - 1
-        text = textwrap.shorten(", ".join(parts), width, placeholder=" …")
-        print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
-        self._has_status = bool(text)
+        self._lines.show(Text(", ".join(parts)))
 
     def ended(self, number: int, reason: str | None) -> None:
         """Print how a trial has ended."""
@@ -70,8 +63,8 @@ class Screen:
         best = best_of(trials, maximised=is_maximised(self._study))
         text = told(trials[number], best, done, self._budget, reason)
         values = shown_values(trials[number].params, self._names)
-        width = shutil.get_terminal_size().columns if self._is_terminal else 10_000
-        self.line(wrapped(f"{text}:", values, width, "    "))
+        width = self._lines.width if self._lines.is_open else 10_000
+        print(wrapped(f"{text}:", values, width, "    "), flush=True)
 
     def _num_done(self) -> int:
         return len(self._study.get_trials(deepcopy=False, states=_DONE))

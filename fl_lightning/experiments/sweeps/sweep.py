@@ -11,7 +11,6 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
 from fl_lightning.experiments.plan import Resolve
@@ -34,6 +33,7 @@ from fl_lightning.experiments.sweeps.study import is_maximised, open_study
 from fl_lightning.experiments.sweeps.trial_run import Fit
 from fl_lightning.experiments.sweeps.trials import Trials
 from fl_lightning.experiments.sweeps.workers import TrialsFail, Workers, prepare_processes
+from fl_lightning.reports.layout import in_lines
 
 _MOST_ROWS = 10
 
@@ -77,11 +77,12 @@ def sweep(
         _introduce(search, plan, trials, out)
         failure = None
         try:
-            Workers(trials, search, fit, context, screen).run(workers)
+            with screen:
+                Workers(trials, search, fit, context, screen).run(workers)
         except TrialsFail as error:
             failure = str(error)
         except Interrupted as stop:
-            screen.line("")
+            print(flush=True)
             raise Interrupted(stop.signum, "the same command goes on") from stop
         _report(search, plan, trials, out, names)
     if failure is not None:

@@ -134,7 +134,7 @@ class Workers:
             if held is None:
                 break
             if held.is_taken_up:
-                self._screen.line(f"trial {held.number}: taken up where it was interrupted")
+                print(f"trial {held.number}: taken up where it was interrupted", flush=True)
             self._running.append(Running(held, *self._started(held, 0)))
         self._screen.status([(one.held.number, one.rounds) for one in self._running])
         return bool(self._running)
@@ -213,7 +213,7 @@ class Workers:
         held, reason = running.held, str(ended.failure)
         self._trials.fail(held, reason)
         self._failures += 1
-        self._screen.line(f"trial {held.number} failed: {reason}")
+        print(f"trial {held.number} failed: {reason}", flush=True)
         is_hopeless = ended.cause == "setting" and not self._trials.finished()
         if is_hopeless or self._failures >= _MOST_FAILURES:
             said = f"{reason} (logs: {self._plan.folder(held.number)})"

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.yaml_files import LOADER
 from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS
 
 CHECKPOINTS = "checkpoints"
@@ -111,7 +112,7 @@ def earlier_runs(root: Path) -> Iterator[EarlierRun]:
 def run_in(folder: Path) -> EarlierRun | None:
     """Return the run in a folder, None if there is none or it has no checkpoint."""
     try:
-        config = yaml.load((folder / CONFIG).read_text(), _Loader)
+        config = yaml.load((folder / CONFIG).read_text(), LOADER)
     except (OSError, yaml.YAMLError):
         return None
     if not isinstance(config, dict):
@@ -120,9 +121,6 @@ def run_in(folder: Path) -> EarlierRun | None:
         if (checkpoint := newest_checkpoint(place)) is not None:
             return EarlierRun(folder, checkpoint, config)
     return None
-
-
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def run_of(checkpoint: Path) -> EarlierRun | None:

@@ -305,10 +305,11 @@ def differences(
         Shares of the expected one: 0 where nothing differs, infinite where one is missing.
     """
     one, other = expected.update, found.update
+    own = found.own.to(expected.own.device)  # where it is kept, or where the module is
     of_vectors = {
         _UPDATE: _apart(one.delta, other.delta, torch.zeros_like(one.delta), 0.0),
         "buffers": _apart(one.buffers, other.buffers, start.buffers, _LEAST_CHANGE),
-        "personal part": _apart(expected.own, found.own, expected.own_start, _LEAST_CHANGE),
+        "personal part": _apart(expected.own, own, expected.own_start, _LEAST_CHANGE),
     }
     return of_vectors | _of_metrics(one.metrics, other.metrics, num_seen)
 

@@ -37,7 +37,8 @@ def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
         batch = precision.convert_input(batch)
         if before is not None:
             batch = before(batch, 0)
-        return strategy.batch_to_device(batch, dataloader_idx=0)
+        # after a fit the module is back on the CPU, the strategy still on its device
+        return strategy.batch_to_device(batch, module.device, dataloader_idx=0)
 
     return prepare
 

@@ -13,15 +13,18 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.yaml_files import read
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _PUBLIC = re.compile(r"ecdsa-sha2-nistp384 [A-Za-z0-9+/=]{180,250}( .*)?")
 _SIGNING = re.compile(r"[0-9a-f]{64}")
+_NETWORK_FROM = "fl-lightning network init makes one"
+_SITE_FROM = "Give the folder that the server's people sent"
+_KEYS_FROM = "A site makes one with fl-lightning network keys"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -61,7 +64,7 @@ class NetworkFolder:
         Raises:
             ConfigurationError: if it is not one.
         """
-        told = _read_yaml(folder / "network.yaml", "fl-lightning network init makes one")
+        told = read(folder / "network.yaml", "folder: ", remedy=_NETWORK_FROM)
         host, port = parse_address(str(told.get("server")))
         return NetworkFolder(
             folder.resolve(), host, port, parse_sites(",".join(told.get("sites") or ()))
@@ -91,7 +94,7 @@ class SiteFolder:
         Raises:
             ConfigurationError: if it is not one.
         """
-        told = _read_yaml(folder / "site.yaml", "give the folder that the server's people sent")
+        told = read(folder / "site.yaml", "folder: ", remedy=_SITE_FROM)
         missing = {"name", "server", "socket"} - set(told)
         if missing:
             raise ConfigurationError(
@@ -234,7 +237,7 @@ class PublicKeys:
         Raises:
             ConfigurationError: if it is none.
         """
-        told = _read_yaml(file, "a site makes one with fl-lightning network keys")
+        told = read(file, "keys: ", remedy=_KEYS_FROM)
         told = {name: str(value) for name, value in told.items()}
         forms = {"site": _NAME, "key": _PUBLIC, "signing": _SIGNING}
         if told.keys() != forms.keys() or not all(forms[n].fullmatch(told[n]) for n in forms):
@@ -273,18 +276,6 @@ def make_keys(folder: Path, site: str) -> PublicKeys:
     return public
 
 
-def _read_yaml(path: Path, remedy: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigurationError(f"folder: there is no {path}: {remedy}")
-    try:
-        told = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: it is not YAML: {remedy} ({error})") from None
-    if not isinstance(told, dict):
-        raise ConfigurationError(f"{path}: it must be a mapping: {remedy}")
-    return told
-
-
 def _write_start(folder: Path, words: str) -> None:
     path = folder / "start.sh"
     path.write_text(f'#!/bin/sh\ncd "$(dirname "$0")" && exec fl-lightning network {words} "$@"\n')
@@ -292,9 +283,12 @@ def _write_start(folder: Path, words: str) -> None:
 
 
 def _site_yaml(name: str, server: str, clients: Sequence[int], peers: Mapping[str, str]) -> str:
-    keys = "".join(f"  {peer}: {key}\n" for peer, key in peers.items())
+    # quoted where needed: 123, no and null are names of sites as well
+    keys = "".join(
+        f"  {line}\n" for line in yaml.safe_dump(dict(peers), sort_keys=False).splitlines()
+    )
     return (
-        f"name: {name}\n"
+        f"{yaml.safe_dump({'name': name})}"
         f"server: {server}\n"
         f"clients: {list(clients)} # of the federation, which are at this site\n"
         "# of the process that holds the model; its path may have about a hundred bytes\n"

@@ -31,6 +31,7 @@ from lightning.pytorch import LightningDataModule
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import shown
 from fl_lightning.core.public_names import public_paths
+from fl_lightning.core.yaml_files import load
 
 DEFAULT = (
     "fl_lightning.*",
@@ -214,9 +215,11 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
 def _read(text: str) -> Any:
     """Return what the parser may take a text for."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return load(text)
+    except yaml.YAMLError:
         return None
+    except ConfigurationError:
+        return []  # YAML, though none that may be read
 
 
 @cache

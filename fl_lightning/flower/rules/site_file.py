@@ -30,15 +30,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import shown
+from fl_lightning.core.yaml_files import read
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.flower.site.ledger import PrivacyBudget
-
-MOST_FILE_BYTES = 1_000_000
 
 
 def read_policy(path: str | Path) -> Policy:
@@ -47,7 +44,7 @@ def read_policy(path: str | Path) -> Policy:
     Raises:
         ConfigurationError: if it cannot be read or does not say what it must.
     """
-    given = _read(Path(path))
+    given = read(Path(path), "", remedy="fl-lightning network init writes one")
     known = [field.name for field in fields(Policy)]
     if unknown := sorted(map(str, given.keys() - set(known))):
         close = difflib.get_close_matches(unknown[0], known, n=1)
@@ -60,36 +57,6 @@ def read_policy(path: str | Path) -> Policy:
     except ConfigurationError as error:
         lines = str(error).splitlines()
         raise ConfigurationError("\n".join(f"{path}: {line}" for line in lines)) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a name that stands twice, of which YAML would take the last without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-            raise yaml.YAMLError(f"{twice[0]!r} stands there twice")
-        return super().construct_mapping(node, deep)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
-        if len(content) > MOST_FILE_BYTES:
-            raise ConfigurationError(f"{path} is larger than {MOST_FILE_BYTES} bytes: no site.yaml")
-        given = yaml.load(content, _Loader)
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"{path} cannot be read as a site's policy ({reason}). Write one with `fl-lightning "
-            "network init`."
-        ) from None
-    if not isinstance(given, dict):
-        raise ConfigurationError(f"{path} must be a mapping: name: …, clients: …")
-    return given
 
 
 def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.yaml_files import load
 from fl_lightning.flower.failures import Failure, OrderRefused, category_of
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.metric_sums import OPTION
@@ -283,8 +285,8 @@ class Site:
 
 def _parsed(text: str) -> Mapping[str, Any]:
     try:
-        configuration = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        configuration = load(text)
+    except (yaml.YAMLError, ConfigurationError) as error:
         raise OrderRefused("configuration", f"it is no YAML: {error}") from None
     if not isinstance(configuration, dict):
         raise OrderRefused("configuration", "it is no mapping")

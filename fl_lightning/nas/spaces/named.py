@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.yaml_files import read
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
@@ -122,11 +121,7 @@ def _built(value: Any) -> Any:
 
 
 def _read(path: Path) -> Any:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no YAML"
-        raise ConfigurationError(f"space: {path} cannot be read: {reason}") from None
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+    content: Any = read(path, "space: ")
+    if isinstance(content.get("model"), dict):
         content = content["model"].get("init_args")
     return content["space"] if isinstance(content, dict) and "space" in content else content

@@ -41,7 +41,10 @@ def test_it_is_refused_in_a_sentence(row, tmp_path, monkeypatch):
             "federation:\n  cohort: {class_path: AllClients\n",
             "mine.yaml is not valid YAML: .* line 2",
         ),
-        ("- federation\n", "mine.yaml holds no options, which are written as name: value"),
+        (
+            "- federation\n",
+            "mine.yaml is refused: it holds no options, which are written as name: value",
+        ),
     ],
 )
 def test_a_file_that_is_no_configuration_is_named(content, said, tmp_path, monkeypatch):

@@ -1,1 +1,0 @@
-"""What a terminal shows: messages laid out for its width, and lines that stay below them."""

@@ -1,0 +1,181 @@
+"""TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
+
+TensorBoard sorts charts by name; ours have a dot ahead of their name and so come after ``train/`` and
+``val/`` (`board_tag`). The tab Custom Scalars has the order given here. At the end of a run the tab Text has
+its last round as a table, beside that of the numbers that are logged once, and HPARAMS has both beside the
+options of the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from fl_lightning.federation import board_tag, boards, is_of_test, logged_once, table
+from fl_lightning.reports.history import History
+
+_SECTIONS = ("seed_everything", "model", "data", "federation")
+_MOST_OPTIONS = 60
+_MOST_METRICS = 12
+# what is often the same in every round
+_RARELY_CHANGES = (
+    r"(calibration|head|mask|predictor|privacy|recalibration|round|secure)/|hp_metric$"
+)
+# tabs in this order: title, then title of a chart and the names in it; losses have a scale of their own
+_LAYOUT: dict[str, dict[str, str]] = {
+    "1 Results": {
+        "validation": r"^val[/_](?!.*loss).*",
+        "validation loss": r"^val[/_].*loss.*",
+        "training": r"^train[/_](?!.*(loss|_std$)).*",
+        "training loss": r"^train[/_](?!.*_std$).*loss.*",
+    },
+    "2 Clients": {
+        "spread over clients": r"^train[/_].*_std$",
+        "held-out examples, mean": r"^(· )?(clients|personal|local|global)/(?!.*(loss|_std|_jain|_worst_decile)).*",
+        "held-out examples, worst decile": r"^(· )?(clients|personal)/(?!.*loss).*_worst_decile$",
+    },
+    "3 Cost": {
+        "seconds": r"^(· )?round/(virtual_)?seconds$",
+        "privacy": r"^(· )?privacy/.*",
+        "masks": r"^(· )?mask/.*",
+    },
+}
+
+
+class Charts:
+    """Keeps from TensorBoard what is no curve: ``epoch``, and numbers that have not changed so far.
+
+    A number that changes becomes a chart with all that was held back. Other loggers have everything.
+
+    Args:
+        trainer: with the loggers.
+        held: pattern of the names that are held back until their value changes; others are charts at once.
+    """
+
+    def __init__(self, trainer: Trainer, held: str = _RARELY_CHANGES) -> None:
+        self._held = held
+        self._boards = [
+            board
+            for board in boards(trainer)
+            if type(board).log_metrics is TensorBoardLogger.log_metrics
+        ]
+
+    def start(self) -> Charts:
+        """Shadow the loggers' ``log_metrics``."""
+        for board in self._boards:
+            vars(board)["log_metrics"] = _Changing(board.log_metrics, re.compile(self._held))
+        return self
+
+    def stop(self) -> None:
+        """Give the loggers their own ``log_metrics`` back."""
+        for board in self._boards:
+            vars(board).pop("log_metrics", None)
+
+
+class _Changing:
+    def __init__(self, log: Any, held: re.Pattern[str]) -> None:
+        self._log, self._pattern = log, held
+        self._held: dict[str, tuple[float, list[int | None]]] = {}
+        self._changed: set[str] = set()
+
+    def __call__(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        shown = {}
+        for name, value in metrics.items():
+            if name in self._changed or not self._pattern.match(name):
+                shown[board_tag(name)] = value
+                continue
+            first, steps = self._held.setdefault(name, (value, []))
+            if value == first:
+                steps[1:] = [step]  # the first and the last one draw the line
+                continue
+            del self._held[name]
+            for at in steps:
+                self._log({board_tag(name): first}, at)
+            self._changed.add(name)
+            shown[board_tag(name)] = value
+        shown.pop("epoch", None)
+        if shown:
+            self._log(shown, step)
+
+
+def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
+    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone.
+
+    Args:
+        trainer: with the loggers.
+        logged: names of the first round's numbers.
+    """
+    names = [*logged]
+    later = {*_filled_later(trainer.callbacks)}  # type: ignore[attr-defined]
+    layout = {
+        tab: {
+            title: ["Multiline", [pattern]]
+            for title, pattern in charts.items()
+            if title in later or any(re.match(pattern, name) for name in names)
+        }
+        for tab, charts in _LAYOUT.items()
+    }
+    for board in boards(trainer):
+        board.experiment.add_custom_scalars(
+            {tab: charts for tab, charts in layout.items() if charts}
+        )
+
+
+def _filled_later(callbacks: Sequence[Callback]) -> Iterator[str]:
+    """Yield the charts whose numbers need not be there in the first round."""
+    for callback in callbacks:
+        if getattr(callback, "has_curves", False):
+            yield from getattr(callback, "late_charts", ())
+
+
+def show_results(trainer: Trainer, folder: Path, history: History) -> None:
+    """Write the table of the last round, and the hparams tab.
+
+    Args:
+        trainer: with the loggers.
+        folder: of the run, with its ``config.yaml`` if there is one.
+        history: of its rounds.
+    """
+    last = {name: [*history.curve(name).values()][-1] for name in history.names}
+    tests = {name: value for name, value in logged_once(folder).items() if is_of_test(name)}
+    shown = [name for name in last if name.split("/")[0] in ("val", "train")]
+    metrics = {name: last[name] for name in shown[:_MOST_METRICS]}
+    for board in boards(trainer):
+        board.experiment.add_text("last round", table(last), trainer.global_step)
+        if (options := run_options(folder)) and (tests or metrics):
+            # this tab takes metrics from charts: what has none stands among the options
+            _show_options(board.experiment, {**tests, **options}, metrics)
+        board.experiment.flush()
+
+
+def run_options(folder: Path) -> dict[str, str | float | bool]:
+    """Return the options of a run by their paths in its ``config.yaml``; none without that file."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    known = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    pairs = (pair for name in _SECTIONS for pair in _leaves(name, known.get(name)))
+    return dict(list(pairs)[:_MOST_OPTIONS])
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            kept = path if name == "init_args" else f"{path}.{name}"
+            yield from _leaves(kept, inner)
+    elif isinstance(value, str | int | float | bool):
+        yield path.removesuffix(".class_path"), value
+
+
+def _show_options(writer: Any, options: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Write what the tab needs, and no chart: it takes the metrics from those that are there."""
+    from torch.utils.tensorboard.summary import hparams  # a second to import
+
+    for summary in hparams(dict(options), dict(metrics)):
+        writer.file_writer.add_summary(summary)

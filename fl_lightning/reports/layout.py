@@ -1,0 +1,149 @@
+"""Text for a terminal: log messages in two columns; is a stream a terminal, and how wide.
+
+On other streams, log messages have time and level instead. Nothing here imports rich, so that ``--help``
+and refusals come at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import textwrap
+from typing import Any
+
+from typing_extensions import override
+
+LABEL_WIDTH = 12
+WITH_TIME = "%(asctime)s | %(levelname)s | %(message)s"
+# attribute of a log record that is for the log file only: it would be too much on a screen
+DETAIL = "is_detail"
+
+_LABELLED = re.compile(r"(?P<label>\w[\w ./-]{0,10}): (?P<text>.*)", re.DOTALL)
+
+
+def laid_out(message: str, width: int) -> str:
+    """Lay a message out in two columns, label and text; lines are wrapped between words.
+
+    Args:
+        message: the logged message; ``bytes: 4 MB`` has the label ``bytes``. A message of several
+            lines is returned unchanged.
+        width: largest length of a line in columns.
+
+    Example:
+        >>> print(laid_out("bytes: a client sends about 4 MB and receives 4 MB a round", 40))
+        bytes       a client sends about 4 MB
+                    and receives 4 MB a round
+    """
+    if "\n" in message.strip():
+        return message
+    found = _LABELLED.fullmatch(message)
+    first = found["label"].ljust(LABEL_WIDTH) if found else ""
+    return textwrap.fill(
+        found["text"] if found else message,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def in_lines(text: str, stream: Any) -> str:
+    """Wrap a line of text to a terminal's width; other streams, and several lines, stay unchanged."""
+    if not is_terminal(stream) or "\n" in text:
+        return text
+    width = width_of(stream) - 1
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Lays messages out in two columns if the handler writes to a terminal.
+
+    Args:
+        handler: the handler that uses this formatter.
+    """
+
+    def __init__(self, handler: logging.StreamHandler[Any]) -> None:
+        super().__init__(WITH_TIME)
+        self._handler = handler
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        stream = self._handler.stream
+        if not is_terminal(stream):
+            return with_time(super().format(record))
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            message = f"{record.levelname.lower()}: {message}"
+        return laid_out(message, width_of(stream) - 1)
+
+
+class FileFormatter(logging.Formatter):
+    """Time, level and message; further lines of a message are indented.
+
+    Args:
+        process: number of the process, which marks its messages; 0 is not marked.
+    """
+
+    def __init__(self, process: int = 0) -> None:
+        mark = f"process {process}: " if process else ""
+        super().__init__(WITH_TIME.replace("%(message)s", f"{mark}%(message)s"))
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return with_time(super().format(record))
+
+
+def with_time(text: str) -> str:
+    r"""Indent all but the first line, so that they do not look like messages of their own.
+
+    Example:
+        >>> with_time("1 | INFO | a\nb")
+        '1 | INFO | a\n    b'
+    """
+    return text.rstrip().replace("\n", "\n    ")
+
+
+NARROWEST, USUAL = 40, 80
+
+
+def is_terminal(stream: Any) -> bool:
+    """True if a stream is a terminal on which the cursor can be moved.
+
+    Example:
+        >>> from io import StringIO
+        >>> is_terminal(StringIO()), is_terminal(None)
+        (False, False)
+    """
+    try:
+        return bool(stream.isatty()) and os.environ.get("TERM", "") != "dumb"
+    except (AttributeError, ValueError):  # no stream at all, or a closed one
+        return False
+
+
+def width_of(stream: Any) -> int:
+    """Number of columns of a stream's lines, ≥ 40; 80 if it is unknown.
+
+    Example:
+        >>> from io import StringIO
+        >>> width_of(StringIO())
+        80
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (AttributeError, ValueError, OSError):
+        columns = 0
+    return max(NARROWEST, columns) if columns else USUAL
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as minutes and seconds, or hours, minutes and seconds.
+
+    Example:
+        >>> duration(7.4), duration(75), duration(3 * 3600 + 60)
+        ('0:07', '1:15', '3:01:00')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,358 @@
+"""The log file of a run, and which messages the screen shows.
+
+    2026-11-26 20:01:11,402 | INFO | round 3/50: val/accuracy 0.486, train/loss 1.59, 5 clients, 3.1 s
+
+The file has every message that is logged or warned of, by Lightning, by us or by anybody. The screen has
+those of this run, laid out for the width of the terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TextIO, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_summary.model_summary import summarize
+from typing_extensions import override
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import begin_round, run_folder
+from fl_lightning.reports.layout import DETAIL, ConsoleFormatter, FileFormatter
+from fl_lightning.reports.progress import RoundProgressBar, round_line
+from fl_lightning.reports.screen import table
+
+_ADVERTISEMENT = "💡 Tip"
+
+
+class LogFile:
+    """Messages in the order in which they come, at first in memory, then in a file.
+
+    Args:
+        level: of the least important messages that are kept.
+    """
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self._early = EarlyMessages(level)
+        self._handler: logging.Handler | None = None
+        self._levels: dict[str, int] = {}
+        self._showed: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if messages go into a file by now."""
+        return self._handler is not None
+
+    def begin(self) -> None:
+        """Collect messages, to be written when the file is known."""
+        if not self._levels and not self.is_open:
+            self._attach(self._early)
+
+    def open(self, path: Path, process: int = 0) -> None:
+        """Write everything into a file, behind what it holds; in the first process from the start on.
+
+        Args:
+            path: of the file.
+            process: number of this one; the first needs no name.
+        """
+        if self.is_open:
+            return
+        self.begin()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _Once(path, "a", encoding="utf-8")
+        handler.setFormatter(FileFormatter(process))
+        handler.setLevel(self.level)
+        handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
+        early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
+        if process:  # the first one has all that was said before there were several
+            early = []
+        for record in {id(record): record for record in early}.values():
+            handler.handle(record)
+        self._detach(self._early)
+        self._attach(handler)
+        self._handler = handler
+        self._showed = warnings.showwarning
+        warnings.showwarning = self._show_warning
+
+    def close(self) -> None:
+        """Leave the file, and everything as it was."""
+        self._detach(self._handler or self._early)
+        if self._handler is not None:
+            if warnings.showwarning == self._show_warning:
+                warnings.showwarning = self._showed
+            self._handler.close()
+            self._handler = None
+
+    def write(self, level: int, message: str, **options: Any) -> None:
+        """Write a message that is for the file alone.
+
+        Args:
+            level: of the message.
+            message: its text.
+            options: of a `logging.LogRecord`.
+        """
+        if self._handler is not None and level >= self.level:
+            exc_info = options.get("exc_info")
+            made = logging.LogRecord("fl_lightning", level, __file__, 0, message, (), exc_info)
+            self._handler.handle(made)
+
+    def _show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
+        self.write(logging.WARNING, f"{message} ({where})")
+        self._showed(message, category, filename, lineno, file, line)
+
+    def _attach(self, handler: logging.Handler) -> None:
+        for name in LOGGERS:
+            logger = logging.getLogger(name)
+            if not name or not logger.propagate:
+                logger.addHandler(handler)
+            if name:  # the root logger's is everybody's
+                self._levels.setdefault(name, logger.level)
+                if not logger.level or logger.level > self.level:
+                    logger.setLevel(self.level)
+
+    def _detach(self, handler: logging.Handler) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+        self._levels = {}
+
+
+class EarlyMessages(logging.Handler):
+    """Keeps messages until somebody takes them."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self._records: dict[int, logging.LogRecord] = {}
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records[id(record)] = record  # once, however many loggers pass it on
+
+    def take(self) -> list[logging.LogRecord]:
+        """Return the messages so far, and forget them."""
+        records, self._records = list(self._records.values()), {}
+        return records
+
+    @staticmethod
+    def taken_from(names: tuple[str, ...]) -> list[logging.LogRecord]:
+        """Collect the messages of all such handlers of some loggers, the command line's."""
+        handlers = [h for name in names for h in logging.getLogger(name).handlers]
+        found = dict.fromkeys(h for h in handlers if isinstance(h, EarlyMessages))
+        return sorted(
+            (record for handler in found for record in handler.take()), key=lambda r: r.created
+        )
+
+
+class _Once(logging.FileHandler):
+    """A file that takes a message once, however many loggers pass it on."""
+
+    _last: logging.LogRecord | None = None
+
+    @override
+    def handle(self, record: logging.LogRecord) -> bool:
+        if record is self._last or record.levelno < self.level:
+            return False
+        self._last = record
+        return bool(super().handle(record))
+
+
+# whose messages are shown and kept; some of them keep theirs from the root logger
+LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightning")
+
+# what Lightning says of every run, or of devices that are not there
+_NOISE = re.compile(
+    r"Seed set to |(GPU|TPU|HPU) available: False|💡|Initializing distributed|-{20}|"
+    r"`Trainer\.fit` stopped: `max_(epochs|steps)=|LOCAL_RANK: |Loaded model weights from|"
+    r"Restor(ed all|ing) states|The `srun` command|\s*$"
+)
+
+
+class ForTheScreen(logging.Filter):
+    """Lets a screen have what is said of this run, and keeps details for the log file."""
+
+    @override
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            return True
+        is_detail = record.levelno < logging.INFO or getattr(record, DETAIL, False)
+        return not is_detail and _NOISE.match(record.getMessage()) is None
+
+
+def detail() -> dict[str, Any]:
+    """Return the options of a message that is for the log file alone, for ``rank_zero_info``."""
+    return {"extra": {DETAIL: True}}
+
+
+def tidy_screen() -> Callable[[], None]:
+    """Give Lightning's messages our look on the screen; returns a function that undoes it.
+
+    Handlers that others have given a format of their own are left alone.
+    """
+    undo: list[Callable[[], None]] = []
+    for handler in _plain_handlers():
+        chosen = ForTheScreen()
+        handler.setFormatter(ConsoleFormatter(handler))
+        handler.addFilter(chosen)
+        undo += [
+            lambda handler=handler: handler.setFormatter(None),  # type: ignore[misc]
+            lambda handler=handler, chosen=chosen: handler.removeFilter(chosen),  # type: ignore[misc]
+        ]
+
+    def undo_all() -> None:
+        for step in undo:
+            step()
+
+    return undo_all
+
+
+def _plain_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    for name in LOGGERS[1:]:
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is logging.StreamHandler and handler.formatter is None:
+                yield handler
+
+
+NAME = "run.log"
+Level = Literal["debug", "info", "warning", "error"]
+_VERSIONS = ("fl-lightning", "lightning", "torch")
+
+
+class RunLog(Callback):
+    """Writes ``run.log`` in the run's folder: time, level and message, a line for every round.
+
+    What is logged by `logging` and what is warned of, by anybody, is in it; so are the model's layers
+    and, when a run fails, the traceback. A run that is resumed, validated or tested writes at the end of
+    its file. A Trainer with neither logger nor ``default_root_dir`` has no folder, and so no file. On the
+    screen, Lightning's messages about itself are left out meanwhile.
+
+    Args:
+        level: of the least important messages that are kept: debug, info, warning or error.
+
+    Raises:
+        ConfigurationError: for another level.
+
+    Example:
+        >>> RunLog("debug").level
+        'debug'
+    """
+
+    def __init__(self, level: Level = "info") -> None:
+        super().__init__()
+        if level not in get_args(Level):
+            raise ConfigurationError(
+                f"level must be one of {', '.join(get_args(Level))}, got {level}: it is the least "
+                "important that the log file keeps"
+            )
+        self.level = level
+        self._file = LogFile(getattr(logging, level.upper()))
+        self._put_back: Callable[[], None] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Collect messages from now on."""
+        self._close()
+        self._put_back = tidy_screen()
+        self._file.begin()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the file, and write the model down."""
+        self._open(trainer)
+        if trainer.is_global_zero:
+            self._file.write(logging.INFO, f"layers\n{_layers(pl_module)}")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue in the file."""
+        self._open(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue in the file."""
+        self._open(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue in the file."""
+        self._open(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell this round's metrics from older ones."""
+        begin_round(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a line for the round, unless it stands on the screen, and so in the file."""
+        bars = [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)]  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not any(bar.says_rounds for bar in bars):
+            self._file.write(logging.INFO, round_line(trainer))
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Write what has ended the run."""
+        told = "".join(traceback.format_exception(exception))
+        self._file.write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the file."""
+        self._close()
+
+    def _open(self, trainer: Trainer) -> None:
+        folder = folder_of(trainer)  # which processes agree on: all must ask
+        if folder is None or self._file.is_open:
+            return
+        self._file.open(Path(folder, NAME), trainer.global_rank)
+        if trainer.is_global_zero:
+            self._file.write(logging.INFO, f"{' '.join(sys.argv)} ({_software()})")
+
+    def _close(self) -> None:
+        self._file.close()
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = None
+
+
+def folder_of(trainer: Trainer) -> str | None:
+    """Return the folder of a run, which processes agree on: all must ask; None if it has none.
+
+    Without a logger it is the Trainer's ``default_root_dir``, but for that where the program was started.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    folder = run_folder(trainer)
+    is_own = trainer.logger is not None or Path(folder).resolve() != Path.cwd()
+    return folder if is_own else None
+
+
+def _layers(module: LightningModule) -> str:
+    """Return name, class and number of parameters of a module's parts and of theirs."""
+    summary = summarize(module, max_depth=2)
+    rows = zip(summary.layer_names, summary.layer_types, summary.param_nums, strict=True)
+    head = ("part", "class", "parameters")
+    return table(head, [[name, kind, f"{count:,}"] for name, kind, count in rows])
+
+
+def _software() -> str:
+    return ", ".join([*map(_named, _VERSIONS), f"Python {platform.python_version()}"])
+
+
+def _named(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package

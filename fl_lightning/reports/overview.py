@@ -1,0 +1,186 @@
+"""Overview of a run before its first round: model, optimizer, federation, machine, partition."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation import Federation, log_figure, overrides, run_folder
+from fl_lightning.reports.evaluated_model import saved_after, shown_path
+from fl_lightning.reports.log_file import detail, folder_of
+from fl_lightning.reports.progress import federation_of
+
+# Schedules are worked out so many steps ahead, to tell the rate of the last round.
+_MOST_STEPS_AHEAD = 20_000
+
+
+class RunOverview(Callback):
+    """Says what a fit's model, its federation and its machine are, and where it is written.
+
+    Beside what others say of themselves: the data (`PartitionReport`), the cost, the engine.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say it once, before the first round."""
+        folder = folder_of(trainer)  # which processes agree on: all must ask
+        if not trainer.is_global_zero:
+            return
+        rank_zero_info(f"model: {', '.join(_model(pl_module))}")
+        for optimizer in trainer.optimizers:
+            rank_zero_info(f"optimizer: {', '.join(_optimizer(optimizer))}")
+        if (federation := federation_of(trainer)) is not None:
+            rank_zero_info(f"federation: {'; '.join(_federation(trainer, federation))}")
+        rank_zero_info(f"machine: {', '.join(_machine(trainer))}")
+        if folder is not None:
+            rank_zero_info(f"run: {', '.join([shown_path(folder), *_resumed(trainer)])}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the first and the last learning rate, now that a checkpoint has set the schedules."""
+        federation = federation_of(trainer)
+        if federation is not None and federation.rounds is not None:
+            line = _rate_line(trainer, federation.rounds.run.by_step)
+            rank_zero_info(line) if line is not None else None
+
+
+def _resumed(trainer: Trainer) -> Iterator[str]:
+    if trainer.ckpt_path:
+        path = str(trainer.ckpt_path)
+        yield " ".join(["resumed from", shown_path(path), *filter(None, [saved_after(path)])])
+
+
+def _model(module: LightningModule) -> Iterator[str]:
+    network = getattr(module, "network", None) or getattr(module, "model", None)
+    inner = f" ({type(network).__name__})" if isinstance(network, torch.nn.Module) else ""
+    yield f"{type(module).__name__}{inner}"
+    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    yield f"{_short(sum(size for size, _ in sizes))} parameters"
+    if frozen := sum(size for size, trains in sizes if not trains):
+        yield f"{_short(frozen)} of them frozen"
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield its class and what is not that class's default: options of several layers of YAML mix."""
+    yield type(optimizer).__name__
+    known = inspect.signature(type(optimizer)).parameters
+    for name in (name for name in optimizer.defaults if name in known):
+        own = f"initial_{name}"  # what a schedule has changed already
+        values = dict.fromkeys(str(g.get(own, g.get(name))) for g in optimizer.param_groups)
+        if name == "lr" or list(values) != [str(known[name].default)]:
+            yield f"{name} {' or '.join(values)}"
+
+
+def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
+    assert federation.rounds is not None
+    groups = federation.rounds.run.groups
+    epochs, steps = federation.local_epochs, federation.local_steps
+    work = f"{epochs} local epochs" if epochs else f"{steps} local steps"
+    work = work.removesuffix("s") if 1 in (epochs or steps, 0) else work
+    rounds = trainer.max_epochs or -1
+    planned = f", {rounds} round{'s' * (rounds > 1)}" if rounds > 0 else ""
+    yield f"{groups.num_clients:,} of {groups.population.num_clients:,} clients a round, {work}{planned}"
+    parts = (
+        *(federation.correction, federation.personal, federation.asynchronous),
+        *(federation.aggregator, *federation.updates, *federation.download),
+        *(federation.privacy, federation.devices, federation.attackers),
+    )
+    named = [type(part).__name__ for part in parts if part is not None]
+    if named:
+        yield ", ".join(named)
+
+
+def _machine(trainer: Trainer) -> Iterator[str]:
+    device, count = trainer.strategy.root_device, trainer.world_size
+    yield "CPU" if device.type == "cpu" else str(device)
+    threads = torch.get_num_threads()
+    of_threads = f" of {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else ""
+    yield f"{count} process{'es' * (count > 1)}{of_threads}"
+    if trainer.precision != "32-true":
+        yield str(trainer.precision)
+
+
+def _short(count: int) -> str:
+    """Return a number in three digits.
+
+    Example:
+        >>> _short(152_074), _short(21_700_000), _short(67)
+        ('152 k', '21.7 M', '67')
+    """
+    for size, name in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return f"{count / size:.3g}{name}"
+    return str(count)
+
+
+def _rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
+    """Return the learning rates of the run's first and last local step; None without a schedule."""
+    module, configs = trainer.lightning_module, trainer.lr_scheduler_configs
+    if not module.automatic_optimization or not configs or overrides(module, "lr_scheduler_step"):
+        return None
+    first, begun, rounds = _rates(trainer), trainer.current_epoch, trainer.max_epochs or -1
+    num_steps = 1 if by_step is None else by_step[0]
+    if any(each.reduce_on_plateau for each in configs):
+        return f"learning rate: {first} at first, then by a metric"
+    if not 0 < (rounds - begun) * num_steps <= _MOST_STEPS_AHEAD:
+        return f"learning rate: {first} at first"
+    start = RoundStart(trainer.optimizers, [each.scheduler for each in configs])
+    start.note()
+    _move_to_end(trainer, by_step, rounds)
+    last = _rates(trainer)
+    start.put_back()
+    where = f"{num_steps} a round" if by_step is not None else "one a round"
+    return f"learning rate: {first} at first, {last} at last ({where}, {rounds - begun} rounds)"
+
+
+def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) -> None:
+    """Step the schedules until the run's last local step."""
+    num_steps, advance = by_step or (0, lambda step: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        for number in range(trainer.current_epoch + 1, rounds + 1):
+            end = num_steps * number + (number < rounds)
+            for step in range(num_steps * (number - 1) + 1, end) if num_steps else ():
+                advance(step)
+            for config in trainer.lr_scheduler_configs if number < rounds else ():
+                if number % config.frequency == 0:
+                    config.scheduler.step()  # type: ignore[call-arg]
+
+
+def _rates(trainer: Trainer) -> str:
+    groups = [group for each in trainer.optimizers for group in each.param_groups]
+    return " or ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in groups))
+
+
+class PartitionReport(Callback):
+    """Logs the partition when a fit starts.
+
+    Prints a line, and a few more into the log, draws clients × classes for loggers that take pictures as ``partition`` and saves
+    ``partition.csv``, one row per client, in the logger's directory.
+    """
+
+    # what a private run must name
+    unprotected = "the picture and table of the partition"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report once, before the first round."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):
+            return
+        folder = run_folder(trainer)  # which processes agree on: all must ask
+        if not trainer.is_global_zero:
+            return
+        summary = data.summary()
+        rank_zero_info(f"data: {type(data.source).__name__}, {summary.as_line()}")
+        rank_zero_info(summary.as_text(), **detail())
+        if trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        summary.save(Path(folder) / "partition.csv")
+        log_figure(trainer, "partition", summary.figure, step=0)

@@ -1,0 +1,419 @@
+"""One bar for the run: rounds done, time left, and metrics, the one that is monitored first.
+
+    round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
+      clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
+
+A round that takes more than five seconds has a bar of its own below. If standard error is a file or a
+pipe, every round is a line in the log instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Column, Table
+from typing_extensions import override
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import Federation, begin_round, logged_in_round
+from fl_lightning.reports.layout import duration
+from fl_lightning.reports.screen import StatusLines
+
+SECONDS_OF_A_SHORT_ROUND = 5.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+
+
+class RoundProgressBar(ProgressBar):
+    """A bar of rounds, never cut off and never printed into; see the module's first lines.
+
+    Args:
+        refresh_rate: draw after so many groups of clients, or batches, at the most often; 0 for no bar.
+
+    Raises:
+        ConfigurationError: if the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__()
+        if refresh_rate < 0:
+            raise ConfigurationError(
+                f"refresh_rate must be a whole number, at least 0 (no bar), got {refresh_rate}"
+            )
+        self.refresh_rate = refresh_rate
+        self._is_wanted = refresh_rate > 0
+        self._screen = StatusLines(self._show)
+        self._pace = Pace()
+        self._inner: Inner | None = None
+        self._run_bar: Table | None = None
+        self._metrics: dict[str, float] = {}  # of the last whole round
+        self._has_begun = False  # the first round, after what calibrates a mask
+        self._drawn_at = 0.0
+
+    @property
+    def says_rounds(self) -> bool:
+        """True if rounds are lines in the log, for want of a terminal."""
+        return self._is_wanted and not self._screen.is_open
+
+    @override
+    def disable(self) -> None:
+        self._is_wanted = False
+
+    @override
+    def enable(self) -> None:
+        self._is_wanted = self.refresh_rate > 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the federation of the fit."""
+        self._trainer = trainer
+        self.enable()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to draw; in other processes, to keep out of what the first one draws."""
+        self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
+        if self._is_wanted:
+            self._open()
+        self._draw(at_once=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a round."""
+        begin_round(trainer)
+        self._inner = Inner(*_count(trainer))
+        self._pace.begin()
+        self._draw()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count clients, or batches."""
+        if self._inner is not None:
+            self._inner.done = round(
+                (batch_idx + 1) / trainer.num_training_batches * self._inner.total
+            )
+        self._draw(batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count a round; where there is no terminal, say it."""
+        self._inner = None
+        self._pace.end()
+        self._metrics = metrics_in_order(trainer)
+        if self.says_rounds:
+            rank_zero_info(round_line(trainer))
+        self._draw(at_once=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of a round any more."""
+        self._inner = None
+        self._draw(at_once=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "validation", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "test", trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "predict", trainer.num_predict_batches)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of it any more."""
+        self._inner = None
+        self._draw()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the bar as it is, above what is said of the exception."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the bar of the whole run, as a line like any other."""
+        self._close()
+
+    @contextmanager
+    def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
+        """Show a bar of something else inside this block, and give the function that moves it by one.
+
+        Args:
+            what: is counted.
+            total: how many there are.
+        """
+        was_open, self._inner = self._screen.is_open, Inner(what, total)
+        if self._is_wanted:
+            self._open()
+        self._show()
+
+        def tick() -> None:
+            if self._inner is not None:
+                self._inner.done += 1
+                self._draw()
+
+        try:
+            yield tick
+        finally:
+            self._inner = None
+            if not was_open:
+                self._screen.close()
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        print(*args, **kwargs)  # goes above the bar, as all that is printed
+
+    def _begin(self, trainer: Trainer, what: str, batches: Sequence[float] | float) -> None:
+        if trainer.sanity_checking:
+            return
+        total = sum(batches) if isinstance(batches, Sequence) else batches
+        self._inner = Inner(what, total)
+        if trainer.state.fn != "fit" and self._is_wanted:
+            self._open()
+        self._draw()
+
+    def _count_batch(self) -> None:
+        if self._inner is not None and not self.trainer.sanity_checking:
+            self._inner.done += 1
+            self._draw()
+
+    def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        is_due = index % max(1, self.refresh_rate) == 0
+        is_due = is_due and now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS
+        if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
+            self._drawn_at = now
+            is_shown = self._has_begun and self.trainer.state.fn == "fit"
+            self._run_bar = self._run_line(self._screen.width) if is_shown else None
+            self._show()
+
+    def _show(self) -> None:
+        """Show what is known; every second, so that a clock goes on while nothing ends."""
+        width, inner = self._screen.width, self._inner
+        lines: list[RenderableType] = [] if self._run_bar is None else [self._run_bar]
+        if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
+            indent = 2 * len(lines)
+            lines.append(Padding.indent(inner.line(width - indent), indent))
+        self._screen.show(*lines)
+
+    def _open(self) -> None:
+        self._screen.open(draws=self.trainer.is_global_zero)
+
+    def _run_line(self, width: int, *, has_ended: bool = False) -> Table:
+        total = self.trainer.max_epochs if (self.trainer.max_epochs or -1) > 0 else None
+        label = f"{unit(self.trainer)} {self._pace.done}{f'/{total}' if total else ''}"
+        share = None if total is None else self._pace.done / total
+        clock = self._pace.words(None if has_ended else total)
+        metrics = {**self._metrics, **metrics_in_order(self.trainer)}
+        return run_line(label, share, clock, metrics, width)
+
+    def _close(self) -> None:
+        if self._screen.is_open:  # not where the processes were started that have a bar
+            is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
+            left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
+            self._screen.close(*left)
+        self._inner = self._run_bar = None
+        self._has_begun = False
+
+
+def _count(trainer: Trainer) -> tuple[str, float]:
+    """Return what a round has, clients or batches, and how many."""
+    federation = federation_of(trainer)
+    if federation is None or federation.rounds is None:
+        return "batches", trainer.num_training_batches
+    return "clients", federation.rounds.run.groups.num_clients
+
+
+_WIDEST_BAR, _NARROWEST_BAR = 30, 8
+
+
+class Pace:
+    """How many rounds are done, and how long the others will take.
+
+    Args:
+        done: rounds at the start.
+    """
+
+    def __init__(self, done: int = 0) -> None:
+        self.done = done
+        self._started = self._began = time.monotonic()
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        """Note that a round begins."""
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.done += 1
+        self._seconds.append(time.monotonic() - self._began)
+
+    def words(self, total: int | None) -> str:
+        """Return the time that is left, or, at the end or without an end, the time that it took.
+
+        Args:
+            total: rounds of the run, None if nobody knows.
+        """
+        if total is None or self.done >= total:
+            return f"in {duration(time.monotonic() - self._started)}"
+        # what is measured and compiled in the first round takes its time once
+        known = self._seconds[1:][-10:] or self._seconds
+        if not known:
+            return ""
+        return f"{duration((total - self.done) * sum(known) / len(known))} left"
+
+
+class Inner:
+    """Progress within a round: clients, or batches, that are done.
+
+    Args:
+        what: is counted.
+        total: how many there are; infinite if nobody knows.
+    """
+
+    def __init__(self, what: str, total: float) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def line(self, width: int) -> Table:
+        """Return a bar.
+
+        Args:
+            width: columns of the line.
+        """
+        is_known = 0 < self.total < float("inf")
+        label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
+        share = self.done / self.total if is_known else None
+        return run_line(label, share, duration(self.seconds), {}, width)
+
+
+def run_line(
+    label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
+) -> Table:
+    """Return a bar with metrics, of which as many are shown as there is room for, the first ones first.
+
+    Args:
+        label: what is counted, and how far.
+        share: that is done, in [0, 1]; None for no bar.
+        clock: time, left or taken.
+        metrics: by name.
+        width: columns of the line.
+
+    Example:
+        >>> from fl_lightning.reports.screen import plain
+        >>> plain(run_line("round 12/50", 0.25, "1:03 left", {"val/accuracy": 0.861}, 60), 60)
+        'round 12/50  ━━━━              1:03 left  val/accuracy 0.861'
+    """
+    words = [label, *filter(None, [clock])]
+    parts = [f"{name} {number(value)}" for name, value in metrics.items()]
+    bar = 0 if share is None else _NARROWEST_BAR
+    if parts and _length([*words, parts[0]]) + bar > width:
+        bar = 0  # a metric goes before the bar
+    while parts and _length([*words, *parts]) + bar > width:
+        parts.pop()
+    cells: list[RenderableType] = [*words, *parts]
+    if bar:
+        cells.insert(
+            1, Bar(1.0, share or 0.0, width=min(_WIDEST_BAR, width - _length([*words, *parts])))
+        )
+    line = Table.grid(*[Column(no_wrap=True) for _ in cells], padding=(0, 2))
+    line.add_row(*cells)
+    return line
+
+
+def _length(words: Sequence[str]) -> int:
+    """Number of columns of words with two spaces behind each."""
+    return len("  ".join([*words, ""]))
+
+
+def federation_of(trainer: Trainer) -> Federation | None:
+    """Return what makes a Trainer's epochs rounds, if anything does."""
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Federation)), None)
+
+
+def unit(trainer: Trainer) -> str:
+    """Return what an epoch of a Trainer is called."""
+    return "epoch" if federation_of(trainer) is None else "round"
+
+
+def metrics_in_order(trainer: Trainer) -> dict[str, float]:
+    """Return what checkpoints and early stopping watch, then what the module has in its bar.
+
+    Only what the present round has measured: without a validation none of its metrics.
+    """
+    found: Mapping[str, object] = logged_in_round(trainer)
+    watched = {name: found[name] for name in _monitored(trainer) if name in found}
+    in_bar = trainer.progress_bar_metrics.items()
+    shown = {
+        **watched,
+        **{n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found},
+    }
+    return {name: float(value) for name, value in shown.items()}  # type: ignore[arg-type]
+
+
+def number(value: float) -> str:
+    """Return a metric in as many characters from round to round, if it is not very small or large.
+
+    Example:
+        >>> number(0.97), number(12.3456), number(1.5e-5), number(123456.0)
+        ('0.970', '12.346', '1.5e-05', '1.23e+05')
+    """
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def round_line(trainer: Trainer) -> str:
+    """Return a line about the round that has just ended."""
+    last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+    words = [f"{name} {number(value)}" for name, value in metrics_in_order(trainer).items()]
+    known = logged_in_round(trainer)
+    if "round/cohort_size" in known:
+        words.append(f"{int(known['round/cohort_size'])} clients")
+    if float(known.get("round/skipped", 0.0)):
+        words.append(f"{int(known['round/skipped'])} skipped")
+    if "round/seconds" in known:
+        words.append(f"{float(known['round/seconds']):.1f} s")
+    federation = federation_of(trainer)
+    if federation is not None and federation.clients_side is not None:  # over a network
+        words += [
+            f"{float(known[f'round/total_bytes_{way}']) / 1e6:.2f} MB {way}"
+            for way in ("down", "up")
+            if f"round/total_bytes_{way}" in known
+        ]
+    return f"{unit(trainer)} {trainer.current_epoch + 1}{last}: {', '.join(words) or 'done'}"
+
+
+def _monitored(trainer: Trainer) -> Iterator[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor:
+            yield callback.monitor

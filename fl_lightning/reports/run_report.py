@@ -1,0 +1,309 @@
+"""The callback that keeps every round and writes ``report.html``, and the page itself."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import (
+    Federation,
+    is_of_test,
+    keep_once,
+    logged_once,
+    own_run_folder,
+    run_folder,
+)
+from fl_lightning.reports.board import Charts, lay_out, show_results
+from fl_lightning.reports.charts import write_chart
+from fl_lightning.reports.evaluated_model import shown_path
+from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
+from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.page import Page
+from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_charts
+
+REPORT = "report.html"
+
+
+class RunReport(Callback):
+    """Keeps every round in ``rounds.jsonl``, and makes ``report.html`` and ``figures/`` of them.
+
+    The page is one file that opens without a network, in light and dark. It has the curves, the clients'
+    distributions, who took part, the partition, bytes, privacy, masks and seconds; each figure is also in
+    ``figures/`` as PNG and SVG. It is made at the end of a fit and again after its test. Central runs have
+    one as well, with epochs for rounds. A trainer without a logger keeps nothing. TensorBoard gets an order
+    of charts (tab Custom Scalars), tables of the last round and of what is logged once, such as the test's
+    numbers (Text), and the run's options (HPARAMS).
+
+    Args:
+        page: whether to make the page and its figures, a few seconds; the rounds are kept anyway.
+        max_clients: of rounds with more clients than this the clients' own numbers are not kept.
+        waits_for_test: whether a test follows the fit, or `finish`, and makes the page.
+
+    Example:
+        >>> from fl_lightning import Federation
+        >>> callbacks = [Federation(), RunReport()]
+    """
+
+    def __init__(
+        self, page: bool = True, max_clients: int = 1000, waits_for_test: bool = False
+    ) -> None:
+        super().__init__()
+        if max_clients < 0:
+            raise ConfigurationError(f"max_clients must not be negative, got {max_clients}")
+        self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
+        self._folder: Path | None = None
+        self._seen: dict[str, Any] = {}
+        self._ahead: dict[str, Any] = {}
+        self._noted: int | None = None  # the last round that is kept
+        self._has_begun = False
+        self._charts: Charts | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a place ahead of the federation, which logs a round when it ends.
+
+        Raises:
+            ConfigurationError: if it has such a place.
+        """
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        federation = _federation(trainer)
+        if federation is not None and callbacks.index(self) < callbacks.index(federation):
+            raise ConfigurationError(
+                "RunReport keeps what Federation has logged: give the Trainer callbacks=[Federation(…), "
+                "RunReport()], in this order"
+            )
+
+        if stage == "fit" and federation is not None:
+            self._charts = Charts(trainer).start()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Learn where the run's folder is."""
+        folder = run_folder(trainer)  # which processes agree on: all must ask
+        keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        self._folder = Path(folder) if keeps else None
+        self._seen, self._noted, self._has_begun = {}, None, False
+        self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the epoch before of a central run: by now all of it has been logged."""
+        if self._noted is None:  # only now Lightning has restored which one a resumed run is in
+            self._noted = trainer.current_epoch
+        self._note_central(trainer, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the round, before its checkpoint is saved."""
+        if _federation(trainer) is not None:
+            self._note(trainer, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the last epoch of a central run."""
+        self._note_central(trainer, trainer.current_epoch)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the page, unless the test's numbers are still to come."""
+        if not self.waits_for_test:
+            self.finish(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep TensorBoard from making charts of what is logged once."""
+        self._charts = Charts(trainer, held=".*").start()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do the same where the run is a validation alone."""
+        if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
+            self._charts = Charts(trainer, held=".*").start()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the numbers of a validation alone."""
+        self._keep_evaluation(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the test's numbers, and make the page again with them."""
+        self._keep_evaluation(trainer)
+        self.finish(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the loggers back, also after an evaluation that failed."""
+        self._give_back()
+
+    def _keep_evaluation(self, trainer: Trainer) -> None:
+        if self._charts is not None and trainer.state.fn != "fit":
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._charts is not None:
+            self._charts.stop()
+            self._charts = None
+
+    def finish(self, trainer: Trainer) -> None:
+        """Make the page of what is in the run's folder; all processes call it."""
+        folder = Path(run_folder(trainer))
+        if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
+            return
+        try:
+            write_report(folder)
+            show_results(trainer, folder, History.read(folder))
+        except OSError as error:  # a full disk: the run itself is done
+            rank_zero_warn(f"no {REPORT}: {error}")
+            return
+        told = detail() if self.waits_for_test else {}  # else the command tells of all files
+        rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
+
+    def _note_central(self, trainer: Trainer, number: int) -> None:
+        if self._noted is not None and number > self._noted and _federation(trainer) is None:
+            self._note(trainer, number)
+
+    def _note(self, trainer: Trainer, number: int) -> None:
+        if self._folder is None:
+            return
+        if not self._has_begun:
+            begin(self._folder, number - 1)
+            lay_out(trainer, trainer.callback_metrics)
+        self._noted, self._has_begun = number, True
+        logged, self._ahead = self._ahead | trainer.callback_metrics, {}
+        # what was logged in this round is another object than in the last one
+        new = {name: v for name, v in logged.items() if self._seen.get(name) is not v}
+        self._seen = dict(logged)
+        metrics = {name: float(value) for name, value in new.items()}
+        append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
+
+    def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
+        """Return what clients of the round have shown of themselves."""
+        federation = _federation(trainer)
+        if federation is None or federation.rounds is None:
+            return {}
+        record = federation.rounds.record
+        stages = federation.rounds.stages
+        hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
+        if hides or len(record.finished) > self.max_clients:
+            return {}
+        known = {name: record.means.by_client(name) for name in record.means.names}
+        ids = sorted(record.finished)
+        missing = float("nan")
+        found: dict[str, Sequence[float]] = {IDS: ids}
+        for name, values in known.items():
+            found[name] = [values.get(client, missing) for client in ids]
+        return found
+
+
+def _federation(trainer: Trainer) -> Federation | None:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Federation)), None)
+
+
+REPORT, FIGURES = "report.html", "figures"
+_CONFIG = "config.yaml"
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write ``report.html`` and ``figures/`` into a run's folder; return the page's path.
+
+    It can be called at any time, also for a run that was stopped or is still training.
+
+    Args:
+        folder: of a run, with its ``rounds.jsonl``.
+
+    Raises:
+        ConfigurationError: if the folder has no rounds.
+    """
+    folder = Path(folder)
+    history = History.read(folder)
+    if not history.rounds:
+        raise ConfigurationError(
+            f"{folder} holds no rounds (rounds.jsonl): give the folder of a run that had a RunReport"
+        )
+    once = logged_once(folder)
+    last = history.rounds[-1].number
+    unit = "rounds" if history.curve("round/cohort_size") else "epochs"
+    page = Page(_title(folder), f"{last} {unit} · {folder}")
+    page.tiles(_facts(history, once))
+    page.heading("Curves and clients")
+    for chart in run_charts(folder, history):
+        page.drawing(write_chart(chart, folder / FIGURES), chart.title, chart.caption)
+    page.heading("Numbers")
+    _numbers(page, folder, history, once)
+    if (folder / _CONFIG).exists():
+        page.verbatim((folder / _CONFIG).read_text(encoding="utf-8"), "Configuration")
+    page.write(folder / REPORT)
+    return folder / REPORT
+
+
+def _title(folder: Path) -> str:
+    return folder.parent.name if folder.name.startswith("version_") else folder.name
+
+
+def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
+    last = history.rounds[-1]
+    tests = {name: value for name, value in once.items() if is_of_test(name)}
+    facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]
+    shown = [name for name in history.names if name.startswith(("val/", "val_"))]
+    for name in shown[:2]:
+        number, value = [*history.curve(name).items()][-1]
+        of = "" if number == last.number else f", after {number}"
+        facts.append((f"{name}, last{of}", f"{value:.4g}"))
+    facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
+    if asked := history.curve("round/cohort_size"):
+        facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
+    facts += _bytes(history, once)
+    if seconds := history.curve("round/seconds"):
+        facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
+    for name, words in (("", "ε"), ("_unamplified", "ε without amplification by sampling")):
+        if epsilon := history.curve(f"privacy/epsilon{name}"):
+            facts.append((words, f"{[*epsilon.values()][-1]:.4g}"))
+    return facts
+
+
+def _bytes(history: History, once: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    for way, words in (("up", "from clients"), ("down", "to clients")):
+        of = {p: sum(c.values()) for p, c in history.bytes_by_purpose(way, once).items()}
+        if of:
+            yield f"bytes {words}", _size(sum(of.values()))
+        if len(of) > 1:
+            yield from ((f"bytes {words}: {purpose}", _size(n)) for purpose, n in of.items())
+
+
+def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
+    ends = {name: curve for name in history.names if (curve := history.curve(name))}
+    if once:
+        rows = [[name, f"{value:.6g}"] for name, value in once.items()]
+        page.table(["logged once", "value"], rows)
+    for stage, table in evaluated_clients(folder).items():
+        rows = [
+            [name, *_spread(values)]
+            for name, values in table.columns.items()
+            if name not in ("client", "num_examples")
+        ]
+        head = [f"clients, {stage}", "mean", "std", "min", "median", "max"]
+        page.table(head, rows, fold=f"Over {len(table)} clients ({stage})")
+    rows = [
+        [name, f"{[*c.values()][-1]:.6g}", f"{min(c.values()):.6g}", f"{max(c.values()):.6g}"]
+        for name, c in ends.items()
+    ]
+    page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ["-"] * 5
+    numbers = (
+        statistics.fmean(known),
+        statistics.pstdev(known),
+        min(known),
+        statistics.median(known),
+        max(known),
+    )
+    return [f"{number:.4g}" for number in numbers]
+
+
+def _size(num_bytes: float) -> str:
+    unit, size = byte_unit(num_bytes)
+    return f"{num_bytes / size:.4g} {unit}"

@@ -1,0 +1,256 @@
+"""The screen by rich: tables, and status lines at the bottom, above which printed text scrolls.
+
+The cursor always waits at the start of the first status line. Each print, from this process or one
+forked from it, first clears the screen from there; the status lines are then drawn again below it. So
+nothing is ever printed into a status line. (rich's own ``Live`` leaves the cursor behind the last line,
+where another process would print.)
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console, ConsoleRenderable, RenderableType, RenderHook
+from rich.control import Control
+from rich.file_proxy import FileProxy
+from rich.segment import ControlType, Segment, Segments
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from fl_lightning.reports.layout import is_terminal, width_of
+
+# The rest of the screen: rich itself clears lines or everything.
+_CLEAR_DOWN = Segments([Segment("\r\x1b[J", control=[(ControlType.CARRIAGE_RETURN,)])])
+_BETWEEN = "  "
+
+# One thread at a time moves the cursor, and none during a fork, after which the child could never
+# acquire the lock.
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
+
+
+def plain(renderable: RenderableType, width: int = 10_000) -> str:
+    """Text of anything that rich prints, without colours.
+
+    Args:
+        renderable: text, table or bar.
+        width: largest length of a line in columns.
+    """
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    printed: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in printed.splitlines()).strip("\n")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, is_markdown: bool = False) -> str:
+    """Format a table: the first column aligned to the left, the others to the right.
+
+    Args:
+        head: names of the columns.
+        rows: cells.
+        is_markdown: whether to draw the rules of Markdown.
+
+    Example:
+        >>> print(table(["variant", "runs"], [["dense", "3"]], is_markdown=True))
+        | variant | runs |
+        |---------|------|
+        | dense   |    3 |
+    """
+    made = Table(box=MARKDOWN if is_markdown else None, pad_edge=is_markdown)
+    for number, name in enumerate(head):
+        made.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return plain(made)
+
+
+def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Format a table no wider than the screen: columns without room go into further blocks below.
+
+    Args:
+        head: names of the columns; the first column is repeated in every block.
+        rows: cells.
+        width: width of the screen in columns.
+
+    Example:
+        >>> print(in_blocks(["", "loss", "accuracy"], [["a", "0.5", "0.9"]], 14))
+           loss
+        a   0.5
+        <BLANKLINE>
+           accuracy
+        a       0.9
+    """
+    first, *others = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    blocks: list[list[int]] = [[0]]
+    used = first
+    for column, needed in enumerate(others, 1):
+        used += len(_BETWEEN) + needed
+        if used > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+            used = first + len(_BETWEEN) + needed
+        blocks[-1].append(column)
+    parts = ([[line[c] for c in block] for line in (head, *rows)] for block in blocks)
+    return "\n\n".join(table(top, lines) for top, *lines in parts)
+
+
+def clear_leftovers() -> None:
+    """Remove status lines left by a process that was killed."""
+    if is_terminal(sys.stderr):
+        _console(sys.stderr).print(_CLEAR_DOWN, end="")
+
+
+class StatusLines(RenderHook):
+    """Status lines at the bottom of the terminal, on standard error.
+
+    Between `open` and `close`, text that Python prints, logs or warns of appears above the lines. If
+    standard error is no terminal, all of this does nothing.
+
+    Args:
+        tick: called every second, in a thread, between `open` and `close`; it must not block.
+    """
+
+    def __init__(self, tick: Callable[[], None] | None = None) -> None:
+        self._tick = tick
+        self._lines: tuple[RenderableType, ...] = ()
+        self._console: Console | None = None
+        self._ends: threading.Event | None = None  # created in `open`: it cannot be copied
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """True between `open` and `close`, if there is a terminal."""
+        return self._console is not None
+
+    @property
+    def width(self) -> int:
+        """Length of a line in columns: one less than the terminal has, so that no line is wrapped."""
+        return width_of(sys.stderr) - 1
+
+    def open(self, *, draws: bool = True) -> None:
+        """Start to print above the status lines.
+
+        Args:
+            draws: whether this process draws the status lines; otherwise another one does.
+        """
+        if self.is_open or not is_terminal(sys.stderr):
+            return
+        self._console = _console(sys.stderr)
+        self._console.push_render_hook(self)
+        for name in ("stdout", "stderr"):
+            if is_terminal(stream := getattr(sys, name)):
+                self._replace(name, stream, _Above(self._console, stream))
+        if draws and self._tick is not None:
+            self._ends = threading.Event()
+            threading.Thread(target=self._run, args=(self._ends,), daemon=True).start()
+
+    def show(self, *lines: RenderableType) -> None:
+        """Replace the status lines.
+
+        Args:
+            lines: text, bars or tables; cut to `width`.
+        """
+        with _LOCK:
+            if self._console is not None:
+                self._lines = lines
+                self._console.print(Control(), end="")
+
+    def close(self, *lines: RenderableType) -> None:
+        """Remove the status lines and print others, which scroll like all text."""
+        if self._ends is not None:
+            self._ends.set()
+            self._ends = None
+        with _LOCK:
+            if self._console is None:
+                return
+            self._lines = ()
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, _Above):
+                    stream.finish()
+            self._console.print(*(lines or [Control()]), sep="\n", end="\n" if lines else "")
+            while self._undo:
+                self._undo.pop()()
+            self._console = None
+
+    @override
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Print above the status lines, and draw them again."""
+        assert self._console is not None
+        options = self._console.options.update(width=self.width, no_wrap=True, overflow="ellipsis")
+        drawn: list[Segment] = []
+        height = 0
+        for renderable in self._lines:
+            for line in self._console.render_lines(renderable, options, pad=False):
+                drawn += [Segment.line()] * bool(height) + line
+                height += 1
+        back = Control(
+            *[(ControlType.CURSOR_UP, height - 1)] * (height > 1), ControlType.CARRIAGE_RETURN
+        )
+        return [_CLEAR_DOWN, *renderables, Segments(drawn), back]
+
+    def _replace(self, name: str, stream: Any, above: _Above) -> None:
+        setattr(sys, name, above)
+        self._undo.append(lambda: setattr(sys, name, stream))
+        for handler in _handlers_on(stream):
+            handler.setStream(above)
+            self._undo.append(lambda handler=handler: handler.setStream(stream))  # type: ignore[misc]
+
+    def _run(self, ends: threading.Event) -> None:
+        while not ends.wait(1.0):
+            with _LOCK:
+                if not ends.is_set() and self._tick is not None:
+                    self._tick()
+
+
+class _Above(FileProxy):
+    """A terminal whose complete lines are printed above the status lines."""
+
+    @override
+    def write(self, text: str) -> int:
+        with _LOCK:
+            super().write(text)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        """Flush the terminal; the start of a line still waits, or it would be in a status line."""
+        self.rich_proxied_file.flush()
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Write the start of a line that never ended."""
+        super().flush()
+
+
+def _console(stream: Any) -> Console:
+    """A console that prints text as it is, on a stream that is a terminal."""
+    return Console(
+        file=stream,
+        force_terminal=True,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+
+
+def _handlers_on(stream: Any) -> list[logging.StreamHandler[Any]]:
+    """Return the log handlers that write to a stream."""
+    known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = [h for logger in known for h in getattr(logger, "handlers", ())]
+    streamed = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
+    # others, like logging.lastResort, look sys.stderr up on each write, and so find its replacement
+    return [handler for handler in streamed if "stream" in vars(handler)]

@@ -1,0 +1,75 @@
+"""Every figure says of which model it is."""
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import Federation
+from fl_lightning.callbacks.companions import every_round_checkpoint
+from fl_lightning.cli.runs import saved_models
+from fl_lightning.reports.evaluated_model import EvaluatedModel, saved_after
+
+
+@pytest.fixture
+def best(tmp_path):
+    # the highest loss: of the first round
+    return ModelCheckpoint(tmp_path, "best", monitor="val/loss", mode="max")
+
+
+@pytest.fixture
+def fitted(best):
+    module, data = ToyModule(), toy_data()
+    last = every_round_checkpoint()
+    last.dirpath = best.dirpath
+    trainer = toy_trainer(
+        Federation(seed=0), EvaluatedModel(), best, last, enable_checkpointing=True
+    )
+    trainer.fit(module, datamodule=data)
+    return trainer, module, data
+
+
+def test_the_last_model_of_a_fit_the_best_one_and_a_fit_that_goes_on(fitted, best, caplog):
+    trainer, module, data = fitted
+    assert "the model" not in caplog.text
+    trainer.test(module, datamodule=data, verbose=False)
+    assert "test: the model after round 3, the last one of this fit" in caplog.text
+    caplog.clear()
+    trainer.validate(module, datamodule=data, ckpt_path=best.best_model_path, verbose=False)
+    assert f"validate: the model after round 1, {best.best_model_path}" in caplog.text
+    caplog.clear()
+    trainer.test(module, datamodule=data, verbose=False)  # whose weights these still are
+    assert f"test: the model after round 1, {best.best_model_path}" in caplog.text
+    trainer.fit_loop.max_epochs = 4
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    assert "test: the model after round 4, the last one of this fit" in caplog.text
+
+
+def test_another_module_is_no_round_of_a_checkpoint(fitted, best, caplog):
+    trainer, module, data = fitted
+    trainer.test(module, datamodule=data, ckpt_path=best.best_model_path, verbose=False)
+    caplog.clear()
+    toy_trainer(EvaluatedModel()).test(ToyModule(), datamodule=data, verbose=False)
+    assert "test: the model as it was given, without a round of this Trainer" in caplog.text
+
+
+def test_saved_models_are_told_with_their_rounds_the_last_one_first(fitted, best, tmp_path):
+    found = saved_models(fitted[0])
+    score = float(best.best_model_score)
+    assert list(found.items()) == [
+        (str(tmp_path / "last.ckpt"), "after round 3"),
+        (str(tmp_path / "best.ckpt"), f"best val/loss, {score:.4f}, after round 1"),
+    ]
+    (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
+    assert saved_after(str(tmp_path / "broken.ckpt")) == saved_after("nowhere.ckpt") == ""
+
+
+def test_a_central_run_counts_steps(tmp_path, caplog):
+    module, data = ToyModule(), toy_data()
+    trainer = toy_trainer(EvaluatedModel(), max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    assert "test: the model after optimizer step 8, the last one of this fit" in caplog.text
+    trainer.save_checkpoint(tmp_path / "central.ckpt")
+    assert saved_after(str(tmp_path / "central.ckpt")) == "after optimizer step 8"

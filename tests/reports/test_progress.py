@@ -1,0 +1,120 @@
+"""The bar of rounds: what stands in it, and for whom there is room."""
+
+import io
+import logging
+import re
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from terminal_screen import seen
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
+from fl_lightning.reports import progress as run_bar
+from fl_lightning.reports.progress import Inner, Pace, number, run_line
+from fl_lightning.reports.screen import plain
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+NAMES = st.text("abcdefgh/_", min_size=1, max_size=30)
+METRICS = st.dictionaries(NAMES, st.floats(-1e9, 1e9), min_size=1, max_size=6)
+
+
+@hypothesis.given(metrics=METRICS, share=st.floats(0, 1), width=st.integers(60, 160))
+def test_metrics_stand_whole_in_their_order_or_not_at_all(metrics, share, width):
+    line = plain(run_line("round 7/50", share, "12:03 left", metrics, width), width)
+    assert len(line) <= width
+    shown = line.split("12:03 left")[1].split("  ")[1:]
+    assert shown == [f"{name} {number(value)}" for name, value in metrics.items()][: len(shown)]
+    assert shown, "the first one goes before the bar"
+
+
+def test_the_bar_takes_what_room_is_left():
+    line = plain(run_line("round 5/10", 0.5, "0:10 left", {}, 79))
+    assert line == f"round 5/10  {'━' * 15}{' ' * 15}  0:10 left"
+    assert "━" not in plain(run_line("round 5/10", 0.5, "0:10 left", {"a" * 40: 1.0}, 72))
+
+
+class TestTheTimeThatIsLeft:
+    def test_it_is_that_of_the_last_rounds_without_the_first(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr(run_bar.time, "monotonic", lambda: now[0])
+        pace = Pace()
+        assert pace.words(4) == ""
+        for seconds, said in ((60, "3:00 left"), (10, "0:20 left"), (20, "0:15 left")):
+            pace.begin()
+            now[0] += seconds
+            pace.end()
+            assert pace.words(4) == said
+        now[0] += 5
+        assert pace.words(3) == "in 1:35"
+        assert pace.words(None) == "in 1:35"
+
+
+def test_a_part_of_a_round_has_its_own_count():
+    inner = Inner("clients", 5)
+    inner.done = 2
+    assert re.fullmatch(r"clients 2/5  ━+ +  0:00", plain(inner.line(77)))
+    assert plain(Inner("batches", float("inf")).line(77)) == "batches 0  0:00"
+
+
+def test_a_negative_rate_is_refused():
+    with pytest.raises(ConfigurationError, match=r"refresh_rate must be .* at least 0"):
+        RoundProgressBar(-1)
+    with pytest.raises(ConfigurationError, match="level must be one of debug, info"):
+        RunLog("loud")
+
+
+def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, caplog, capsys):
+    """A fit in Python: overview, rounds, results, and everything in the log file."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    bar = RoundProgressBar()
+    trainer = toy_trainer(
+        Federation(seed=0),
+        *companions(bar, log_level="debug"),
+        logger=CSVLogger(tmp_path, name="", version=""),
+        enable_progress_bar=True,
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    assert [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)] == [bar]
+    before = logging.getLogger("fl_lightning").level, len(logging.getLogger().handlers)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
+    assert before == (logging.getLogger("fl_lightning").level, len(logging.getLogger().handlers))
+    log = (tmp_path / "run.log").read_text()
+    for said in ("| INFO | data: ", "| INFO | model: ToyModule, ", "| INFO | federation: "):
+        assert log.count(said) == 1
+    assert len(re.findall(r"\| INFO \| round \d/2: ", log)) == 2
+    table = capsys.readouterr().out
+    assert re.search(r"model +clients +std +worst 10 %", table)
+    assert "results of the model after round 2" in table
+    assert float(trainer.callback_metrics["clients/val/loss_mean"]) > 0
+
+
+def test_a_bar_that_was_never_opened_is_not_closed():
+    """Where processes are started, nobody sets callbacks up, and all hear of an exception."""
+    RoundProgressBar().on_exception(None, None, RuntimeError())
+    RunLog().on_exception(None, None, RuntimeError())
+
+
+def test_a_calibration_counts_in_the_same_place(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = RoundProgressBar()
+    bar.setup(toy_trainer(bar, enable_progress_bar=True), None, "fit")
+    with bar.counting("Calibration", 3) as tick:
+        tick()
+        print("said meanwhile", file=sys.stderr)
+        lines = seen(terminal.getvalue().replace("\n", "\r\n"), 80)
+    assert lines[0] == "said meanwhile"
+    assert re.match(r"Calibration 1/3  ━+╺?━+  0:", lines[1])
+    assert seen(terminal.getvalue().replace("\n", "\r\n"), 80) == ["said meanwhile", ""]

@@ -1,0 +1,338 @@
+"""A run's report: the rounds that it keeps, and the page and figures that are made of them."""
+
+import csv
+import json
+import logging
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import (
+    CentralDP,
+    ClientEvaluation,
+    ConfigurationError,
+    Federation,
+    PartitionReport,
+    PoissonCohort,
+    RoundProgressBar,
+    RunLog,
+    RunReport,
+    UniformCohort,
+)
+from fl_lightning.experiments import ReportRounds
+from fl_lightning.experiments.curves import curves
+from fl_lightning.reports.evaluated_model import ResultsTable
+from fl_lightning.reports.history import History, RoundLine, append, begin
+from fl_lightning.reports.run_report import write_report
+from fl_lightning.reports.screen import plain
+
+
+class Balanced(HTMLParser):
+    """Counts what is opened and not closed, and what would be loaded from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.loads += [value for key, value in attrs if key == "src" and value]
+        link = given.get("href") or given.get("xlink:href") or "#"
+        self.loads += [link] if not link.startswith(("#", "data:")) else []
+        self.ids += [given["id"]] if "id" in given else []
+        if tag not in ("meta", "br", "rect", "path", "use", "image"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+
+def fit(folder, *callbacks, rounds=3, cohort=None, logger=None, **options):
+    cohort = cohort or UniformCohort(fraction=0.5)
+    federation = Federation(cohort=cohort, local_steps=2, **options)
+    logger = logger or CSVLogger(folder, "toy", version=0)
+    trainer = toy_trainer(federation, *callbacks, max_epochs=rounds, logger=logger)
+    data = toy_data(num_examples=90, client_val_fraction=0.3)
+    trainer.fit(ToyModule(), datamodule=data)
+    return trainer, folder / "toy" / "version_0"
+
+
+def test_rounds_are_those_that_the_loggers_have(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    rounds = History.read(folder).rounds
+    with (folder / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["round/cohort_size"]]
+    assert [line.number for line in rounds] == [1, 2, 3]
+    for line, row in zip(rounds, logged, strict=True):
+        for name in ("train_loss", "round/update_norm", "round/total_bytes_up"):
+            if row.get(name):
+                assert line.metrics[name] == pytest.approx(float(row[name]), rel=1e-6)
+    assert not (folder / "report.html").exists()
+
+
+def test_clients_numbers_are_the_mean_over_clients(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    for line in History.read(folder).rounds:
+        assert len(line.clients["ids"]) == line.metrics["round/cohort_size"]
+        names = [name for name in line.clients if name != "ids"]
+        assert names
+        for name in names:
+            values = line.clients[name]
+            mean = sum(values) / len(values)
+            spread = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+            assert spread == pytest.approx(line.metrics[f"{name}_std"], abs=1e-6)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    _, folder = fit(tmp_path, PartitionReport(), ClientEvaluation(), RunReport())
+    page = (folder / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert not parser.loads
+    assert "<script" not in page
+    assert len(set(parser.ids)) == len(parser.ids)
+    used = set(re.findall(r"url\(#([^)]+)\)", page)) | set(re.findall(r'href="#([^"]+)"', page))
+    assert used <= set(parser.ids)
+    assert "#1b1c1e" not in page.split("</style>")[1]  # else dark on dark
+    figures = {path.stem for path in (folder / "figures").glob("*.svg")}
+    assert figures == {path.stem for path in (folder / "figures").glob("*.png")}
+    assert {"training", "clients", "participants", "partition", "bytes", "seconds"} <= figures
+
+
+def test_a_resumed_run_goes_on_after_its_rounds(tmp_path):
+    begin(tmp_path, 0)
+    for number in (1, 2, 3):
+        append(tmp_path, RoundLine(number, {"a": number}))
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "met')  # killed here
+    begin(tmp_path, 2)
+    append(tmp_path, RoundLine(3, {"a": 30.0, "b": float("nan")}))
+    text = (tmp_path / "rounds.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2, 3]
+    assert "NaN" not in text
+    assert History.read(tmp_path).curve("a") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+@pytest.mark.parametrize("is_federated", [True, False])
+def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
+    folder = tmp_path / "toy" / "version_0"
+
+    def go(rounds, **options):
+        saves = ModelCheckpoint(
+            dirpath=tmp_path,
+            filename="last",
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        federation = [Federation(local_steps=2)] if is_federated else []
+        evaluation = [ClientEvaluation(local_models=True)] if is_federated else []
+        trainer = toy_trainer(
+            *federation,
+            *evaluation,
+            RunReport(page=False),
+            saves,
+            max_epochs=rounds,
+            logger=TensorBoardLogger(tmp_path, "toy", version=0),
+            enable_checkpointing=True,
+            log_every_n_steps=1,
+        )
+        trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30), **options)
+
+    go(2)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "metrics": {"val/loss": 77}}')  # killed in its middle
+    go(4, ckpt_path=tmp_path / "last.ckpt")
+    rounds = History.read(folder).rounds
+    assert [line.number for line in rounds] == [1, 2, 3, 4]
+    assert all(0 < line.metrics["val/loss"] < 77 for line in rounds)
+    assert len({line.metrics["val/loss"] for line in rounds}) == 4
+    if is_federated:
+        text = (folder / "local_models.csv").read_text()
+        assert [row.split(",")[0] for row in text.splitlines() if "global" in row] == [*"1234"]
+
+
+def test_a_central_run_has_a_report_of_epochs(tmp_path):
+    logger = CSVLogger(tmp_path, "toy", version=0)
+    trainer = toy_trainer(RunReport(), max_epochs=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30))
+    folder = tmp_path / "toy" / "version_0"
+    assert [line.number for line in History.read(folder).rounds] == [1, 2]
+    assert not any(line.clients for line in History.read(folder).rounds)
+    assert "2 epochs" in (folder / "report.html").read_text()
+
+
+def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
+    privacy = CentralDP(clip_norm=1.0, noise_multiplier=1.0, log_unprotected=False)
+    _, folder = fit(tmp_path, RunReport(), cohort=PoissonCohort(fraction=0.5), privacy=privacy)
+    lines = History.read(folder).rounds
+    assert len(lines) == 3
+    assert not any(line.clients for line in lines)
+    assert not any(name.endswith("_std") for line in lines for name in line.metrics)
+    assert (folder / "figures" / "privacy.svg").exists()
+
+
+def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False, max_clients=1))
+    assert not any(line.clients for line in History.read(folder).rounds)
+
+
+def test_places_and_numbers_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="max_clients must not be negative, got -1"):
+        RunReport(max_clients=-1)
+    with pytest.raises(ConfigurationError, match="in this order"):
+        toy_trainer(RunReport(), Federation(local_steps=1), max_epochs=1).fit(
+            ToyModule(), datamodule=toy_data()
+        )
+    with pytest.raises(ConfigurationError, match="holds no rounds"):
+        write_report(tmp_path)
+
+
+def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "toy" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {class_path: Toy, init_args: {lr: 0.1, depth: null}}"
+    )
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    trainer, _ = fit(tmp_path, RunReport(), logger=logger)
+    trainer.test(trainer.model, datamodule=trainer.datamodule, verbose=False)
+    logger.experiment.close()
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()
+    charts = _charts(events.Tensors("custom_scalars__config__")[0])
+    assert [*charts][:2] == ["validation", "validation loss"]
+    for title, names in charts.items():  # none is empty, none has a single dot
+        found = [name for name in tags["scalars"] if re.match(names, name)]
+        assert found, title
+        assert min(len(events.Scalars(name)) for name in found) > 1, title
+    test, loss = "results/test/text_summary", float(trainer.callback_metrics["test/loss"])
+    assert f"| test/loss | {loss:.6g} |" in _text(events, test)
+    assert "| val/loss | " in _text(events, "last round/text_summary")
+    plugins = events.summary_metadata
+    assert {"model", "model.lr"} <= _options(plugins["_hparams_/session_start_info"])
+    # nothing is a chart with a single dot, and what is none can be read from the folder
+    assert min(len(events.Scalars(name)) for name in tags["scalars"]) > 1
+    assert "test/loss" not in tags["scalars"]
+    assert set(curves(folder)["test/loss"].values()) == {loss}
+
+
+@pytest.mark.parametrize("every_n_rounds", [0, 1])
+def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every_n_rounds):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
+    trainer, _ = fit(tmp_path, evaluation, RunReport(page=False), logger=logger)
+    logger.experiment.close()
+    name = "clients/val/loss_mean"
+    tags = EventAccumulator(logger.log_dir).Reload().Tags()
+    assert (f"· {name}" in tags["scalars"]) == (every_n_rounds == 1)
+    assert ("results/clients/text_summary" in tags["tensors"]) == (every_n_rounds == 0)
+    found = curves(Path(logger.log_dir))[name]
+    assert found[max(found)] == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Steps(ToyModule):
+        def test_step(self, batch, batch_idx):
+            self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    trainer = toy_trainer(RunReport(), logger=logger)
+    trainer.test(Steps(), DataLoader(torch.ones(3, 1)), verbose=False)
+    logger.log_metrics({"afterwards": 1.0}, step=3)  # by its own way again
+    logger.experiment.close()
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.value for event in events.Scalars("test/step")] == [0.0, 1.0, 2.0]
+    assert [event.step for event in events.Scalars("afterwards")] == [3]
+
+
+def _text(events, tag):
+    return events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+
+
+def _charts(event):
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    return {c.title: c.multiline.tag[0] for category in layout.category for c in category.chart}
+
+
+def _options(metadata):
+    from tensorboard.plugins.hparams import metadata as parsing
+
+    content = metadata.plugin_data.content
+    return set(parsing.parse_session_start_info_plugin_data(content).hparams)
+
+
+class Seen(Callback):
+    """Notes what the bar shows after every round, and within the next one."""
+
+    def __init__(self, bar):
+        self.bar, self.lines = bar, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.lines.append(plain(self.bar._run_line(400)))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0 and self.lines:
+            assert "val/loss" in plain(self.bar._run_line(400)) or "val/loss" not in self.lines[-1]
+
+
+@pytest.mark.parametrize("is_federated", [True, False], ids=["rounds", "epochs"])
+def test_a_round_without_validation_shows_none(is_federated, tmp_path, caplog, capsys):
+    """In its line, the log file, the bar, the loggers' curves, the report, a sweep and the table."""
+    told, bar = {}, RoundProgressBar()
+    watched = EarlyStopping("val/loss", patience=99), ReportRounds("val/loss", told.setdefault)
+    tellers = RunLog(), ResultsTable(), RunReport(page=is_federated)
+    trainer = toy_trainer(
+        *([Federation(local_steps=2)] if is_federated else []),
+        *(bar, Seen(bar), *watched, *tellers),
+        max_epochs=5,
+        check_val_every_n_epoch=2,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        logger=[TensorBoardLogger(tmp_path, "toy", 0), CSVLogger(tmp_path, "csv", 0)],
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
+    folder, unit = tmp_path / "toy" / "version_0", "round" if is_federated else "epoch"
+
+    def with_loss(lines):
+        return [("val/loss" in line) for line in lines]
+
+    validated = [False, True, False, True, False]
+    assert with_loss(line for line in caplog.messages if line.startswith(f"{unit} ")) == validated
+    log = (folder / "run.log").read_text().splitlines()
+    assert with_loss(line for line in log if re.search(rf"INFO \| {unit} \d/5", line)) == validated
+    assert with_loss(next(c.lines for c in trainer.callbacks if isinstance(c, Seen))) == validated
+    known = History.read(folder).curve("val/loss")
+    assert [*known] == [*told] == [2, 4]
+    assert [*told.values()] == pytest.approx([*known.values()])
+    assert curves(folder)["val/loss"] == pytest.approx(known)
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        in_csv = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
+    assert in_csv == pytest.approx([*known.values()])
+    assert "val/loss" not in capsys.readouterr().out, "of the model after round 5 nothing is known"
+    if is_federated:
+        assert "val/loss, last, after 4" in (folder / "report.html").read_text()
