@@ -24,11 +24,7 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.personal_recall import (
-    own_layers,
-    recalled_models,
-    state_to_bring_home,
-)
+from fl_lightning.federation.visits.personal_recall import recalled_models, state_to_bring_home
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
@@ -114,7 +110,10 @@ class Federation(Options, Callback):
             rank_zero_info(line)
         if as_cohort(self.cohort).needs_fresh_losses:
             population = self.rounds.run.groups.population
-            own = own_layers(self.personal, lambda: self.personal_models(trainer))
+            personal = self.personal
+            has_layers = personal and not (personal.beside or personal.tuning_steps)
+            models = self.personal_models(trainer) if has_layers else None
+            own = None if models is None else models.of
             refresh_losses(trainer, self.cohort, population, self.seed, own)
         seed_global_generators(derive_seed(self.seed, "round", number))
 

@@ -5,8 +5,7 @@ A few local steps from the global model on a client's examples, outside of any r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,16 +76,6 @@ def state_to_bring_home(rounds: FitRounds | None) -> dict[str, Any]:
         "personal": {"names": list(rounds.run.local.own.names)},
         "memory": memory.state_dict(with_round=False),
     }
-
-
-def own_layers(
-    personal: Personalisation | None, recall: Callable[[], PersonalModels | None]
-) -> Callable[[int], AbstractContextManager[None]] | None:
-    """Return what has the module hold the layers that are a client's own, if there are any."""
-    if personal is None or personal.beside or personal.tuning_steps:
-        return None
-    models = recall()
-    return None if models is None else models.of
 
 
 _PURPOSE = "fine-tuning"
