@@ -80,10 +80,6 @@ class EngineOptions:
         return f", one client in {1 / self.spot_check:.0f} is trained both ways as a check"
 
     def __post_init__(self) -> None:
-        if self.engine not in ("auto", "sequential", "slots"):
-            raise ConfigurationError(
-                f"federation: engine must be auto, sequential or slots, got {self.engine!r}"
-            )
         if self.num_slots is not None and self.num_slots < 1:
             raise ConfigurationError(
                 f"federation: slots must be at least 1 client at once, got {self.num_slots}"
