@@ -82,7 +82,7 @@ EXPERIMENTS = {  # and how many runs they are
     "experiments/private.yaml": 9,
     "experiments/compression.yaml": 9,
     "experiments/virtual_time.yaml": 12,
-    "experiments/nas_bench_201.yaml": 45,
+    "experiments/nas_bench_201.yaml": 36,
     "experiments/one_shot.yaml": 12,
 }
 GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do

@@ -65,6 +65,7 @@ from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Place = Literal["server", "clients", "none"]
+WarmUp = Literal["rule", "all"]
 
 # no defaults of the arguments: YAML that names another class would be merged with them
 _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
@@ -101,6 +102,8 @@ class Supernet(SharedWeights):
             gradient has a tenth of the signal to noise of DARTS', ENAS averages 20 samples.
         alpha_held: whether operations keep equal weights during the search. Gradients are taken at
             α = 0, and α only adds them up: with `torch.optim.SGD` for α the mean gradient decides.
+        warm_up: operations that train until α moves: those that the ``rule`` runs, or ``all`` with equal
+            weights, from which rules with one path an edge get weights that have learned in fewer steps.
         clip_norm: largest norm of the weights' gradient, > 0.
         table: a file with the results of NAS-Bench-201, see `NASBench201Table`: those of the current cell
             are logged; the search does not use them.
@@ -144,13 +147,14 @@ class Supernet(SharedWeights):
         alpha_every: int = 1,
         alpha_draws: int = 1,
         alpha_held: bool = False,
+        warm_up: WarmUp = "rule",
         clip_norm: float = 5.0,
         table: str | None = None,
         recalibration_examples: int | None = 512,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        places = get_args(Place)
+        places, warm_ups = get_args(Place), get_args(WarmUp)
         super().__init__(
             num_classes=num_classes,
             schedule=schedule,
@@ -162,6 +166,7 @@ class Supernet(SharedWeights):
                 or 0 <= alpha_from <= 1,
                 f"alpha_every must be at least 1, got {alpha_every}": alpha_every >= 1,
                 f"alpha_draws must be at least 1, got {alpha_draws}": alpha_draws >= 1,
+                f"warm_up must be {' or '.join(warm_ups)}, got {warm_up!r}": warm_up in warm_ups,
                 f"architecture_state must be {', '.join(places)}, got {architecture_state!r}": (
                     architecture_state in places
                 ),
@@ -191,7 +196,7 @@ class Supernet(SharedWeights):
         check_draws(self.rule, alpha_draws)
         self.alpha_from = self.rule.alpha_from if alpha_from is None else alpha_from
         self.alpha_every, self.alpha_held = alpha_every, alpha_held
-        self._alpha_draws = alpha_draws
+        self._alpha_draws, self._warm_up = alpha_draws, warm_up
         self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
@@ -339,7 +344,11 @@ class Supernet(SharedWeights):
     def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
         images, labels = batch
         step = self._search_step(draws, "weights", moves_alpha=False)
-        logits = self.network(images, self._mixed(self.point, step))
+        mixed = self._mixed(self.point, step)
+        if self._warm_up == "all" and not self.moves_alpha(self.current_epoch):
+            equal = torch.zeros_like(self.alpha).softmax(1)
+            mixed = EdgeWeights(equal, edges=mixed.edges)
+        logits = self.network(images, mixed)
         loss = functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
         self.manual_backward(loss)

@@ -233,13 +233,13 @@ class LastHalf(Softmax):
 
 
 class Starts(Callback):
-    """Keeps α at the start of every round."""
+    """Keeps what a module has at the start of every round, α by default."""
 
-    def __init__(self):
-        self.alphas = []
+    def __init__(self, read=lambda module: module.alpha.detach().clone()):
+        self.read, self.seen = read, []
 
     def on_train_epoch_start(self, trainer, module):
-        self.alphas.append(module.alpha.detach().clone())
+        self.seen.append(self.read(module))
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_alpha_waits(rule, options, waits, steps):
     starts = Starts()
     callbacks = [starts, *(Federation(local_steps=steps) for _ in range(steps))]
     module = fitted(supernet(TwoLayers(), rule, **options), data(vectors(), 3, 60), *callbacks)
-    assert all(torch.equal(alpha, starts.alphas[0]) for alpha in starts.alphas[: waits + 1])
-    assert not torch.equal(module.alpha, starts.alphas[waits])
+    assert all(torch.equal(alpha, starts.seen[0]) for alpha in starts.seen[: waits + 1])
+    assert not torch.equal(module.alpha, starts.seen[waits])
 
 
 def test_alpha_moves_in_the_only_round_of_a_search():
@@ -326,6 +326,18 @@ def test_several_draws_are_averaged():
         expected += 0.5 * 0.5 * (slope - slope.mean())
     assert torch.allclose(found[400], expected, rtol=0.05)
     assert not torch.allclose(found[1], expected, rtol=0.05)
+
+
+def test_a_warm_up_of_all_operations_is_that_of_darts():
+    options = {"warm_up": "all", "alpha_from": 1.0, "alpha_held": True}
+    found = {}
+    for rule in (HardGumbel(), Softmax()):
+        starts = Starts(lambda module: weights(module.network).clone())
+        fitted(supernet(NASBench201(), rule, **options), data(images(), 1, 24), starts, rounds=3)
+        found[type(rule)] = starts.seen
+    gdas, darts = found.values()
+    assert torch.equal(gdas[2], darts[2])  # two rounds of warm-up
+    assert not torch.equal(gdas[1], gdas[2])
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["central", "federated"])
