@@ -31,7 +31,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"fl_lightning {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 templates_path: list[str] = []
 

@@ -1,5 +1,6 @@
 """Every file in configs/ runs for a round, on small data; algorithms and searches have their own tests."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
+from tiny_llama import LLAMA, ROWS, make_tokenizer
 from toys import ACCELERATOR
 
 from fl_lightning.cli import main
@@ -27,6 +29,20 @@ ONE_ROUND = {
     "--trainer.accelerator": ACCELERATOR,
     "--trainer.devices": "1",
 }
+# a folder of a tokenizer and a file of texts stand in for those of the hub
+LLM = {
+    "--model.init_args.network": str({**LLAMA, "hidden_size": 16}),
+    "--model.init_args.dtype": "float32",
+    f"{SOURCE}dataset": "rows.jsonl",
+    f"{SOURCE}tokenizer": "tokenizer",
+    f"{SOURCE}prompt": "prompt",
+    f"{SOURCE}completion": "completion",
+    f"{SOURCE}val_fraction": "0.2",
+    f"{SOURCE}test_fraction": "0.2",
+    "--data.init_args.partition.init_args.attribute": "user",
+    "--federation.local_steps": "1",
+    "--trainer.precision": "32-true",
+}
 # what makes a base small enough for a test; diffs are tried over the base that they name
 SMALL = {
     "quickstart.yaml": {},
@@ -35,6 +51,7 @@ SMALL = {
         "--federation.local_epochs": "1",
         f"{SOURCE}root": "images",
     },
+    "llm.yaml": LLM,
     "cifar100.yaml": {
         "--model.init_args.pretrained": "false",
         "--model.init_args.network_kwargs": "{embed_dim: 12, depth: 1, num_heads: 3, patch_size: 8}",
@@ -65,7 +82,7 @@ EXPERIMENTS = {  # and how many runs they are
     "experiments/private.yaml": 9,
     "experiments/compression.yaml": 9,
     "experiments/virtual_time.yaml": 12,
-    "experiments/nas_bench_201.yaml": 45,
+    "experiments/nas_bench_201.yaml": 36,
     "experiments/one_shot.yaml": 12,
 }
 GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do
@@ -85,12 +102,14 @@ def small_data(tmp_path_factory):
     )
     write_folder(folder / "images", "train", names[:10], 30, size=(32, 32))
     write_folder(folder / "images", "test", names[:10], 4, size=(32, 32))
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return folder
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_data(small_data, tmp_path, monkeypatch):
-    for name in ("data", "images"):
+    for name in ("data", "images", "tokenizer", "rows.jsonl"):
         (tmp_path / name).symlink_to(small_data / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])

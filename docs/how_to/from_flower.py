@@ -1,4 +1,4 @@
-"""Flower's quickstart-pytorch-lightning: an autoencoder, MNIST over 4 clients, 2 of them a round."""
+"""Flower's quickstart-pytorch-lightning: an autoencoder of MNIST, 2 of 4 clients a round."""
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn, optim

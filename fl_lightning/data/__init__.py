@@ -46,6 +46,7 @@ from fl_lightning.data.poisoning import Trigger as Trigger
 from fl_lightning.data.sources.arrays import Arrays as Arrays
 from fl_lightning.data.sources.bundled import Digits as Digits
 from fl_lightning.data.sources.bundled import Iris as Iris
+from fl_lightning.data.sources.completions import Completions as Completions
 from fl_lightning.data.sources.hugging_face import HuggingFace as HuggingFace
 from fl_lightning.data.sources.image_folder import ImageFolder as ImageFolder
 from fl_lightning.data.sources.image_source import ImageTensors as ImageTensors

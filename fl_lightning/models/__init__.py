@@ -1,6 +1,7 @@
 """LightningModules and networks: an image classifier over timm, small CNNs, k-means, schedules."""
 
 from fl_lightning.core.public_names import exported
+from fl_lightning.models.causal_lm import CausalLM as CausalLM
 from fl_lightning.models.cnn import LeNet as LeNet
 from fl_lightning.models.cnn import McMahanCNN as McMahanCNN
 from fl_lightning.models.image_classifier import ImageClassifier as ImageClassifier

@@ -26,7 +26,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models.checkpoints import load_backbone
 from fl_lightning.models.cnn import LeNet, McMahanCNN
 from fl_lightning.models.networks import build_network, freeze
-from fl_lightning.models.schedule import Schedule
+from fl_lightning.models.schedule import Schedule, scheduled
 
 Batch = tuple[Tensor, Tensor]
 
@@ -184,18 +184,7 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the trainable parameters, with the schedule if there is one."""
-        optimizer = self._optimizer([p for p in self.parameters() if p.requires_grad])
-        schedule = self._schedule
-        if schedule is None:
-            return optimizer
-        num_rounds = self.trainer.max_epochs or -1  # -1 is Lightning's "no end"
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda round: schedule.factor(round, num_rounds)
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
-        }
+        return scheduled(self, self._optimizer, self._schedule)
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:

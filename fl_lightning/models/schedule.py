@@ -21,6 +21,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+
 from fl_lightning.core.errors import ConfigurationError
 
 Kind = Literal["constant", "cosine", "step", "exponential"]
@@ -102,3 +107,17 @@ class Schedule:
         # if the run ends with its warm-up, the length is 0
         progress = min(elapsed / max(length, 1), 1.0)
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def scheduled(
+    module: LightningModule, make: OptimizerCallable, schedule: Schedule | None
+) -> OptimizerLRScheduler:
+    """Return the optimizer of a module's trainable parameters, with a schedule over rounds if there is one."""
+    optimizer = make([p for p in module.parameters() if p.requires_grad])
+    if schedule is None:
+        return optimizer
+    num_rounds = module.trainer.max_epochs or -1  # -1 is Lightning's "no end"
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda round: schedule.factor(round, num_rounds)
+    )
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}

@@ -33,6 +33,59 @@ from fl_lightning.federation import Stage
 
 
 @final
+class GradientSignal:
+    """Mean and spread of the gradients of α, one for each of its steps.
+
+    An α whose gradients have a signal to noise s needs about (3 / s)² steps to decide.
+
+    Example:
+        >>> signal = GradientSignal()
+        >>> for gradient in (1.0, 3.0):
+        ...     signal.add(torch.tensor([gradient]))
+        >>> round(signal.standard_errors, 3), round(signal.to_noise, 3)
+        (2.0, 1.225)
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean = self._squares = torch.zeros(())
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradient of a step (Welford 1962)."""
+        gradient = gradient.detach().cpu().double()
+        self._count += 1
+        difference = gradient - self._mean
+        self._mean = self._mean + difference / self._count
+        self._squares = self._squares + difference * (gradient - self._mean)
+
+    @property
+    def standard_errors(self) -> float:
+        """Norm of the mean gradient in units of its standard error; about 1 without any signal.
+
+        It is NaN before two steps, and infinite if the gradients are equal.
+        """
+        if self._count < 2:
+            return math.nan
+        error = float((self._squares.sum() / (self._count - 1) / self._count).sqrt())
+        return float(self._mean.norm()) / error if error else math.inf
+
+    @property
+    def to_noise(self) -> float:
+        """Signal to noise of a single gradient, without the noise of the mean; NaN before two steps."""
+        if self._count < 2:
+            return math.nan
+        return math.sqrt(max(0.0, self.standard_errors**2 - 1) / self._count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the sums."""
+        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+
+
+@final
 class ServerSearchStep(Stage):
     """Steps some parameters by an optimizer of their own instead of the server's.
 
@@ -42,6 +95,7 @@ class ServerSearchStep(Stage):
         local_lr: learning rate η > 0 of the clients' plain SGD on them.
         is_active: True if they learn in a round; otherwise they stay, whatever their optimizer would do
             without a gradient.
+        signal: statistics to which the gradient of the first parameter is added in each of these rounds.
 
     Raises:
         ConfigurationError: if the learning rate is not positive and finite.
@@ -68,6 +122,7 @@ class ServerSearchStep(Stage):
         make_optimizer: Callable[[Iterable[Any]], Optimizer],
         local_lr: float,
         is_active: Callable[[int], bool] = lambda round_index: True,
+        signal: GradientSignal | None = None,
     ) -> None:
         if not 0 < local_lr < math.inf:
             raise ConfigurationError(
@@ -75,7 +130,7 @@ class ServerSearchStep(Stage):
                 "divides clients' updates by it. To keep the architecture fixed, train a Network"
             )
         self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
-        self._is_active, self._round = is_active, 0
+        self._is_active, self._round, self._signal = is_active, 0, signal
         self._params: list[nn.Parameter] = []
         self._optimizer: Optimizer | None = None
         self._gradients: list[Tensor] | None = None
@@ -126,6 +181,8 @@ class ServerSearchStep(Stage):
         assert self._optimizer is not None
         for param, gradient in zip(self._params, self._gradients, strict=True):
             param.grad = gradient
+        if self._signal is not None:
+            self._signal.add(self._gradients[0])
         self._optimizer.step()
         for view, param in zip(self._views(params), self._params, strict=True):
             view.copy_(param.detach())

@@ -12,6 +12,7 @@ from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.relaxation import Relaxation, SinglePath
+from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
@@ -94,6 +95,30 @@ def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> 
         raise ConfigurationError(
             f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
             "alone: leave one of them out"
+        )
+
+
+def check_draws(rule: Relaxation, alpha_draws: int) -> None:
+    """Raise ConfigurationError if a rule cannot average several draws per step of α."""
+    if alpha_draws > 1 and (not rule.draws or isinstance(rule, BinaryGates)):
+        why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"
+        raise ConfigurationError(
+            f"alpha_draws is {alpha_draws}, and {type(rule).__name__} {why}: leave it at 1"
+        )
+
+
+def check_turns(alpha_every: int, num_steps: float, what: str) -> None:
+    """Raise ConfigurationError if a round has no step in which α moves.
+
+    Args:
+        alpha_every: number of steps from one step of α to the next.
+        num_steps: number of steps per round (epoch).
+        what: description of the steps.
+    """
+    if num_steps < alpha_every:
+        raise ConfigurationError(
+            f"model.alpha_every is {alpha_every}, and {what} is {num_steps:g}: alpha would never move. "
+            f"Set alpha_every to {num_steps:g} at most, or train longer per round"
         )
 
 

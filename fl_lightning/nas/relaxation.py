@@ -44,6 +44,7 @@ class SearchStep:
         generator: generator of the step's draws, on the CPU, for rules that draw. If it is seeded by
             seed, round, client and step, the draws are equal on every device.
         moves_alpha: whether this step moves α; otherwise it moves the weights.
+        none: number of the operation ``none``; -1 if there is none.
 
     Raises:
         ConfigurationError: if the progress is not in [0, 1].
@@ -52,6 +53,7 @@ class SearchStep:
     progress: float = 0.0
     generator: torch.Generator | None = None
     moves_alpha: bool = True
+    none: int = -1
 
     def __post_init__(self) -> None:
         if not 0 <= self.progress <= 1:

@@ -1,7 +1,7 @@
 """Logs, files and batch norm statistics of a search by `Supernet`.
 
 Logged during the search: ``search/entropy`` of the operations' probabilities (nats per row, at most log of
-the number of operations), ``search/expected_flops``, ``search/expected_latency_ms`` if latencies are
+the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`), ``search/expected_flops``, ``search/expected_latency_ms`` if latencies are
 measured, ``search/table/…`` if there is a table, and in TensorBoard the current cell and the probabilities.
 At the end, in the run's folder:
 
@@ -9,6 +9,8 @@ At the end, in the run's folder:
     architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
+A search whose α has not decided says so: the operations' probabilities have 98 % of the largest entropy, or,
+if α is held, the mean gradient is below 2 of its standard errors.
 In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
 
 During the search a supernet normalises by its batch. In an evaluation the result would depend on the
@@ -20,6 +22,7 @@ statistics of the batch.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -32,17 +35,21 @@ from torch import Tensor
 
 from fl_lightning.federation import CONFIG, Federation, log_figure, run_folder
 from fl_lightning.nas import pictures
-from fl_lightning.nas.alpha_optimizer import ServerSearchStep
+from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
 from fl_lightning.nas.checks import (
     check_beside_updates,
     check_length,
     check_one_device,
     check_precision,
+    check_turns,
     protector,
 )
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.sub_networks.recalibration import Sums, normalised_by, recalibrated
+
+# Part of the largest entropy from which α has not decided, and standard errors below which it has not
+_UNDECIDED_ENTROPY, _UNDECIDED_ERRORS = 0.98, 2.0
 
 # Number of pictures of a run, evenly spaced
 _NUM_PICTURES = 20
@@ -54,6 +61,17 @@ class SearchReport(Callback):
     # values that privacy does not cover: none, because it shows only the released model
     unprotected: str | None = None
 
+    def __init__(self) -> None:
+        self._signal = GradientSignal()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics of α's gradients."""
+        return self._signal.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the statistics of α's gradients."""
+        self._signal.load_state_dict(state_dict)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the run, and add the stage by which the server of a federation steps α."""
         module: Any = pl_module
@@ -61,12 +79,15 @@ class SearchReport(Callback):
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         by_server = bool(federations) and module.architecture_state == "server"
         module.is_federated, module.is_stepped_by_server = bool(federations), by_server
+        module.signal = self._signal
         if not federations:
             check_one_device(trainer.world_size)
         if stage == "fit":
             check_length(trainer.max_epochs)
         for federation in federations:
             check_beside_updates(federation, module.travels_beside)
+            if stage == "fit" and federation.local_steps is not None:
+                check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
         if stage == "fit" and by_server:
             federations[0].add(
                 ServerSearchStep(
@@ -74,8 +95,16 @@ class SearchReport(Callback):
                     module.new_architecture_optimizer,
                     module.local_lr,
                     is_active=module.moves_alpha,
+                    signal=self._signal,
                 )
             )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that α moves in an epoch of a central search."""
+        module: Any = pl_module
+        if not module.is_federated:
+            steps = trainer.num_training_batches
+            check_turns(module.alpha_every, steps, "the number of batches in an epoch")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recalibrate the statistics for an evaluation or predictions."""
@@ -97,9 +126,12 @@ class SearchReport(Callback):
             return
         module: Any = pl_module
         shares = module.alpha.detach().softmax(1)
-        entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
-        expected = module.costs.expected(shares, "flops")
-        values = {"search/entropy": entropy, "search/expected_flops": expected}
+        values = {
+            "search/entropy": _entropy(shares),
+            "search/expected_flops": module.costs.expected(shares, "flops"),
+        }
+        if not math.isnan(self._signal.to_noise):
+            values["search/signal_to_noise"] = torch.tensor(self._signal.to_noise)
         if isinstance(module.measure, LatencyTable):
             values["search/expected_latency_ms"] = module.measure.expected(shares)
         if module.table is not None:
@@ -128,18 +160,37 @@ class SearchReport(Callback):
             step=step,
         )
 
+    def _verdict(self, module: Any, last_round: int) -> str:
+        """Return the line that names the architecture, or says that there is none yet."""
+        found, errors = module.architecture, self._signal.standard_errors
+        if not module.moves_alpha(last_round):
+            return (
+                f"alpha has not moved: it is fixed for the first {module.alpha_from:.0%} of the search. Its "
+                f"random start is {found}"
+            )
+        entropy, largest = (
+            _entropy(module.alpha.detach().softmax(1)),
+            math.log(module.alpha.shape[1]),
+        )
+        why = ""
+        if module.alpha_held and errors < _UNDECIDED_ERRORS:
+            why = f"its mean gradient is {errors:.1f} standard errors from zero"
+        elif not module.alpha_held and entropy > _UNDECIDED_ENTROPY * largest:
+            why = f"its entropy is {entropy:.3f} of at most {largest:.3f} nats"
+        if not why:
+            return f"architecture: {found}"
+        return (
+            f"alpha has not decided: {why}. Its largest numbers say {found}, little better than a draw. "
+            "Search longer, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
+        )
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and save the architecture that was found."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         found = module.architecture
         cost = module.costs.of(module.space.operations_of(found))
-        rank_zero_info(f"architecture: {found}")
-        if not module.moves_alpha(trainer.current_epoch - 1):
-            rank_zero_info(
-                f"alpha has not moved: {type(module.rule).__name__} keeps it fixed for the first "
-                f"{module.rule.alpha_from:.0%} of a search. The architecture is its random start"
-            )
+        rank_zero_info(self._verdict(module, trainer.current_epoch - 1))
         rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
         if isinstance(module.measure, LatencyTable):
             rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
@@ -154,6 +205,11 @@ class SearchReport(Callback):
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
+
+
+def _entropy(shares: Tensor) -> Tensor:
+    """Mean entropy of the operations' probabilities, in nats per row."""
+    return -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:

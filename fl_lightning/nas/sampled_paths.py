@@ -18,7 +18,8 @@ With binary gates one path runs when weights learn, and two when α does:
               dL/dα_i = Σ_j dL/dg_j q_j (δ_ij - q_i)    over the two
               then both logits are shifted so that the others' probabilities do not change
 
-That gradient is the one of q, so a gate is open or closed with the gradient of q.
+That gradient is the one of q, so a gate is open or closed with the gradient of q. Where the open gate is
+``none`` α does not learn: the loss does not depend on the other path.
 ProxylessNAS's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. If the server of a
 federation steps α, clients have drawn different paths, and no logits are shifted.
 Sources: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
@@ -161,17 +162,19 @@ def check_temperature(name: str, value: float) -> None:
         raise ConfigurationError(f"{name} must be positive, got {value}")
 
 
-def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor) -> EdgeWeights:
+def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1) -> EdgeWeights:
     """Edge weights with one open gate per row and the gradient of the softmax over the paths.
 
     Args:
         alpha: (num_rows, num_operations).
         paths: numbers of the operations that run, (num_rows, num_paths).
         opened: number of the operation with the open gate, (num_rows, 1); one of the paths.
+        none: number of the operation ``none``: rows where it is open have no gradient.
     """
     paths = paths.to(alpha.device)
     shares = alpha.gather(1, paths).softmax(1)
     soft = torch.zeros_like(alpha).scatter(1, paths, shares)
+    soft = torch.where(opened.to(alpha.device) == none, soft.detach(), soft)
     running = tuple(tuple(sorted(row)) for row in paths.tolist())
     return EdgeWeights(straight_through(one_hot(opened, alpha), soft), running)
 
@@ -218,7 +221,8 @@ class BinaryGates(Relaxation):
         num_paths = num_operations if self._paths == "all" else min(2, num_operations)
         paths = drawn_operations(alpha, num_paths, generator)
         among = alpha.detach().cpu().gather(1, paths)
-        return gate_weights(alpha, paths, paths.gather(1, drawn_operations(among, 1, generator)))
+        opened = paths.gather(1, drawn_operations(among, 1, generator))
+        return gate_weights(alpha, paths, opened, none=step.none)
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
         """Return α with shifted logits of the paths that ran, and unchanged others."""

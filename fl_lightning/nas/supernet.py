@@ -44,9 +44,10 @@ from fl_lightning.nas.alpha_gradients import (
     Tensors,
     WeightStep,
 )
-from fl_lightning.nas.alpha_optimizer import keep, num_kept, recall
+from fl_lightning.nas.alpha_optimizer import GradientSignal, keep, num_kept, recall
 from fl_lightning.nas.checks import (
     SEARCH_TRAITS,
+    check_draws,
     check_image_size,
     check_learning,
     check_steps_once,
@@ -64,6 +65,7 @@ from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Place = Literal["server", "clients", "none"]
+WarmUp = Literal["rule", "all"]
 
 # no defaults of the arguments: YAML that names another class would be merged with them
 _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
@@ -94,6 +96,14 @@ class Supernet(SharedWeights):
             buffers; it is averaged, or personal if named in ``federation.personal``. ``none``: clients
             step it and start every round with a fresh optimizer, as in FedNAS.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
+        alpha_from: progress in [0, 1] from which α moves, see `progress`; the rule's if None.
+        alpha_every: α moves in every n-th step of a round (epoch), at least 1; every fifth in ProxylessNAS.
+        alpha_draws: draws per step of α whose gradients are averaged, at least 1, for rules that draw: GDAS'
+            gradient has a tenth of the signal to noise of DARTS', ENAS averages 20 samples.
+        alpha_held: whether operations keep equal weights during the search. Gradients are taken at
+            α = 0, and α only adds them up: with `torch.optim.SGD` for α the mean gradient decides.
+        warm_up: operations that train until α moves: those that the ``rule`` runs, or ``all`` with equal
+            weights, from which rules with one path an edge get weights that have learned in fewer steps.
         clip_norm: largest norm of the weights' gradient, > 0.
         table: a file with the results of NAS-Bench-201, see `NASBench201Table`: those of the current cell
             are logged; the search does not use them.
@@ -133,13 +143,18 @@ class Supernet(SharedWeights):
         architecture_optimizer: OptimizerCallable | None = None,
         architecture_state: Place = "server",
         schedule: Schedule | None = None,
+        alpha_from: float | None = None,
+        alpha_every: int = 1,
+        alpha_draws: int = 1,
+        alpha_held: bool = False,
+        warm_up: WarmUp = "rule",
         clip_norm: float = 5.0,
         table: str | None = None,
         recalibration_examples: int | None = 512,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        places = get_args(Place)
+        places, warm_ups = get_args(Place), get_args(WarmUp)
         super().__init__(
             num_classes=num_classes,
             schedule=schedule,
@@ -147,6 +162,11 @@ class Supernet(SharedWeights):
             seed=seed,
             rules={
                 f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
+                f"alpha_from must be in [0, 1], got {alpha_from}": alpha_from is None
+                or 0 <= alpha_from <= 1,
+                f"alpha_every must be at least 1, got {alpha_every}": alpha_every >= 1,
+                f"alpha_draws must be at least 1, got {alpha_draws}": alpha_draws >= 1,
+                f"warm_up must be {' or '.join(warm_ups)}, got {warm_up!r}": warm_up in warm_ups,
                 f"architecture_state must be {', '.join(places)}, got {architecture_state!r}": (
                     architecture_state in places
                 ),
@@ -173,6 +193,10 @@ class Supernet(SharedWeights):
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
         self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         check_learning(self.rule, self._learn, self._penalty)
+        check_draws(self.rule, alpha_draws)
+        self.alpha_from = self.rule.alpha_from if alpha_from is None else alpha_from
+        self.alpha_every, self.alpha_held = alpha_every, alpha_held
+        self._alpha_draws, self._warm_up = alpha_draws, warm_up
         self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
@@ -181,6 +205,7 @@ class Supernet(SharedWeights):
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
         self.is_federated = self.is_stepped_by_server = False
+        self.signal = GradientSignal()
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
         self.statistics = CellStatistics()
@@ -199,6 +224,14 @@ class Supernet(SharedWeights):
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
     @property
+    def point(self) -> dict[str, Tensor]:
+        """The values of α and β at which networks run: the current ones, or zeros if α is held."""
+        values = {name: tensor.detach() for name, tensor in self.alphas.items()}
+        if self.alpha_held:
+            return {name: torch.zeros_like(value) for name, value in values.items()}
+        return values
+
+    @property
     def architecture(self) -> Architecture:
         """Architecture of the current architecture parameters."""
         beta = None if self.beta is None else self.beta.detach()
@@ -214,17 +247,20 @@ class Supernet(SharedWeights):
         """Networks of an evaluation: the current cell, and the mixture of all cells if the rule does not draw."""
         shown: dict[Shown, EdgeWeights] = {"cell": self._fixed(self.architecture)}
         if not self.rule.draws:
-            shown["all"] = self._mixed(self.alphas, SearchStep())
+            shown["all"] = self._mixed(self.point, SearchStep())
         return shown
 
     def progress(self, round_index: int) -> float:
-        """Completed fraction of the search at the start of a round (epoch), in [0, 1]."""
+        """Completed fraction of the search at the start of a round (epoch), in [0, 1].
+
+        It is 1 in the last round, so that α moves in every search, also in one of a single round.
+        """
         last = (self.trainer.max_epochs or 1) - 1
-        return min(1.0, round_index / last) if last > 0 else 0.0
+        return min(1.0, round_index / last) if last > 0 else 1.0
 
     def moves_alpha(self, round_index: int) -> bool:
         """True if α learns in a round; in earlier rounds only the weights do."""
-        return self.progress(round_index) >= self.rule.alpha_from
+        return self.progress(round_index) >= self.alpha_from
 
     @property
     def changes_at_clients(self) -> list[str]:
@@ -297,7 +333,8 @@ class Supernet(SharedWeights):
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
         draws = self._draws(batch_idx)
-        moves_alpha = self.moves_alpha(self.current_epoch)
+        is_turn = (batch_idx + 1) % self.alpha_every == 0
+        moves_alpha = is_turn and self.moves_alpha(self.current_epoch)
         of_alpha = self._alpha_gradients(batch, draws, weights_optimizer) if moves_alpha else {}
         loss = self._move_weights(batch["train"], draws, weights_optimizer)
         if moves_alpha:
@@ -306,9 +343,12 @@ class Supernet(SharedWeights):
 
     def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
         images, labels = batch
-        alphas = {name: tensor.detach() for name, tensor in self.alphas.items()}
         step = self._search_step(draws, "weights", moves_alpha=False)
-        logits = self.network(images, self._mixed(alphas, step))
+        mixed = self._mixed(self.point, step)
+        if self._warm_up == "all" and not self.moves_alpha(self.current_epoch):
+            equal = torch.zeros_like(self.alpha).softmax(1)
+            mixed = EdgeWeights(equal, edges=mixed.edges)
+        logits = self.network(images, mixed)
         loss = functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
         self.manual_backward(loss)
@@ -327,7 +367,7 @@ class Supernet(SharedWeights):
     def _search_step(self, draws: int, purpose: str, *, moves_alpha: bool) -> SearchStep:
         generator = torch_generator(draws, purpose)
         progress = self.progress(self.current_epoch)
-        return SearchStep(progress, generator, moves_alpha)
+        return SearchStep(progress, generator, moves_alpha, self.space.none)
 
     def _move_alpha(self, gradients: Tensors, draws: int, optimizer: Any) -> None:
         step = self._search_step(draws, "alpha", moves_alpha=True)
@@ -335,13 +375,26 @@ class Supernet(SharedWeights):
             before, weights = self.alpha.clone(), self._mixed(self.alphas, step)
         for name, param in self.alphas.items():
             param.grad = gradients[name]
+        if not self.is_federated:
+            self.signal.add(gradients["alpha"])
         recall(optimizer.optimizer, self.kept_state)
         optimizer.step()
         keep(optimizer.optimizer, self.kept_state)
-        if not self.is_stepped_by_server:  # which sees a sum of gradients
+        if not (self.is_stepped_by_server or self.alpha_held):  # both add gradients up
             self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
 
     def _alpha_gradients(
+        self, batch: Mapping[str, Batch], draws: int, optimizer: Any
+    ) -> dict[str, Tensor]:
+        """Return the gradient of α: the mean over the draws of a step."""
+        seeds = [draws, *(derive_seed(draws, "draw", n) for n in range(1, self._alpha_draws))]
+        total = self._drawn_gradients(batch, seeds[0], optimizer)
+        for seed in seeds[1:]:
+            drawn = self._drawn_gradients(batch, seed, optimizer)
+            total = {name: own + drawn[name] for name, own in total.items()}
+        return {name: own / len(seeds) for name, own in total.items()}
+
+    def _drawn_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
     ) -> dict[str, Tensor]:
         of_weights: Optimizer = optimizer.optimizer
@@ -373,7 +426,7 @@ class Supernet(SharedWeights):
             search=search,
             accuracy=reward,
             weights={name: p.detach() for name, p in params.items()},
-            alphas={name: tensor.detach() for name, tensor in self.alphas.items()},
+            alphas=self.point,
             weight_step=WeightStep.of(of_weights),
             velocities={name: v for name, v in buffers.items() if v is not None},
             baseline=self.baseline,
@@ -417,7 +470,7 @@ class Supernet(SharedWeights):
         values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy(logits, labels)}
         if not self.rule.draws:
             with self.statistics.used(self, "all"):
-                mixed = self.mixed_logits(images, self.alphas)
+                mixed = self.mixed_logits(images, self.point)
             values[f"{stage}/mixed_accuracy"] = accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 

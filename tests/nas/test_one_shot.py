@@ -130,17 +130,20 @@ def test_a_sandwich_is_labels_for_the_largest_and_distillation_for_the_others():
     one = step(RESNET)
     teacher, student = one.logits(RESNET.largest), one.logits(RESNET.smallest)
     expected = one.labels_loss(teacher) + distillation_loss(student, teacher)
-    assert torch.equal(Sandwich(0).loss(one), expected)
+    assert torch.equal(Sandwich(0).loss(one), expected / 2)
 
 
-def test_a_random_path_is_the_sum_over_what_is_drawn():
-    drawn = [RESNET.sample(torch_generator(0, "test")) for _ in range(1)]
+def test_a_random_path_is_the_mean_over_what_is_drawn():
+    generator = torch_generator(0, "test")
     one = step(RESNET)
-    assert torch.equal(RandomPath(1).loss(step(RESNET)), one.labels_loss(one.logits(drawn[0])))
+    losses = [one.labels_loss(one.logits(RESNET.sample(generator))) for _ in range(3)]
+    assert torch.allclose(RandomPath(3).loss(step(RESNET)), sum(losses) / 3)
 
 
-def test_shrinking_begins_with_the_largest_alone():
-    method = Shrinking((2, 1, 1, 1), ("depth", "width", "expansion"), distillation=0.5)
+@pytest.mark.parametrize("keep_largest", [True, False])
+def test_shrinking_begins_with_the_largest_alone(keep_largest):
+    order = ("depth", "width", "expansion")
+    method = Shrinking((2, 1, 1, 1), order, distillation=0.5, keep_largest=keep_largest)
     early = step(RESNET, round_=1)
     assert torch.equal(method.loss(early), early.labels_loss(early.logits(RESNET.largest)))
     late = step(RESNET, round_=2)
@@ -148,6 +151,8 @@ def test_shrinking_begins_with_the_largest_alone():
     student, teacher = late.logits(drawn), late.logits(RESNET.largest)
     assert drawn != RESNET.largest
     expected = late.labels_loss(student) + 0.5 * distillation_loss(student, teacher)
+    if keep_largest:
+        expected = (expected + late.labels_loss(teacher)) / 2
     assert torch.equal(method.loss(late), expected)
 
 

@@ -288,6 +288,15 @@ def test_gates_over_two_paths_and_the_shift_after_the_step():
     assert moved.softmax(1)[0, 1].item() == pytest.approx(before.softmax(1)[0, 1].item(), abs=1e-15)
 
 
+@pytest.mark.parametrize(("opened", "learns"), [(2, False), (0, True)])
+def test_alpha_does_not_learn_where_none_is_open(opened, learns):
+    alpha = row((0.2, -0.1, 0.4), requires_grad=True)
+    weights = gate_weights(alpha, torch.tensor([[2, 0]]), torch.tensor([[opened]]), none=2)
+    assert weights.operations[0].tolist() == [opened == 0, 0, opened == 2]
+    gradient = (weights.operations[0] * torch.tensor([0.5, -0.3, 0.1])).sum()
+    assert bool(torch.autograd.grad(gradient, alpha)[0].any()) == learns
+
+
 def test_a_step_that_moves_nothing_shifts_nothing():
     alpha = torch.randn(4, 5)
     assert torch.equal(shifted(alpha, alpha, torch.rand(4, 5) > 0.5), alpha)

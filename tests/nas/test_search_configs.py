@@ -24,6 +24,7 @@ METHODS = {
     "fbnet": ["fbnet.yaml"],
 }
 SMALL = {
+    "--model.init_args.alpha_every": "1",
     "--model.init_args.channels": "4",
     "--data.init_args.num_clients": "2",
     "--trainer.max_epochs": "1",
@@ -102,7 +103,9 @@ def test_the_quickstart_runs_and_its_cell_is_retrained():
     quickstart = CONFIGS / "nas" / "quickstart.yaml"
     run(quickstart, **SMALL, **OVER_CLIENTS)
     [retrain] = Path("runs").rglob("retrain.yaml")
-    without = {key: value for key, value in SMALL.items() if "channels" not in key}
+    without = {
+        key: value for key, value in SMALL.items() if "channels" not in key and "alpha" not in key
+    }
     run(quickstart, retrain, **without, **OVER_CLIENTS)
     config = yaml.safe_load(max(Path("runs").rglob("config.yaml")).read_text())
     assert config["model"]["class_path"] == "fl_lightning.ImageClassifier"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer, weights
 
@@ -14,6 +15,7 @@ from fl_lightning import ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.nas import (
+    BinaryGates,
     Gradient,
     HardGumbel,
     NASBench201,
@@ -22,7 +24,8 @@ from fl_lightning.nas import (
     Softmax,
     Supernet,
 )
-from fl_lightning.nas.alpha_optimizer import ServerSearchStep
+from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
+from fl_lightning.nas.relaxation import EdgeWeights
 from fl_lightning.nas.spaces.cells import CellSpace, Row
 from fl_lightning.nas.spaces.space import Decision
 
@@ -225,25 +228,168 @@ def test_the_numbers_of_a_round_are_of_alpha_after_it(federation):
     assert seen.entropy == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=1e-6)
 
 
-def test_alpha_waits():
-    class Waiting(Softmax):
-        alpha_from = 0.5
+class LastHalf(Softmax):
+    alpha_from = 0.5
 
+
+class Starts(Callback):
+    """Keeps what a module has at the start of every round, α by default."""
+
+    def __init__(self, read=lambda module: module.alpha.detach().clone()):
+        self.read, self.seen = read, []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.seen.append(self.read(module))
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "waits"),
+    [
+        (Softmax(), {"alpha_from": 0.5}, 2),
+        (LastHalf(), {}, 2),
+        (LastHalf(), {"alpha_from": 1.0}, 3),
+        (BinaryGates(), {"alpha_from": 0.5}, 2),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1], ids=["central", "federated"])
+def test_alpha_waits(rule, options, waits, steps):
+    starts = Starts()
+    callbacks = [starts, *(Federation(local_steps=steps) for _ in range(steps))]
+    module = fitted(supernet(TwoLayers(), rule, **options), data(vectors(), 3, 60), *callbacks)
+    assert all(torch.equal(alpha, starts.seen[0]) for alpha in starts.seen[: waits + 1])
+    assert not torch.equal(module.alpha, starts.seen[waits])
+
+
+def test_alpha_moves_in_the_only_round_of_a_search():
     start = supernet(TwoLayers()).alpha.detach().clone()
-    early = fitted(
-        supernet(TwoLayers(), Waiting()),
-        data(vectors(), 3, 60),
-        Federation(local_steps=1),
-        rounds=1,
+    module = fitted(supernet(TwoLayers(), alpha_from=1.0), data(vectors(), 3, 60), rounds=1)
+    assert not torch.equal(module.alpha.detach(), start)
+
+
+def gradients_of_alpha(module):
+    """The gradients of α that a central search takes, by step."""
+    seen = []
+    taken = module._alpha_gradients
+    module._alpha_gradients = lambda *given: (
+        seen.append(taken(*given)["alpha"]) or {"alpha": seen[-1]}
     )
-    assert torch.equal(early.alpha.detach(), start)
-    late = fitted(
-        supernet(TwoLayers(), Waiting()),
-        data(vectors(), 3, 60),
-        Federation(local_steps=1),
-        rounds=4,
-    )
-    assert not torch.equal(late.alpha.detach(), start)
+    return seen
+
+
+def test_alpha_moves_in_every_fifth_step():
+    module = supernet(TwoLayers(), alpha_every=5)
+    seen = gradients_of_alpha(module)
+    fitted(
+        module, data(vectors(), 1, 5), rounds=2
+    )  # 30 examples for the weights: six steps a round
+    assert len(seen) == 2
+
+
+def test_a_round_without_a_step_of_alpha_is_refused():
+    with pytest.raises(ConfigurationError, match="alpha_every is 5, and federation"):
+        fitted(
+            supernet(TwoLayers(), alpha_every=5), data(vectors(), 3, 5), Federation(local_steps=4)
+        )
+    with pytest.raises(
+        ConfigurationError, match="batches in an epoch is 1: alpha would never move"
+    ):
+        fitted(supernet(TwoLayers(), alpha_every=2), data(vectors(), 1, 60))
+
+
+@pytest.mark.parametrize("rule", [Softmax(), BinaryGates()], ids=str)
+def test_draws_that_cannot_be_averaged_are_refused(rule):
+    with pytest.raises(ConfigurationError, match="alpha_draws is 2"):
+        supernet(TwoLayers(), rule, alpha_draws=2)
+
+
+def test_several_draws_are_averaged():
+    """At τ → ∞ and with all operations running, the mean over draws tends to the sum over operations."""
+    found = {}
+    for num in (1, 400):
+        rule = HardGumbel(1e6, 1e6, others="all")
+        module = supernet(TwoLayers(), rule, alpha_draws=num)
+        seen = gradients_of_alpha(module)
+        fitted(module, data(vectors(), 1, 60), rounds=1)
+        found[num] = 1e6 * seen[0]
+    module = supernet(TwoLayers(), HardGumbel(1e6, 1e6, others="all"))
+    datamodule = data(vectors(), 1, 60)
+    datamodule.setup("fit")
+    [batch] = list(datamodule.train_dataloader())
+    images, labels = batch["search"]
+    expected = torch.zeros(1, 2)
+    for number in range(2):
+        h = torch.zeros(1, 2)
+        h[0, number] = 1.0
+        h.requires_grad_()
+        loss = cross_entropy(module.network(images, EdgeWeights(h)), labels)
+        (slope,) = torch.autograd.grad(loss, h)
+        expected += 0.5 * 0.5 * (slope - slope.mean())
+    assert torch.allclose(found[400], expected, rtol=0.05)
+    assert not torch.allclose(found[1], expected, rtol=0.05)
+
+
+def test_a_warm_up_of_all_operations_is_that_of_darts():
+    options = {"warm_up": "all", "alpha_from": 1.0, "alpha_held": True}
+    found = {}
+    for rule in (HardGumbel(), Softmax()):
+        starts = Starts(lambda module: weights(module.network).clone())
+        fitted(supernet(NASBench201(), rule, **options), data(images(), 1, 24), starts, rounds=3)
+        found[type(rule)] = starts.seen
+    gdas, darts = found.values()
+    assert torch.equal(gdas[2], darts[2])  # two rounds of warm-up
+    assert not torch.equal(gdas[1], gdas[2])
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["central", "federated"])
+def test_held_alpha_adds_up_gradients_at_equal_weights(steps):
+    """With SGD for α, α ends at its start minus the rate times the sum of gradients at α = 0."""
+    callbacks = [Federation(local_steps=steps) for _ in range(steps)]
+    module = supernet(TwoLayers(), alpha_held=True)
+    module._architecture_optimizer = lambda p: torch.optim.SGD(p, lr=0.5)
+    start = module.alpha.detach().clone()
+    datamodule = data(vectors(), 1, 60)
+    fitted(module, datamodule, *callbacks)
+    plain = supernet(TwoLayers())
+    optimizer = sgd(plain.network.parameters())
+    [batch] = list(datamodule.train_dataloader())
+    total, equal = torch.zeros(1, 2), EdgeWeights(torch.full((1, 2), 0.5))
+    for _ in range(4):
+        alpha = torch.zeros(1, 2, requires_grad=True)
+        images, labels = batch["search"]
+        loss = cross_entropy(plain.network(images, EdgeWeights(alpha.softmax(1))), labels)
+        total += torch.autograd.grad(loss, alpha)[0]
+        images, labels = batch["train"]
+        optimizer.zero_grad()
+        cross_entropy(plain.network(images, equal), labels).backward()
+        optimizer.step()
+    assert torch.allclose(module.alpha.detach(), start - 0.5 * total, rtol=0, atol=1e-12)
+    assert torch.allclose(weights(module.network), weights(plain.network), rtol=0, atol=1e-12)
+
+
+def test_the_signal_of_gradients_is_that_of_the_mean():
+    generator = torch.Generator().manual_seed(0)
+    gradients = 0.3 + torch.randn(500, 2, 3, generator=generator)
+    signal = GradientSignal()
+    for gradient in gradients[:200]:
+        signal.add(gradient)
+    resumed = GradientSignal()
+    resumed.load_state_dict(signal.state_dict())
+    for gradient in gradients[200:]:
+        resumed.add(gradient)
+    spread = gradients.var(0).sum().sqrt()
+    errors = float(gradients.mean(0).norm() / (spread / 500**0.5))
+    assert resumed.standard_errors == pytest.approx(errors, rel=1e-12)
+    assert resumed.to_noise == pytest.approx(0.3, abs=0.03)
+
+
+def test_an_undecided_alpha_is_not_announced_as_found(caplog):
+    caplog.set_level("INFO")
+    fitted(supernet(TwoLayers()), data(vectors(), 1, 60), rounds=1)
+    assert "alpha has not decided: its entropy is 0.69" in caplog.text
+    assert "architecture:" not in caplog.text
+    caplog.clear()
+    fitted(supernet(TwoLayers()), data(vectors(), 1, 60), rounds=30)
+    assert "architecture:" in caplog.text
 
 
 def test_batches_without_a_half_for_the_search_are_refused():

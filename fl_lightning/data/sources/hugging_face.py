@@ -15,6 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
 from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
 
+FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMES = {"val": "validation", "test": "test"}  # default names of splits
 
 
@@ -28,8 +29,9 @@ class HuggingFace(RowSource):
     - ``inputs`` makes pairs of numbers (B, F) in float32 and targets (B,).
 
     Args:
-        dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a name on
-            the hub, such as ``flwrlabs/femnist``, which is downloaded once.
+        dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
+            (``.jsonl``, ``.json``, ``.csv``, ``.parquet``); or a name on the hub, such as
+            ``flwrlabs/femnist``, which is downloaded once.
         label: the column to predict.
         text: the column of texts, or two for pairs of texts.
         image: the column of images.
@@ -98,7 +100,7 @@ class HuggingFace(RowSource):
     def prepare_data(self) -> None:
         """Download a data set of the hub if it is missing."""
         if isinstance(self._dataset, str):
-            _read(self._dataset, self._name)
+            read_dataset(self._dataset, self._name)
 
     def load(self) -> LoadedRows:
         """Read and encode the splits.
@@ -106,11 +108,10 @@ class HuggingFace(RowSource):
         Raises:
             ConfigurationError: if a data set, split or column is missing.
         """
-        found = _read(self._dataset, self._name)
-        splits = _chosen(found, self._splits) if isinstance(found, dict) else {"train": found}
+        splits = chosen_splits(read_dataset(self._dataset, self._name), self._splits)
         train = splits["train"]
         for split in splits.values():
-            _check_columns(split, [self._label, *self._encoder.columns])
+            check_columns(split, [self._label, *self._encoder.columns])
         kind, names = self._targets(train)
         rows = {where: self._rows(split, kind, where) for where, split in splits.items()}
         return LoadedRows(rows["train"], rows.get("val"), rows.get("test"), names)
@@ -120,7 +121,7 @@ class HuggingFace(RowSource):
         names = getattr(train.features[self._label], "names", None)
         if names is not None:  # a ClassLabel
             return Targets(option, np.arange(len(names))), tuple(names)
-        values = column_of(_column(train, self._label))
+        values = column_of(column(train, self._label))
         if values.ndim != 1:
             raise ConfigurationError(
                 f"{option}: a target must be one value an example, got values of shape "
@@ -130,10 +131,10 @@ class HuggingFace(RowSource):
         return kind, kind.class_names
 
     def _rows(self, split: Any, kind: Targets, where: str) -> TensorRows:
-        targets = kind.encode(column_of(_column(split, self._label)), where)
+        targets = kind.encode(column_of(column(split, self._label)), where)
         used = set(self._encoder.columns)
         columns = {
-            name: partial(_column, split, name) for name in split.column_names if name not in used
+            name: partial(column, split, name) for name in split.column_names if name not in used
         }
         encoded = self._encoder.encode(split)
         if isinstance(encoded, dict):
@@ -143,44 +144,67 @@ class HuggingFace(RowSource):
         )
 
 
-def _column(split: Any, name: str) -> Any:
+def column(split: Any, name: str) -> Any:
+    """Return the values of a column, one per example."""
     return split.with_format(None)[name][:]
 
 
-def _read(dataset: Any, name: str | None) -> Any:
-    """Return a Dataset or DatasetDict."""
+def read_dataset(dataset: Any, name: str | None, owner: str = "HuggingFace") -> Any:
+    """Return a Dataset or DatasetDict.
+
+    Args:
+        dataset: itself, a folder, a file, or a name on the hub.
+        name: its configuration on the hub.
+        owner: the class that reads it, for errors.
+
+    Raises:
+        ConfigurationError: if there is no such data set.
+    """
     try:
         import datasets
     except ImportError as error:
         raise ConfigurationError(
-            "HuggingFace needs datasets: pip install 'fl-lightning[huggingface]'"
+            f"{owner} needs datasets: pip install 'fl-lightning[huggingface]'"
         ) from error
     if isinstance(dataset, (datasets.Dataset, datasets.DatasetDict)):
         return dataset
     if not isinstance(dataset, str):
         raise ConfigurationError(
-            "HuggingFace: dataset must be a Dataset, a DatasetDict, a folder or a name on the hub, got "
+            f"{owner}: dataset must be a Dataset, a DatasetDict, a folder, a file or a name on the hub, got "
             f"{type(dataset).__name__}"
         )
+    kind = FILES.get(Path(dataset).suffix)
+    if kind is not None and not Path(dataset).is_file():
+        raise ConfigurationError(f"{owner}: there is no file {dataset}")
     try:
+        if kind is not None:
+            return datasets.load_dataset(kind, data_files=dataset)
         if Path(dataset).is_dir() and name is None:
             return datasets.load_from_disk(dataset)
         return datasets.load_dataset(dataset, name)
     except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
         raise ConfigurationError(
-            f"HuggingFace: {dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: "
+            f"{owner}: {dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: "
             f"{error}"
         ) from error
 
 
-def _chosen(found: Any, wanted: dict[str, str | None]) -> dict[str, Any]:
-    """Return the available splits by purpose."""
+def chosen_splits(
+    found: Any, wanted: dict[str, str | None], owner: str = "HuggingFace"
+) -> dict[str, Any]:
+    """Return the available splits by purpose: train, and val and test if there are any.
+
+    Raises:
+        ConfigurationError: if one that is named is not there, or two are the same.
+    """
+    if not isinstance(found, dict):
+        return {"train": found}
     chosen: dict[str, str] = {}
     for purpose in ("train", "test", "val"):
         given = wanted[purpose]
         if given is not None and given not in found:
             raise ConfigurationError(
-                f"HuggingFace: {purpose} is the split {given!r}: there are "
+                f"{owner}: {purpose} is the split {given!r}: there are "
                 f"{', '.join(map(repr, found))}"
             )
         usual = NAMES.get(purpose)
@@ -190,18 +214,42 @@ def _chosen(found: Any, wanted: dict[str, str | None]) -> dict[str, Any]:
             chosen[purpose] = str(usual)
     if len(set(chosen.values())) < len(chosen):
         raise ConfigurationError(
-            f"HuggingFace: train, val and test must be different splits, got {chosen}"
+            f"{owner}: train, val and test must be different splits, got {chosen}"
         )
     return {purpose: found[name] for purpose, name in chosen.items()}
 
 
-def _check_columns(split: Any, names: list[str]) -> None:
+def check_columns(split: Any, names: list[str], owner: str = "HuggingFace") -> None:
+    """Raise ConfigurationError for columns that a split does not have."""
     absent = [name for name in names if name not in split.column_names]
     if absent:
         there = ", ".join(map(repr, split.column_names))
         raise ConfigurationError(
-            f"HuggingFace: there is no column {', '.join(map(repr, absent))}: there are {there}"
+            f"{owner}: there is no column {', '.join(map(repr, absent))}: there are {there}"
         )
+
+
+def loaded_tokenizer(tokenizer: Any, owner: str = "HuggingFace") -> Any:
+    """Return a tokenizer, which may be given by its name or folder.
+
+    Raises:
+        ConfigurationError: if it cannot be loaded.
+    """
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{owner}: a tokenizer by name needs transformers: pip install "
+            "'fl-lightning[huggingface]'"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{owner}: the tokenizer {tokenizer!r} cannot be loaded: {error}"
+        ) from error
 
 
 AT_ONCE = 1000  # texts tokenized at a time
@@ -238,7 +286,7 @@ class TextColumns:
 
     def encode(self, split: Any) -> dict[str, Tensor]:
         """Tokenize the texts; returns the tokenizer's outputs by name, each of shape (N, length)."""
-        tokenizer = self._loaded()
+        tokenizer = loaded_tokenizer(self.tokenizer)
         if getattr(tokenizer, "pad_token", "") is None:
             raise ConfigurationError(
                 "HuggingFace: the tokenizer has no pad_token, which fills texts up to one length: set "
@@ -261,23 +309,6 @@ class TextColumns:
         # remove padding that all texts have
         used = whole["attention_mask"].any(0) if "attention_mask" in whole else slice(None)
         return {name: tokens[:, used] for name, tokens in whole.items()}
-
-    def _loaded(self) -> Any:
-        if not isinstance(self.tokenizer, str):
-            return self.tokenizer
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigurationError(
-                "HuggingFace: a tokenizer by name needs transformers: pip install "
-                "'fl-lightning[huggingface]'"
-            ) from error
-        try:
-            return AutoTokenizer.from_pretrained(self.tokenizer)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"HuggingFace: the tokenizer {self.tokenizer!r} cannot be loaded: {error}"
-            ) from error
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ class LoadedRows:
         class_names: names of the classes by number; empty if targets are no classes.
     """
 
-    train: TensorRows
-    val: TensorRows | None = None
-    test: TensorRows | None = None
+    train: MemoryRows
+    val: MemoryRows | None = None
+    test: MemoryRows | None = None
     class_names: tuple[str, ...] = ()
 
 
 class RowSource(LightningDataModule, ABC):
-    """Base of `Arrays`, `Table` and `HuggingFace`; subclasses define `load`.
+    """Base of `Arrays`, `Table`, `HuggingFace` and `Completions`; subclasses define `load`.
 
     Args:
         batch_size: examples per batch; the last batch of a pass may be smaller.
@@ -60,9 +60,9 @@ class RowSource(LightningDataModule, ABC):
         ConfigurationError: if a setting is out of its range.
     """
 
-    train_set: TensorRows
-    val_set: TensorRows
-    test_set: TensorRows
+    train_set: MemoryRows
+    val_set: MemoryRows
+    test_set: MemoryRows
     class_names: tuple[str, ...]
     num_classes: int
 
@@ -107,11 +107,11 @@ class RowSource(LightningDataModule, ABC):
         self.val_set, self.test_set, self.train_set = val, test, train
 
     def _held_out(
-        self, rows: TensorRows, fraction: float, purpose: str
-    ) -> tuple[TensorRows, TensorRows]:
-        targets = rows.targets
-        if targets.ndim > 1 or targets.is_floating_point():  # no classes: one stratum
-            targets = torch.zeros(len(rows), dtype=torch.long)
+        self, rows: MemoryRows, fraction: float, purpose: str
+    ) -> tuple[MemoryRows, MemoryRows]:
+        targets: Tensor | None = getattr(rows, "targets", None)
+        if targets is None or targets.ndim > 1 or targets.is_floating_point():
+            targets = torch.zeros(len(rows), dtype=torch.long)  # no classes: one stratum
         seed = derive_seed(run_seed(self._seed), purpose)
         kept, held_out = stratified_split(targets, fraction, seed=seed)
         return rows.select(kept), rows.select(held_out)
@@ -131,10 +131,10 @@ class RowSource(LightningDataModule, ABC):
 
     predict_dataloader = test_dataloader
 
-    def _in_order(self, rows: TensorRows) -> DataLoader[Any]:
+    def _in_order(self, rows: MemoryRows) -> DataLoader[Any]:
         return self._batches(rows, SequentialSampler(rows))
 
-    def _batches(self, rows: TensorRows, order: Any) -> DataLoader[Any]:
+    def _batches(self, rows: MemoryRows, order: Any) -> DataLoader[Any]:
         batches: Any = BatchSampler(order, self.batch_size, drop_last=False)
         return DataLoader(rows, batch_size=None, sampler=batches)
 
@@ -154,14 +154,67 @@ def as_tensor(values: Any, name: str) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
+class MemoryRows(Dataset[Any], ABC):
+    """A data set in memory that returns whole batches, with columns for partitions.
+
+    Args:
+        columns: functions by name that return one value per row, for partitions; not in batches.
+        places: rows of the columns that are the rows of this set, shape (N,); None for all.
+    """
+
+    is_deterministic: ClassVar = True
+
+    def __init__(
+        self,
+        columns: Mapping[str, Callable[[], Any]] | None = None,
+        places: Tensor | None = None,
+    ) -> None:
+        self._columns, self._places = dict(columns or {}), places
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Any:
+        """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> MemoryRows:
+        """Return these rows only, in this order."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns for partitions; ``targets`` is always the last part instead."""
+        return [name for name in self._columns if name != "targets"]
+
+    def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
+        """Return an example for a number, a batch for several, a column for a name."""
+        if isinstance(index, str):
+            values = np.asarray(self._columns[index]())
+            return values if self._places is None else values[self._places.numpy()]
+        indices = torch.as_tensor(index, dtype=torch.long)
+        if indices.ndim:
+            return self.gather(indices)
+        place = range(len(self))[int(indices)]  # IndexError past the end, -1 is the last
+        batch = self.gather(torch.tensor([place]))
+        if isinstance(batch, dict):
+            return {name: part[0] for name, part in batch.items()}
+        return tuple(part[0] for part in batch)
+
+    def _chosen(self, indices: Tensor) -> Tensor:
+        return indices if self._places is None else self._places[indices]
+
+
 @final
-class TensorRows(Dataset[Any]):
+class TensorRows(MemoryRows):
     """A data set that returns whole batches: rows of each of its tensors.
 
     Args:
         parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
         columns: functions by name that return one value per row, for partitions; not in batches.
         pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
+        places: rows of the columns, see `MemoryRows`.
 
     Raises:
         ConfigurationError: if parts have different lengths.
@@ -176,15 +229,15 @@ class TensorRows(Dataset[Any]):
         array(['bo'], dtype='<U2')
     """
 
-    is_deterministic: ClassVar = True
-
     def __init__(
         self,
         parts: Mapping[str, Tensor] | Sequence[Tensor],
         columns: Mapping[str, Callable[[], Any]] | None = None,
         *,
         pixels: bool = False,
+        places: Tensor | None = None,
     ) -> None:
+        super().__init__(columns, places)
         self._names = list(parts) if isinstance(parts, Mapping) else None
         self._parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         lengths = {len(part) for part in self._parts}
@@ -192,35 +245,15 @@ class TensorRows(Dataset[Any]):
             raise ConfigurationError(
                 f"inputs and targets must have one row an example, got {sorted(lengths)} rows"
             )
-        self._columns, self._pixels = dict(columns or {}), pixels
-        self._rows: Tensor | None = None  # indices into the columns
+        self._pixels = pixels
 
     @property
     def targets(self) -> Tensor:
         """The targets, which are the last part."""
         return self._parts[-1]
 
-    @property
-    def column_names(self) -> list[str]:
-        """Names of the columns for partitions; ``targets`` is always the last part instead."""
-        return [name for name in self._columns if name != "targets"]
-
     def __len__(self) -> int:
         return len(self._parts[0])
-
-    def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
-        """Return an example for a number, a batch for several, a column for a name."""
-        if isinstance(index, str):
-            values = np.asarray(self._columns[index]())
-            return values if self._rows is None else values[self._rows.numpy()]
-        indices = torch.as_tensor(index, dtype=torch.long)
-        if indices.ndim:
-            return self.gather(indices)
-        place = range(len(self))[int(indices)]  # IndexError past the end, -1 is the last
-        batch = self.gather(torch.tensor([place]))
-        if isinstance(batch, dict):
-            return {name: part[0] for name, part in batch.items()}
-        return tuple(part[0] for part in batch)
 
     def gather(self, indices: Tensor) -> Any:
         """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
@@ -233,6 +266,4 @@ class TensorRows(Dataset[Any]):
         """Return these rows only, in this order."""
         parts = [part.index_select(0, indices) for part in self._parts]
         named = parts if self._names is None else dict(zip(self._names, parts, strict=True))
-        chosen = TensorRows(named, self._columns, pixels=self._pixels)
-        chosen._rows = indices if self._rows is None else self._rows[indices]
-        return chosen
+        return TensorRows(named, self._columns, pixels=self._pixels, places=self._chosen(indices))

@@ -1,9 +1,11 @@
 """Methods that train a network of all sizes: the sub-networks and the loss of a step.
 
-    RandomPath   L = Σ_i CE(s_i, y)                        s_i drawn uniformly
-    Shrinking    L = Σ_i CE(s_i, y) + λ KD(s_i, largest)   s_i drawn from what a round allows
-    Sandwich     L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest)
+    RandomPath   CE(s_i, y)                                          s_i drawn uniformly
+    Shrinking    CE(largest, y), CE(s_i, y) + λ KD(s_i, largest)     s_i drawn from what a round allows
+    Sandwich     CE(largest, y), KD(smallest, largest), KD(s_i, largest)
     Attentive    the same, s_i the best or the worst of several of similar cost: in `attentive`
+
+The loss of a step is the mean of these, so that the learning rate of a single network fits any number.
 
     KD(s, t) = -Σ_k p_k log q_k,   p: softmax of t's logits, fixed; q: of s's; its gradient is q - p
 
@@ -12,14 +14,15 @@ pure function of (seed, round, client, step): a run that goes on draws what it w
 Progressive shrinking lets smaller options join one after the other, as rounds go by: first only the largest;
 then kernels, depths and widths, in this order, each an option at a time.
 Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
-Differs: Shrinking's teacher is the present largest network; theirs is a copy from before it shrinks.
+Differs: losses are averaged, both papers add them up. Shrinking's teacher is the present largest network, which
+goes on learning from labels; theirs is a copy from before it shrinks, and the largest is trained no more.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -82,7 +85,7 @@ class Method(ABC):
 
     @abstractmethod
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of a step, the sum over the sub-networks that it trains."""
+        """Return the loss of a step, the mean over the sub-networks that it trains."""
 
     def check(self, space: SizeSpace) -> None:  # noqa: B027 - most can train any
         """Raise ConfigurationError for a space that the method cannot train.
@@ -117,9 +120,9 @@ class RandomPath(Method):
         check_drawn(self.num_drawn, 1)
 
     def loss(self, step: Step) -> Tensor:
-        """Return the sum of the cross-entropies."""
+        """Return the mean of the cross-entropies."""
         drawn = [step.drawn(step.generator) for _ in range(self.num_drawn)]
-        return _sum(step.labels_loss(step.logits(network)) for network in drawn)
+        return _mean(step.labels_loss(step.logits(network)) for network in drawn)
 
 
 @final
@@ -135,13 +138,16 @@ class Shrinking(Method):
         distillation: λ, how much the largest teaches them, at least 0.
         sort: whether channels are sorted by importance before a narrower width joins, see
             `sort_before_round`.
+        keep_largest: whether the largest learns from labels in every step, beside the drawn ones. As
+            published it does not; in a short run drawn networks then overwrite it.
     """
 
     rounds: tuple[int, ...] | None = None
     order: tuple[str, ...] | None = None
     num_drawn: int = 1
     distillation: float = 1.0
-    sort: bool = False
+    sort: bool = True
+    keep_largest: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rounds", "order"):  # lists of a YAML file
@@ -168,19 +174,22 @@ class Shrinking(Method):
         schedule = self.schedule(step.space, step.num_rounds)
         if schedule.phase(step.round_) == 0:
             return step.labels_loss(step.whole(step.limit))
-        teacher = None
-        if self.distillation:
-            with torch.no_grad():
-                teacher = step.logits(step.limit)
         losses = []
+        largest = None
+        if self.keep_largest:
+            largest = step.whole(step.limit)
+            losses.append(step.labels_loss(largest))
+        elif self.distillation:
+            with torch.no_grad():
+                largest = step.logits(step.limit)
         for _ in range(self.num_drawn):
             drawn = within(schedule.sample(step.round_, step.generator), step.limit)
             logits = step.logits(drawn)
             loss = step.labels_loss(logits)
-            if teacher is not None:
-                loss = loss + self.distillation * distillation_loss(logits, teacher)
+            if self.distillation and largest is not None:
+                loss = loss + self.distillation * distillation_loss(logits, largest)
             losses.append(loss)
-        return _sum(iter(losses))
+        return _mean(losses)
 
 
 @final
@@ -217,16 +226,12 @@ def taught(step: Step, networks: Sequence[Architecture]) -> Tensor:
     largest, *others = networks
     teacher = step.whole(largest)
     students = [network for network in others if network != largest]
-    losses = (distillation_loss(step.logits(network), teacher) for network in students)
-    return _sum(losses, step.labels_loss(teacher))
+    taught_losses = (distillation_loss(step.logits(network), teacher) for network in students)
+    return _mean([step.labels_loss(teacher), *taught_losses])
 
 
-def _sum(losses: Iterator[Tensor], first: Tensor | None = None) -> Tensor:
-    total = first
-    for loss in losses:
-        total = loss if total is None else total + loss
-    assert total is not None
-    return total
+def _mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
 
 
 def _equal_phases(num_rounds: int, num_phases: int) -> tuple[int, ...]:

@@ -1,0 +1,413 @@
+"""Causal language models of Hugging Face, whole or with adapters, trained on the tokens of answers.
+
+    loss = Σ_(t with a label) -log p(x_t | x_<t) / number of labels      of a batch
+    perplexity = exp(Σ -log p / Σ labels)        over all batches, of all clients or of one
+
+Means are over tokens: batches and clients count by their labels, so that neither the batch size nor padding
+nor packing changes a value. Perplexity is the exponential of a mean, never a mean of exponentials. Clients'
+updates are weighed by examples, as everywhere; see `fl_lightning.server.Mean`.
+
+Adapters: W + s B A with A of shape (r, in) and B of shape (out, r), s = alpha / r (LoRA, Hu et al. 2022), or
+alpha / √r (rsLoRA, Kalajdzievski 2023), or with a magnitude per column (DoRA, Liu et al. 2024). B begins at 0.
+With ``freeze_a`` only B trains (FFA-LoRA, Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated
+Learning"): then the mean of clients' products B A is the product of their mean.
+
+Checkpoints hold what is not the frozen base: adapters, and what trains. Of the base they hold its name and a
+hash; another base is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.models.schedule import Schedule, scheduled
+
+IGNORED = -100  # label of tokens that are not predicted
+_BASE = "frozen_base"  # its place in checkpoints
+_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Perplexity(Metric):
+    """The exponential of a mean negative log-likelihood per token.
+
+    Example:
+        >>> perplexity = Perplexity()
+        >>> perplexity.update(torch.tensor(0.0), torch.tensor(3))
+        >>> perplexity.update(torch.tensor(4.0), torch.tensor(1))
+        >>> perplexity.compute()  # exp(4 / 4), and not (1 + exp(4)) / 2
+        tensor(2.7183)
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, count: Tensor) -> None:
+        """Add the mean loss of some tokens, and their number."""
+        self.total += loss * count
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """Return the perplexity of all tokens so far."""
+        return (self.total / self.count).exp()
+
+
+class CausalLM(LightningModule):
+    """A causal language model; a batch is a dict as `fl_lightning.data.Completions` makes it.
+
+    ``input_ids`` and ``labels`` have the shape (B, L), with -100 where nothing is to be predicted.
+    ``attention_mask`` or, of packed batches, ``position_ids`` go to the model as they are.
+
+    Args:
+        network: a name on the hub or a folder; or a configuration with a ``model_type``, e.g.
+            ``{model_type: llama, hidden_size: 64}``, for random weights; in Python also the model.
+        adapter: options of `peft.LoraConfig`, e.g. ``{r: 8, use_dora: true}``, in Python also any
+            configuration of peft; None trains the whole model. Without ``target_modules`` all linear
+            layers but the last get adapters.
+        freeze_a: train only B of each adapter (FFA-LoRA).
+        four_bit: load the base in 4 bits (QLoRA's NF4), with bitsandbytes.
+        dtype: of the base's numbers; ``auto`` is as it was saved. Adapters are in float32.
+        gradient_checkpointing: compute activations twice instead of keeping them.
+        seed: seed of random weights of a configuration.
+        optimizer: makes the optimizer of what trains; AdamW with rate 2e-4 and no decay if None.
+        schedule: schedule of the learning rate over rounds; constant if None.
+
+    Raises:
+        ConfigurationError: if an option is refused by transformers or peft, or one of them is missing.
+
+    Example:
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
+        >>> layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = CausalLM({"model_type": "llama", **sizes, **layers}, adapter={"r": 2})
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> model({"input_ids": tokens, "labels": tokens}).shape
+        torch.Size([1, 3, 16])
+        >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+        224
+    """
+
+    def __init__(
+        self,
+        network: str | dict[str, Any] | nn.Module,
+        *,
+        adapter: dict[str, Any] | Any | None = None,
+        freeze_a: bool = False,
+        four_bit: bool = False,
+        dtype: _Dtype = "auto",
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        optimizer: OptimizerCallable | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__()
+        if freeze_a and adapter is None:
+            raise ConfigurationError(
+                "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
+            )
+        self.base_name = _name(network)
+        base: Any = _base(network, four_bit, dtype, seed)
+        originals = {id(parameter) for parameter in base.parameters()}
+        if gradient_checkpointing:
+            # transformers before 5.24 has the second name alone
+            enable = getattr(base, "activation_checkpointing_enable", None)
+            (enable or base.gradient_checkpointing_enable)({"use_reentrant": False})
+            base.enable_input_require_grads()  # the embeddings may be frozen
+        self.network = base if adapter is None else _with_adapters(base, adapter)
+        if freeze_a:
+            _freeze_a(self.network)
+        self._frozen = {
+            name
+            for name, parameter in self.named_parameters()
+            if id(parameter) in originals and not parameter.requires_grad
+        }
+        self._changed: set[str] = set()
+        self._optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.0)
+        self._schedule = schedule
+        self.perplexities = nn.ModuleDict({s: Perplexity() for s in ("fit", "val", "test")})
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return logits, shape (B, L, vocabulary)."""
+        inputs = {name: part for name, part in batch.items() if name != "labels"}
+        logits: Tensor = self.network(**inputs, use_cache=False).logits
+        return logits
+
+    def loss_of(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean loss over the labels of a batch, and their number; 0 without labels."""
+        labels = batch["labels"][:, 1:].flatten()
+        logits = self(batch)[:, :-1].flatten(0, 1).float()
+        total = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        count = (labels != IGNORED).sum()
+        return total / count.clamp(min=1), count
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss over the labels of a batch; logs the round's perplexity."""
+        loss, count = self.loss_of(batch)
+        perplexity: Any = self.perplexities["fit"]
+        perplexity.update(loss.detach(), count)
+        self.log("train/perplexity", perplexity, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log val/loss and val/perplexity."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log test/loss and test/perplexity."""
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: Mapping[str, Tensor]) -> None:
+        loss, count = self.loss_of(batch)
+        perplexity: Any = self.perplexities[stage]
+        perplexity.update(loss, count)
+        values = {f"{stage}/loss": loss, f"{stage}/perplexity": perplexity}
+        self.log_dict(values, prog_bar=True, batch_size=int(count), sync_dist=True)
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> list[Tensor]:
+        """Return greedy answers of at most 64 tokens, one per prompt."""
+        return [self.answer(prompt) for prompt in prompts_of(batch)]
+
+    def answer(self, prompt: Tensor, max_new_tokens: int = 64) -> Tensor:
+        """Return the tokens that most probably follow a prompt of shape (L,), one after the other."""
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True}
+        with torch.no_grad():
+            whole: Tensor = self.network.generate(  # type: ignore[operator]
+                input_ids=prompt[None], attention_mask=torch.ones_like(prompt)[None], **options
+            )
+        return whole[0, len(prompt) :]
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer of what trains, with the schedule if there is one."""
+        return scheduled(self, self._optimizer, self._schedule)
+
+    def save_adapter(self, folder: str) -> None:
+        """Write the adapters as a folder of peft, which `peft.PeftModel.from_pretrained` reads.
+
+        Raises:
+            ConfigurationError: if there are no adapters, or the base is no longer the one of its name.
+        """
+        if not hasattr(self.network, "peft_config"):
+            raise ConfigurationError(
+                "export --adapter: the model has no adapters (model.adapter is not set)"
+            )
+        if self._changed:
+            raise ConfigurationError(
+                "export --adapter: the aggregator has changed the base's weights, so that the adapters alone "
+                "are not the model: use save_pretrained of network.merge_and_unload()"
+            )
+        self.network.save_pretrained(folder)  # type: ignore[operator]
+
+    @cached_property
+    def base_hash(self) -> str:
+        """Hash of the frozen base's names and numbers, before anything changed it."""
+        digest = hashlib.blake2b(digest_size=16)
+        parameters = dict(self.named_parameters())
+        for name in sorted(self._frozen):
+            numbers = parameters[name].detach().cpu().contiguous()
+            digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
+            digest.update(numbers.view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def will_change(self, names: Iterable[str]) -> None:
+        """Announce that weights of the frozen base are about to change, so that checkpoints hold them."""
+        _ = self.base_hash
+        self._changed |= self._frozen & set(names)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Replace the frozen base by its name and hash."""
+        if not self._frozen:
+            return
+        left_out = self._frozen - self._changed
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {n: value for n, value in state.items() if n not in left_out}
+        checkpoint[_BASE] = {"name": self.base_name, "hash": self.base_hash}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the frozen base to a checkpoint.
+
+        Raises:
+            ConfigurationError: if the checkpoint was trained on another base.
+        """
+        saved = checkpoint.get(_BASE)
+        if saved is None:
+            return
+        if saved["hash"] != self.base_hash:
+            raise ConfigurationError(
+                f"the checkpoint's adapters belong to the base {saved['name']} with hash "
+                f"{saved['hash'][:12]}…, and model.network, {self.base_name}, has {self.base_hash[:12]}…: "
+                "give the base (and dtype, four_bit, seed) of the run that wrote it"
+            )
+        state = checkpoint["state_dict"]
+        self._changed = self._frozen & state.keys()
+        own = dict(self.named_parameters())
+        missing = {name: own[name].detach() for name in self._frozen - state.keys()}
+        checkpoint["state_dict"] = {**state, **missing}
+
+
+def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the tokens before the first label of each example of a batch.
+
+    Example:
+        >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 7, 0, 0]])
+        >>> labels = torch.tensor([[-100, -100, 7, 8], [-100, 7, -100, -100]])
+        >>> prompts_of({"input_ids": tokens, "labels": labels})
+        [tensor([5, 6]), tensor([5])]
+    """
+    tokens, labels = batch["input_ids"], batch["labels"]
+    if "position_ids" in batch:  # packed: a row per example
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], tokens.shape[1]]
+        rows = [(tokens[0, a:b], labels[0, a:b]) for a, b in zip(starts, ends, strict=True)]
+    else:
+        rows = list(zip(tokens, labels, strict=True))
+    return [row[: int((label != IGNORED).int().argmax())] for row, label in rows]
+
+
+def _name(network: str | dict[str, Any] | nn.Module) -> str:
+    if isinstance(network, str):
+        return network
+    if isinstance(network, nn.Module):
+        return type(network).__name__
+    return f"{network.get('model_type')} of random weights"
+
+
+def _base(
+    network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
+) -> nn.Module:
+    """Load or make the base.
+
+    Raises:
+        ConfigurationError: if there is no such model or option.
+    """
+    if isinstance(network, nn.Module):
+        return network
+    transformers = _extra("transformers")
+    numbers = "auto" if dtype == "auto" else getattr(torch, dtype)
+    if isinstance(network, str):
+        options = _quantised(transformers) if four_bit else {}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model: nn.Module = _explained(
+            f"model.network: {network!r} is no folder or name on the hub that can be loaded",
+            lambda: load(network, **{_dtype_option(transformers): numbers}, **options),
+        )
+        if four_bit:
+            model = _extra("peft").prepare_model_for_kbit_training(model)
+        return model
+    if four_bit:
+        raise ConfigurationError("CausalLM: four_bit loads saved weights: give network as a name")
+    return _random(transformers, network, None if dtype == "auto" else numbers, seed)
+
+
+def _random(transformers: Any, network: dict[str, Any], dtype: Any, seed: int) -> nn.Module:
+    """Make a model from a configuration."""
+    options = dict(network)
+    kind = options.pop("model_type", None)
+    known = transformers.CONFIG_MAPPING
+    if kind not in known:
+        close = difflib.get_close_matches(str(kind), list(known), n=3)
+        raise ConfigurationError(
+            f"model.network: model_type {kind!r} is not known to transformers: did you mean "
+            f"{' or '.join(close) or 'llama'}?"
+        )
+    _check_options("model.network", options, known[kind])
+    config = _explained("model.network", lambda: known[kind](**options))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = _explained(
+            f"model.network: {kind}",
+            lambda: transformers.AutoModelForCausalLM.from_config(config),
+        )
+    return model if dtype is None else model.to(dtype)
+
+
+def _dtype_option(transformers: Any) -> str:
+    return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+
+
+def _quantised(transformers: Any) -> dict[str, Any]:
+    if find_spec("bitsandbytes") is None:
+        raise ConfigurationError("CausalLM: four_bit needs bitsandbytes: pip install bitsandbytes")
+    return {
+        "quantization_config": transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    }
+
+
+def _with_adapters(base: nn.Module, adapter: Any) -> nn.Module:
+    """Put adapters into a model.
+
+    Raises:
+        ConfigurationError: if peft refuses an option.
+    """
+    peft = _extra("peft")
+    if isinstance(adapter, Mapping):
+        options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **adapter}
+        _check_options("model.adapter", options, peft.LoraConfig)
+        adapter = _explained("model.adapter", lambda: peft.LoraConfig(**options))
+    with warnings.catch_warnings():  # peft asks for what transformers is about to rename
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        network: nn.Module = _explained("model.adapter", lambda: peft.get_peft_model(base, adapter))
+    return network
+
+
+def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
+    """Raise ConfigurationError for names that a configuration does not have."""
+    known = [*inspect.signature(config).parameters, *getattr(config, "attribute_map", {})]
+    for name in given:
+        if name not in known and not hasattr(config, name):
+            library = config.__module__.split(".")[0]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"see the documentation of {library}"
+            raise ConfigurationError(
+                f"{option}: {name!r} is not accepted by {config.__name__}: {hint}"
+            )
+
+
+def _freeze_a(network: nn.Module) -> None:
+    frozen = [p for name, p in network.named_parameters() if "lora_A." in name]
+    if not frozen:
+        raise ConfigurationError("CausalLM: freeze_a needs LoRA's adapters, and adapter makes none")
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
+def _extra(package: str) -> Any:
+    try:
+        return __import__(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"CausalLM needs {package}: pip install 'fl-lightning[llm]'"
+        ) from error
+
+
+def _explained(option: str, make: Callable[[], Any]) -> Any:
+    """Return what a library makes; its refusal becomes one sentence about an option."""
+    try:
+        return make()
+    except Exception as error:  # both libraries have errors of many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"{option}: {reason}") from error
