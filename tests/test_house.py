@@ -53,7 +53,7 @@ CAPS = {
     "data": (7228, 35),
     "engines": (4628, 22),
     "experiments": (3421, 30),
-    "federation": (12652, 66),
+    "federation": (12825, 67),
     "flower": (8990, 53),
     "kernels": (1659, 10),
     "models": (1546, 9),
@@ -61,11 +61,11 @@ CAPS = {
     "privacy": (2766, 15),
     "secure": (5237, 24),
     "reports": (3289, 14),
-    "server": (3966, 22),
+    "server": (4306, 23),
     "sparsity": (3340, 23),
     "updates": (2529, 11),
     "__main__": (10, 1),
-    "__init__": (92, 1),
+    "__init__": (93, 1),
 }
 # What is left to mend, as figures that may only fall.
 MOST_FILES_IN_CIRCLES = 0
