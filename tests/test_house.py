@@ -53,7 +53,7 @@ CAPS = {
     "data": (7234, 35),
     "engines": (4628, 22),
     "experiments": (3421, 30),
-    "federation": (12825, 67),
+    "federation": (12841, 67),
     "flower": (8990, 53),
     "kernels": (1659, 10),
     "models": (1549, 9),
