@@ -71,7 +71,11 @@ def pages(command: str) -> Iterator[tuple[str, str]]:
 
 def page(command: str, parser: Any) -> str:
     """Return the help of one parser: its options in groups, what each is, and its default."""
-    lines = [f"usage: fl-lightning {command} [OPTIONS]", "", *textwrap.wrap(parser.description, 79)]
+    own = [action for action in parser._actions if not action.option_strings]  # by their places
+    words = " ".join([command, *(str(action.metavar) for action in own)])
+    lines = [f"usage: fl-lightning {words} [OPTIONS]", "", *textwrap.wrap(parser.description, 79)]
+    if own:
+        lines += ["", *in_columns({str(a.metavar): str(a.help) for a in own}, 22)]
     for group in parser._action_groups:
         texts = dict(filter(None, map(_of_action, group._group_actions)))
         if texts:

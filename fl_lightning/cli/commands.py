@@ -24,6 +24,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 
 # modules that take seconds to import: each has a function of its command's name
 _HOMES = {
+    "report": "fl_lightning.reports.run_report",
     "compare": "fl_lightning.experiments.compare",
     "sweep": "fl_lightning.cli.sweep",
     "search": "fl_lightning.cli.search",
@@ -36,7 +37,7 @@ def parser_of(command: str) -> Parser:
     """Return the parser of one of our commands.
 
     Args:
-        command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+        command: ``report``, ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
     """
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
     home = import_module(_HOMES[command])

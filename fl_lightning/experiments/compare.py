@@ -14,7 +14,7 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
-from fl_lightning.experiments.figure import draw
+from fl_lightning.experiments.figure import write_picture
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
 from fl_lightning.experiments.report import REPORT, write_comparison
 from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
@@ -135,7 +135,7 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     write_csv(out / "results.csv", results)
     write_curves(out / "curves.csv", results)
     (out / "results.md").write_text(text + "\n")
-    draw(out / "results.png", results, experiment.report, axes, experiment.over)
+    write_picture(out / "results.png", results, experiment)
     write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # the whole table is in the file

@@ -8,11 +8,10 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.experiments.experiment import Experiment
-from fl_lightning.experiments.figure import comparison_charts
+from fl_lightning.experiments.figure import caption, comparison_charts
 from fl_lightning.experiments.latex import latex
 from fl_lightning.experiments.results import RunResult, by_variant
 from fl_lightning.experiments.table import matrix_cells, results_cells
-from fl_lightning.reports.charts import write_chart
 from fl_lightning.reports.page import Page
 
 REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
@@ -40,8 +39,8 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
             page.text(metric)
             page.table(*matrix_cells(results, metric, experiment.axes))
     page.heading("Figures")
-    for chart in comparison_charts(results, experiment.report, experiment.axes, experiment.over):
-        page.drawing(write_chart(chart, out / FIGURES), chart.title, chart.caption)
+    page.text(caption(results, experiment))
+    page.charts([*comparison_charts(results, experiment)], out / FIGURES)
     page.heading("Runs")
     columns = list(dict.fromkeys(name for result in results for name in result.columns))
     rows = [

@@ -37,7 +37,7 @@ class RunResult:
     Attributes:
         variant: what it is a run of.
         seed: of the run.
-        curves: of the reported metrics, round to value.
+        curves: of the reported and the monitored metrics, round to value.
         columns: reported numbers by name: final values, those of the best round, costs.
         clock: round to the value over which curves are drawn; None for rounds themselves.
     """
@@ -104,7 +104,8 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     clock = None if experiment.over is None else logged[experiment.over]
     in_rounds = {
         name: {n: value for n, value in curve.items() if n <= num_rounds}
-        for name, curve in reported.items()
+        for name, curve in {**reported, experiment.monitor: monitored or {}}.items()
+        if curve
     }
     return RunResult(run.variant, run.seed, in_rounds, columns, clock)
 

@@ -233,7 +233,6 @@ def _plain_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 NAME = "run.log"
 Level = Literal["debug", "info", "warning", "error"]
-_VERSIONS = ("fl-lightning", "lightning", "torch")
 
 
 class RunLog(Callback):
@@ -318,7 +317,7 @@ class RunLog(Callback):
             return
         self._file.open(Path(folder, NAME), trainer.global_rank)
         if trainer.is_global_zero:
-            self._file.write(logging.INFO, f"{' '.join(sys.argv)} ({_software()})")
+            self._file.write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
 
     def _close(self) -> None:
         self._file.close()
@@ -347,12 +346,14 @@ def _layers(module: LightningModule) -> str:
     return table(head, [[name, kind, f"{count:,}"] for name, kind, count in rows])
 
 
-def _software() -> str:
-    return ", ".join([*map(_named, _VERSIONS), f"Python {platform.python_version()}"])
+def software() -> str:
+    """Versions of what a run depends on most."""
+    found = [f"{name} {_version(name)}".strip() for name in ("fl-lightning", "lightning", "torch")]
+    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
-def _named(package: str) -> str:
+def _version(package: str) -> str:
     try:
-        return f"{package} {version(package)}"
+        return version(package)
     except PackageNotFoundError:
-        return package
+        return ""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
+import platform
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import Federation, log_figure, overrides, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
-from fl_lightning.reports.log_file import detail, folder_of
-from fl_lightning.reports.progress import federation_of
+from fl_lightning.reports.log_file import detail, folder_of, software
+from fl_lightning.reports.progress import federation_of, unit
 
 # Schedules are worked out so many steps ahead, to tell the rate of the last round.
 _MOST_STEPS_AHEAD = 20_000
@@ -33,14 +40,15 @@ class RunOverview(Callback):
         folder = folder_of(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return
-        rank_zero_info(f"model: {', '.join(_model(pl_module))}")
-        for optimizer in trainer.optimizers:
-            rank_zero_info(f"optimizer: {', '.join(_optimizer(optimizer))}")
-        if (federation := federation_of(trainer)) is not None:
-            rank_zero_info(f"federation: {'; '.join(_federation(trainer, federation))}")
-        rank_zero_info(f"machine: {', '.join(_machine(trainer))}")
+        for name, fact in facts_of(trainer, pl_module):
+            rank_zero_info(f"{name}: {fact}")
         if folder is not None:
             rank_zero_info(f"run: {', '.join([shown_path(folder), *_resumed(trainer)])}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say why the fit has ended early, if it has."""
+        if (reason := why_it_stopped(trainer)) is not None:
+            rank_zero_info(f"stopped: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the first and the last learning rate, now that a checkpoint has set the schedules."""
@@ -48,6 +56,72 @@ class RunOverview(Callback):
         if federation is not None and federation.rounds is not None:
             line = _rate_line(trainer, federation.rounds.run.by_step)
             rank_zero_info(line) if line is not None else None
+
+
+def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
+    """Model, optimizers, federation and machine of a fit, in words by name."""
+    yield "model", ", ".join(_model(module))
+    for optimizer in trainer.optimizers:
+        yield "optimizer", ", ".join(_optimizer(optimizer))
+    if (federation := federation_of(trainer)) is not None:
+        yield "federation", "; ".join(_federation(trainer, federation))
+    yield "machine", ", ".join(_machine(trainer))
+
+
+def why_it_stopped(trainer: Trainer) -> str | None:
+    """Why an early stopping has ended a fit, in a sentence; None if none has."""
+    stopping = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
+    ended = next((c for c in stopping if c.stopped_epoch), None)
+    if ended is None:
+        return None
+    best, name = float(ended.best_score), ended.monitor
+    now = float(trainer.callback_metrics.get(name, math.nan))
+    if ended.wait_count >= ended.patience:
+        least = f" by more than {abs(ended.min_delta):g}" if ended.min_delta else ""
+        why = f"{name} has not improved{least} in {ended.wait_count} validations; its best is {best:.4g}"
+    elif not math.isfinite(now):
+        why = f"{name} is {now}; its best was {best:.4g}"
+    else:
+        end = (
+            ended.divergence_threshold
+            if ended.stopping_threshold is None
+            else ended.stopping_threshold
+        )
+        why = f"{name} is {now:.4g}, beyond the threshold {end}"
+    return f"after {unit(trainer)} {ended.stopped_epoch + 1} of {trainer.max_epochs}, because {why}"
+
+
+def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
+    """Where a fit's numbers come from: date, data, model, algorithm, seed, versions, commit, machine."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    source = getattr(data, "source", data)
+    clients = f", {data.num_clients:,} clients" if isinstance(data, FederatedDataModule) else ""
+    federation = federation_of(trainer)
+    seed = os.environ.get("PL_GLOBAL_SEED") if federation is None else federation.seed
+    known = {
+        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        "data": "" if source is None else f"{type(source).__name__}{clients}",
+        **dict(facts_of(trainer, module)),
+        "seed": "" if seed is None else str(seed),
+        "versions": software(),
+        "commit": _commit(),
+        "command": " ".join(sys.argv),
+    }
+    known["machine"] += f"; {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return {name: value for name, value in known.items() if value}
+
+
+def _commit() -> str:
+    """Commit of the folder in which the program was started; empty outside of git."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5)
+        return run.stdout.strip()
+
+    try:
+        return git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, and changes")
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _resumed(trainer: Trainer) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from fl_lightning.reports.charts import style_variables
+from fl_lightning.reports.charts import Chart, style_variables, write_chart
 
 
 @dataclass
@@ -41,15 +41,21 @@ class Page:
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def text(self, text: str) -> None:
-        """Add a paragraph."""
-        self._parts.append(f"<p>{escape(text)}</p>")
+        """Add a paragraph of explanation."""
+        self._parts.append(f'<p class="note">{escape(text)}</p>')
 
-    def drawing(self, svg: str, title: str, caption: str) -> None:
-        """Add a chart, an ``<svg>`` element."""
-        self._parts.append(
-            f'<figure role="img" aria-label="{escape(title)}"><h3>{escape(title)}</h3>'
-            f'<div class="chart">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Add facts by name, a line each."""
+        rows = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts.items())
+        self._parts.append(f'<dl class="facts">{rows}</dl>')
+
+    def charts(self, charts: Sequence[Chart], folder: Path) -> None:
+        """Add charts, a cell each, and write their files into a folder."""
+        cells = (
+            f'<div role="img" aria-label="{escape(chart.title)}">{write_chart(chart, folder)}</div>'
+            for chart in charts
         )
+        self._parts.append(f'<div class="charts">{"".join(cells)}</div>')
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], fold: str = "") -> None:
         """Add a table.
@@ -99,22 +105,28 @@ _STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,
 "Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:1000px;margin:0 auto;padding:2rem 1rem 4rem}
+main{max-width:1060px;margin:0 auto;padding:1.6rem 1rem 4rem}
 h1{font-size:1.6rem;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.2rem 0 .6rem;padding-bottom:.3rem;border-bottom:1px solid var(--rule)}
-h3{font-size:1rem;margin:0 0 .4rem}
-.under,figcaption,.tiles span{color:var(--quiet)}
-.under{margin:.2rem 0 1.2rem}
+p{margin:.4rem 0}
+.under,.note,.tiles span,dt{color:var(--quiet)}
+.under{margin:.2rem 0 1rem;overflow-wrap:anywhere}
+.note{font-size:.88rem;max-width:70ch}
+.facts{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:0 0 1.2rem;
+font-size:.88rem}
+dd{margin:0;overflow-wrap:anywhere}
 .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.7rem}
-.tiles div,figure,details{background:var(--card);border:1px solid var(--rule);border-radius:8px}
-.tiles div{padding:.6rem .8rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:.7rem;
+align-items:start;margin:.7rem 0}
+.tiles div,.charts>div,details{background:var(--card);border:1px solid var(--rule);border-radius:8px}
+.tiles div{padding:.5rem .8rem}
 .tiles span{display:block;font-size:.8rem}
 .tiles b{font-size:1.2rem;font-weight:600;font-variant-numeric:tabular-nums}
-figure{margin:1rem 0;padding:1rem}
-figcaption{font-size:.85rem;margin-top:.4rem}
-.chart{overflow-x:auto}
-.chart svg{display:block;width:100%;min-width:34rem;height:auto}
-.chart svg text{font-family:inherit!important}
+.charts>div{padding:.6rem}
+.charts svg{display:block;width:100%;height:auto}
+.charts svg text{font-family:inherit!important}
+.spots *{fill:transparent}
+.spots :hover{fill:var(--ink);fill-opacity:.25}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.3rem .7rem;border-bottom:1px solid var(--rule);white-space:nowrap}
@@ -123,4 +135,5 @@ th{color:var(--quiet);font-weight:600}
 details{margin:.8rem 0;padding:.6rem .9rem}
 summary{cursor:pointer;font-weight:600}
 pre{overflow-x:auto;font-size:.8rem}
+@media(max-width:30rem){.facts{grid-template-columns:1fr;gap:0}dd{margin-bottom:.35rem}}
 """

@@ -2,60 +2,103 @@
 
 from __future__ import annotations
 
-import csv
-import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fl_lightning.federation import logged_once
-from fl_lightning.reports.charts import (
-    Chart,
-    Line,
-    Panel,
-    curves,
-    fan,
-    histogram,
-    series,
-    table_map,
-)
+from fl_lightning.reports.charts import Chart, Panel, series
 from fl_lightning.reports.history import IDS, Curve, History
+from fl_lightning.reports.panels import Line, curves, distribution, fan, table_map
 
-_MOST_PANELS = 4
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_MOST_CHARTS = 4  # of a section
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
 _SHOWN_PATHS = 12  # clients with a line of their own
+_EVALUATED = {"validation": "clients_validation.csv", "test": "clients_test.csv"}
+PARTITION = "partition.csv"
+LOCAL_MODELS = "local_models.csv"
 
 
-def run_charts(folder: Path, history: History) -> Iterator[Chart]:
-    """Yield the charts of a run, the most important first."""
-    for name in (_validation, _training):
-        yield from name(history)
-    yield from _clients(folder)
-    yield from _local_models(folder)
-    yield from _distribution(history)
-    yield from _participants(history)
-    yield from _partition(folder)
-    yield from _bytes(history, logged_once(folder))
-    for prefix, title, caption in (
-        ("privacy/", "Privacy", "What has been spent so far, after each round."),
-        ("mask/", "Masks", "How many of the entries train, after each round that changed it."),
-    ):
-        yield from _family(history, prefix, title, caption)
-    yield from _seconds(history)
+@dataclass(frozen=True)
+class Section:
+    """Charts under a heading.
+
+    Attributes:
+        title: the heading.
+        caption: one or two sentences about all of them.
+        charts: one or more.
+    """
+
+    title: str
+    caption: str
+    charts: Sequence[Chart]
 
 
-def _validation(history: History) -> Iterator[Chart]:
+def run_sections(folder: Path, history: History) -> Iterator[Section]:
+    """Yield the charts of a run, the most important first; sections without charts are left out."""
+    sections = (
+        *(_validation(history), _training(history), _clients(folder), _local_models(folder)),
+        *(_distribution(history), _participants(history), _partition(folder)),
+        _bytes(history, logged_once(folder)),
+        _family(history, "privacy/", "Privacy", "What has been spent so far, after each round."),
+        _family(history, "mask/", "Masks", "Entries that train, after each round that changed it."),
+        _seconds(history),
+    )
+    return (section for section in sections if section.charts)
+
+
+def read_table(path: Path) -> DataFrame:
+    """Return a CSV file of a run; without columns if there is no such file."""
+    import pandas  # half a second to import
+
+    return pandas.read_csv(path) if path.exists() else pandas.DataFrame()
+
+
+def evaluated_clients(folder: Path) -> dict[str, DataFrame]:
+    """Return every client's metrics at the end, by stage; only of stages that there are."""
+    tables = {stage: read_table(folder / name) for stage, name in _EVALUATED.items()}
+    return {stage: table for stage, table in tables.items() if len(table)}
+
+
+def _section(
+    title: str, caption: str, panels: Mapping[str, Panel | None], **looks: bool
+) -> Section:
+    """Charts of panels by title; panels that are None are left out."""
+    start = _file(title)
+    charts = [
+        Chart(f"{start}-{_file(name)}", name, panel, **looks)
+        for name, panel in panels.items()
+        if panel is not None
+    ]
+    return Section(title, caption, charts[:_MOST_CHARTS])
+
+
+def _file(title: str) -> str:
+    """Name of a file for a title.
+
+    Example:
+        >>> _file("clients/val_loss, last")
+        'clients_val_loss_last'
+    """
+    return re.sub(r"\W+", "_", title).strip("_").lower()
+
+
+def _validation(history: History) -> Section:
     names = _best_first([n for n in history.names if _is_of(n, "val") and not n.endswith("_std")])
-    panels = [curves(name, [_line(history.curve(name))]) for name in names[:_MOST_PANELS]]
-    if panels:
-        caption = "The global model on the validation set, after each round."
-        yield Chart("validation", "Validation", caption, panels)
+    caption = "The global model on the validation set, after each round."
+    panels = {name: curves([_line(history.curve(name))]) for name in names}
+    return _section("Validation", caption, panels)
 
 
-def _training(history: History) -> Iterator[Chart]:
+def _training(history: History) -> Section:
     names = [n for n in history.names if f"{n}_std" in history.names]
     caption = (
         "The clients of each round on their own examples, while they train: mean over examples; the "
@@ -64,139 +107,148 @@ def _training(history: History) -> Iterator[Chart]:
     if not names:
         names = [n for n in history.names if _is_of(n, "train")]
         caption = "Over the examples of each epoch, while it trains."
-    panels = []
-    for name in names[:_MOST_PANELS]:
+    panels: dict[str, Panel | None] = {}
+    for name in names:
         curve, std = history.curve(name), history.curve(f"{name}_std")
         band = [std.get(number, 0.0) for number in curve] if std else None
-        panels.append(curves(name, [_line(curve, std=band)]))
-    if panels:
-        yield Chart("training", "Training", caption, panels)
+        panels[name] = curves([_line(curve, std=band)])
+    return _section("Training", caption, panels)
 
 
-def _clients(folder: Path) -> Iterator[Chart]:
-    found = evaluated_clients(folder)
-    panels: list[Panel] = []
-    for table in found.values():
+def _clients(folder: Path) -> Section:
+    panels: dict[str, Panel | None] = {}
+    for table in evaluated_clients(folder).values():
+        owners = [f"client {client}" for client in table["client"]]
         names = [n for n in table.columns if n not in ("client", "num_examples")]
-        own = [n for n in names if f"personal/{n}" in names]
         for name in _best_first([n for n in names if not n.startswith("personal/")])[:2]:
-            groups = {"global" if name in own else name: table.columns[name]}
-            if name in own:
-                groups["personal"] = table.columns[f"personal/{name}"]
-            panels.append(histogram(name, groups, x=name))
-    if panels:
-        caption = (
-            "The last global model on the examples that each client holds out; clients are counted."
-        )
-        yield Chart("clients", "Clients at the end", caption, panels[:_MOST_PANELS])
+            kinds = {"global": name, "personal": f"personal/{name}"}
+            groups = {
+                kind: dict(zip(owners, table[column].tolist(), strict=True))
+                for kind, column in kinds.items()
+                if column in names
+            }
+            panels[name] = distribution(groups, x=name)
+    caption = "The last global model on the examples that each client holds out."
+    return _section("Clients at the end", caption, panels)
 
 
-def _local_models(folder: Path) -> Iterator[Chart]:
-    table = Table.read(folder / LOCAL_MODELS).columns
-    metrics = [n for n in table if n not in ("round", "client")]
-    if not metrics:
-        return
-    rounds, clients = np.array(table["round"]), np.array(table["client"])
-    is_global = np.isnan(clients)  # which has a word there
-    shown = [c for c, _ in Counter(clients[~is_global].tolist()).most_common(_SHOWN_PATHS)]
-    panels = []
-    for name in _best_first(metrics)[:2]:
-        values, lines = np.array(table[name]), []
-        for number, client in enumerate(sorted(shown)):
-            at = clients == client
-            label = "local models" if number == 0 else ""
-            local = rounds[at].tolist(), values[at].tolist()
-            lines.append(Line(*local, label, colour=series(7)))
-        whole = rounds[is_global].tolist(), values[is_global].tolist()
-        lines.append(Line(*whole, "global model", colour=series(0)))
-        panels.append(curves(name, lines))
+def _local_models(folder: Path) -> Section:
+    table = read_table(folder / LOCAL_MODELS)
+    panels: dict[str, Panel | None] = {}
+    for name in _best_first([n for n in table.columns if n not in ("round", "client")])[:2]:
+        known = table[["round", "client", name]].dropna()
+        whole = known[known["client"] == "global"]
+        local = known[known["client"] != "global"]
+        lines = [
+            Line(
+                *(own["round"].tolist(), own[name].tolist()),
+                label="" if number else "local models",
+                colour=series(7),
+            )
+            for number, client in enumerate(local["client"].value_counts().index[:_SHOWN_PATHS])
+            for own in [local[local["client"] == client]]
+        ]
+        lines.append(Line(whole["round"].tolist(), whole[name].tolist(), "global model"))
+        panels[name] = curves(lines)
     caption = (
         "Every client's model after its local training, and the global model that came of them, on the "
         "common test set."
     )
-    yield Chart("local_models", "Local models and the global one", caption, panels)
+    return _section("Local models and the global one", caption, panels)
 
 
-def _distribution(history: History) -> Iterator[Chart]:
-    panels: list[Panel] = []
+def _distribution(history: History) -> Section:
+    panels: dict[str, Panel | None] = {}
     for name in history.client_names[:2]:
+        rounds = {
+            number: {f"client {int(c)}": v for c, v in zip(ids, values, strict=True)}
+            for number, values in history.of_clients(name).items()
+            for ids in [history.of_clients(IDS)[number]]
+        }
         finite = {
             number: kept
-            for number, values in history.of_clients(name).items()
-            if len(kept := [v for v in values if np.isfinite(v)])
+            for number, values in rounds.items()
+            if (kept := [v for v in values.values() if np.isfinite(v)])
         }
         if not finite:
             continue
         at = {"min": 0, "low": 10, "median": 50, "high": 90, "max": 100}
         percentiles = np.array([np.percentile(v, [*at.values()]) for v in finite.values()])
         quantiles = {key: percentiles[:, column].tolist() for column, key in enumerate(at)}
-        panels.append(fan(name, [*finite], quantiles))
-        last = max(finite)
-        panels.append(histogram(f"{name} in round {last}", {name: finite[last]}, x=name))
-    if panels:
-        caption = "The clients of each round while they train: over rounds, and in the last one."
-        yield Chart("client_metrics", "Clients over rounds", caption, panels)
+        panels[name] = fan([*finite], quantiles)
+        every = {f"{c}, round {n}": v for n, values in rounds.items() for c, v in values.items()}
+        panels[f"{name}, all rounds"] = distribution({name: every}, x=name)
+    caption = "The clients of each round while they train: over rounds, and of all rounds together."
+    return _section("Clients over rounds", caption, panels)
 
 
-def _participants(history: History) -> Iterator[Chart]:
+def _participants(history: History) -> Section:
     sizes = history.curve("round/cohort_size")
-    if not sizes:
-        return
-    lines = [_line(sizes, "asked" if _others(history) else "")]
-    for number, (name, label) in enumerate(_others(history)):
-        lines.append(_line(history.curve(name), label, colour=series(number + 1)))
-    panels = [curves("clients in each round", lines, from_zero=True)]
-    caption = "How many clients were asked in each round"
-    took_part = Counter(int(c) for v in history.of_clients(IDS).values() for c in v)
-    if took_part:
-        counts = {"clients": [*took_part.values()]}
-        panels.append(
-            histogram("rounds in which a client took part", counts, x="rounds", whole=True)
-        )
-        caption += f", and how often each of the {len(took_part)} that ever took part did"
-    yield Chart("participants", "Participants", f"{caption}.", panels)
-
-
-def _others(history: History) -> list[tuple[str, str]]:
-    """Return the counts of clients whose update did not come, of those that ever happened."""
     known = (("round/skipped", "skipped"), ("round/lost", "lost"))
-    return [(name, label) for name, label in known if any(history.curve(name).values())]
-
-
-def _partition(folder: Path) -> Iterator[Chart]:
-    table = Table.read(folder / PARTITION).columns
-    if not table:
-        return
-    clients = np.array(table["client"], int)
-    shown = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), _MOST_ROWS)).astype(int))
-    classes = [name for name in table if name.startswith("class_")]
-    panels = []
-    if classes:
-        counts = np.array([table[name] for name in classes]).T[shown]
-        labels = [name.removeprefix("class_") for name in classes]
-        rows = [str(client) for client in clients[shown]]
-        title, legend = "examples of each class", "examples"
-        panels.append(
-            table_map(
-                title, counts, x="class", y="client", columns=labels, rows=rows, legend=legend
-            )
+    others = [(name, label) for name, label in known if any(history.curve(name).values())]
+    lines = [_line(sizes, "asked" if others else "")]
+    for number, (name, label) in enumerate(others):
+        lines.append(_line(history.curve(name), label, colour=series(number + 1)))
+    panels: dict[str, Panel | None] = {}
+    if sizes and (others or len(set(sizes.values())) > 1):
+        panels["clients in each round"] = curves(lines, from_zero=True)
+    took_part = Counter(int(c) for v in history.of_clients(IDS).values() for c in v)
+    caption = "How many clients were asked in each round." if panels else ""
+    if took_part:
+        counts = {f"client {client}": float(n) for client, n in took_part.items()}
+        panels["rounds in which a client took part"] = distribution(
+            {"clients": counts}, x="rounds", whole=True
         )
-    sizes = {"clients": table["num_examples"]}
-    panels.append(histogram("examples per client", sizes, x="examples", whole=True))
-    of = (
-        f"{len(shown)} of {len(clients)} clients, evenly spaced"
-        if len(shown) < len(clients)
-        else ""
-    )
-    caption = f"Who owns what. {f'The map shows {of}.' if of else ''}".strip()
-    yield Chart("partition", "Partition", caption, panels, is_tall=len(shown) > 12)
+        caption += f" {_in_words(counts.values(), 'took part in {} rounds')}."
+    return _section("Participants", caption.strip(), panels)
 
 
-def _bytes(history: History, once: Mapping[str, float]) -> Iterator[Chart]:
+def _in_words(counts: Iterable[float], what: str) -> str:
+    """How many clients have which count; only the range of many different ones.
+
+    Example:
+        >>> _in_words([1.0, 3.0, 3.0], "took part in {} rounds")
+        '1 client took part in 1 round, 2 took part in 3 rounds'
+    """
+    found = sorted(Counter(int(count) for count in counts).items())
+    if len(found) > 6:
+        return f"{sum(n for _, n in found):,} clients {what.format(f'{found[0][0]} to {found[-1][0]}')}"
+    shown = {1: what.removesuffix("s")}
+    first, *others = [f"{n:,}{{}} {shown.get(count, what).format(count)}" for count, n in found]
+    unit = " client" if found[0][1] == 1 else " clients"
+    return ", ".join([first.format(unit), *(one.format("") for one in others)])
+
+
+def _partition(folder: Path) -> Section:
+    table = read_table(folder / PARTITION)
+    if table.empty:
+        return Section("Partition", "", ())
+    clients = table["client"].to_numpy()
+    shown = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), _MOST_ROWS)).astype(int))
+    classes = [name for name in table.columns if name.startswith("class_")]
+    panels: dict[str, Panel | None] = {}
+    if classes:
+        panels["examples of each class"] = table_map(
+            table[classes].to_numpy(float)[shown],
+            x="class",
+            y="client",
+            columns=[name.removeprefix("class_") for name in classes],
+            rows=[str(client) for client in clients[shown]],
+            legend="examples",
+        )
+    sizes = {f"client {c}": float(n) for c, n in zip(clients, table["num_examples"], strict=True)}
+    panels["examples per client"] = distribution({"clients": sizes}, x="examples", whole=True)
+    caption = f"{_in_words(sizes.values(), 'have {} examples')}."
+    if len(shown) < len(clients):
+        caption += f" The map shows {len(shown)} of {len(clients):,} clients, evenly spaced."
+    return _section("Partition", caption, panels)
+
+
+def _bytes(history: History, once: Mapping[str, float]) -> Section:
     purposes = history.bytes_by_purpose("up", once)
     up, down = (_sum(c.values()) for c in (purposes, history.bytes_by_purpose("down", once)))
     if not up:
-        return
+        return Section("Bytes", "", ())
     unit, size = byte_unit(max(sum(up.values()), sum(down.values())))
     shown = {"from clients": up, "to clients": down}
     if len(purposes) > 1:
@@ -205,15 +257,17 @@ def _bytes(history: History, once: Mapping[str, float]) -> Iterator[Chart]:
         Line([*c], (np.cumsum([*c.values()]) / size).tolist(), label, colour=series(n))
         for n, (label, c) in enumerate(shown.items())
     ]
-    panels = [curves("so far, all clients", total, y=unit, from_zero=True)]
-    metrics = _best_first([n for n in history.names if _is_of(n, "val")])
-    if metrics:
+    panels: dict[str, Panel | None] = {
+        "bytes so far, all clients": curves(total, y=unit, from_zero=True)
+    }
+    if metrics := _best_first([n for n in history.names if _is_of(n, "val")]):
         curve, so_far = history.curve(metrics[0]), dict(zip(up, total[0].y, strict=True))
         pairs = [(so_far[n], value) for n, value in curve.items() if n in so_far]
         line = Line([x for x, _ in pairs], [y for _, y in pairs], colour=series(2))
-        panels.append(curves(f"{metrics[0]} over bytes from clients", [line], x=unit))
-    caption = "Of all clients; updates with their headers, as they are sent."
-    yield Chart("bytes", "Bytes", caption, panels)
+        panels[f"{metrics[0]} over bytes from clients"] = curves([line], x=unit)
+    return _section(
+        "Bytes", "Of all clients; updates with their headers, as they are sent.", panels
+    )
 
 
 def _sum(curves_: Iterable[Curve]) -> Curve:
@@ -223,28 +277,23 @@ def _sum(curves_: Iterable[Curve]) -> Curve:
     return dict(sorted(total.items()))
 
 
-def _family(history: History, prefix: str, title: str, caption: str) -> Iterator[Chart]:
-    """Yield a chart of the metrics with a prefix that change; one-off numbers are in the table."""
+def _family(history: History, prefix: str, title: str, caption: str) -> Section:
+    """Metrics with a prefix that change; one-off numbers are in the table."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
-    moving = {n: c for n, c in found.items() if len(set(c.values())) > 1}
-    if moving:
-        panels = [curves(name, [_line(curve)]) for name, curve in moving.items()]
-        yield Chart(prefix.strip("/"), title, caption, panels[:_MOST_PANELS])
+    moving = {n: curves([_line(c)]) for n, c in found.items() if len(set(c.values())) > 1}
+    return _section(title, caption, moving)
 
 
-def _seconds(history: History) -> Iterator[Chart]:
-    seconds = history.curve("round/seconds")
-    if not seconds:
-        return
-    panels = [curves("seconds per round", [_line(seconds)], from_zero=True)]
-    virtual = history.curve("round/virtual_seconds")
-    if virtual:
-        panels.append(curves("virtual seconds per round", [_line(virtual)], from_zero=True))
-    else:
-        so_far = dict(zip(seconds, np.cumsum([*seconds.values()]).tolist(), strict=True))
-        panels.append(curves("seconds so far", [_line(so_far)], from_zero=True))
-    caption = "Local training and the server's step, without validation."
-    yield Chart("seconds", "Time", caption, panels)
+def _seconds(history: History) -> Section:
+    panels: dict[str, Panel | None] = {
+        name: curves([_line(curve)], from_zero=True)
+        for metric, name in (
+            ("round/seconds", "seconds per round"),
+            ("round/virtual_seconds", "virtual seconds per round"),
+        )
+        if (curve := history.curve(metric))
+    }
+    return _section("Time", "Local training and the server's step, without validation.", panels)
 
 
 def _line(
@@ -267,45 +316,3 @@ def byte_unit(num_bytes: float) -> tuple[str, float]:
     """Return the unit for a number of bytes, and its size."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))
-
-
-_EVALUATED = {"validation": "clients_validation.csv", "test": "clients_test.csv"}
-PARTITION = "partition.csv"
-LOCAL_MODELS = "local_models.csv"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers in named columns.
-
-    Attributes:
-        columns: name to values, all of one length; nan where there is none.
-    """
-
-    columns: Mapping[str, Sequence[float]]
-
-    @classmethod
-    def read(cls, path: Path) -> Table:
-        """Return a file's numbers; without columns if there is no such file."""
-        if not path.exists():
-            return cls({})
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [*csv.DictReader(file)]
-        names = rows[0].keys() if rows else ()
-        return cls({name: [_number(row[name]) for row in rows] for name in names})
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values()), ()))
-
-
-def evaluated_clients(folder: Path) -> dict[str, Table]:
-    """Return every client's metrics at the end, by stage; only of stages that there are."""
-    tables = {stage: Table.read(folder / name) for stage, name in _EVALUATED.items()}
-    return {stage: table for stage, table in tables.items() if len(table)}
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan

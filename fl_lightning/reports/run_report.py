@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import json
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -21,14 +23,16 @@ from fl_lightning.federation import (
     run_folder,
 )
 from fl_lightning.reports.board import Charts, lay_out, show_results
-from fl_lightning.reports.charts import write_chart
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
+from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import Page
-from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_charts
+from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_sections
 
-REPORT = "report.html"
+REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
+_CONFIG = "config.yaml"
 
 
 class RunReport(Callback):
@@ -64,6 +68,8 @@ class RunReport(Callback):
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
         self._charts: Charts | None = None
+        self._provenance: dict[str, str] = {}
+        self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a place ahead of the federation, which logs a round when it ends.
@@ -89,6 +95,14 @@ class RunReport(Callback):
         self._folder = Path(folder) if keeps else None
         self._seen, self._noted, self._has_begun = {}, None, False
         self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
+        self._began, self._provenance = time.monotonic(), {}
+        if self._folder is not None:
+            before = _provenance(self._folder).get("date") if trainer.ckpt_path else None
+            self._provenance = provenance(trainer, pl_module)
+            if before is not None:
+                first = before.partition(", resumed")[0]
+                self._provenance["date"] = f"{first}, resumed {self._provenance['date']}"
+            self._keep_provenance()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch before of a central run: by now all of it has been logged."""
@@ -107,6 +121,11 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the page, unless the test's numbers are still to come."""
+        if self._folder is not None:
+            took = duration(time.monotonic() - self._began)
+            took += " since it was resumed" if "resumed" in self._provenance["date"] else ""
+            reason = why_it_stopped(trainer)
+            self._keep_provenance(duration=f"{took}, stopped {reason}" if reason else took)
         if not self.waits_for_test:
             self.finish(trainer)
 
@@ -156,6 +175,12 @@ class RunReport(Callback):
             return
         told = detail() if self.waits_for_test else {}  # else the command tells of all files
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
+
+    def _keep_provenance(self, **more: str) -> None:
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"date": self._provenance["date"], **more, **self._provenance}, indent=1)
+        (self._folder / PROVENANCE).write_text(f"{text}\n", encoding="utf-8")
 
     def _note_central(self, trainer: Trainer, number: int) -> None:
         if self._noted is not None and number > self._noted and _federation(trainer) is None:
@@ -217,17 +242,23 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     history = History.read(folder)
     if not history.rounds:
+        inside = [str(path.parent) for path in sorted(folder.glob(f"*/{NAME}"))][:3]
+        hint = f"such as {', '.join(inside)}" if inside else "one that had a RunReport"
         raise ConfigurationError(
-            f"{folder} holds no rounds (rounds.jsonl): give the folder of a run that had a RunReport"
+            f"{folder} holds no rounds ({NAME}): give the folder of a run, {hint}"
         )
     once = logged_once(folder)
     last = history.rounds[-1].number
     unit = "rounds" if history.curve("round/cohort_size") else "epochs"
-    page = Page(_title(folder), f"{last} {unit} · {folder}")
+    name = folder.absolute()
+    title = name.parent.name if name.name.startswith("version_") else name.name
+    page = Page(title, f"{last} {unit} · {folder}")
+    page.facts(_provenance(folder))
     page.tiles(_facts(history, once))
-    page.heading("Curves and clients")
-    for chart in run_charts(folder, history):
-        page.drawing(write_chart(chart, folder / FIGURES), chart.title, chart.caption)
+    for section in run_sections(folder, history):
+        page.heading(section.title)
+        page.text(section.caption)
+        page.charts(section.charts, folder / FIGURES)
     page.heading("Numbers")
     _numbers(page, folder, history, once)
     if (folder / _CONFIG).exists():
@@ -236,8 +267,11 @@ def write_report(folder: str | Path) -> Path:
     return folder / REPORT
 
 
-def _title(folder: Path) -> str:
-    return folder.parent.name if folder.name.startswith("version_") else folder.name
+def _provenance(folder: Path) -> dict[str, str]:
+    """What is kept of a run; none of one that kept nothing."""
+    path = folder / PROVENANCE
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {str(name): str(fact) for name, fact in known.items()}
 
 
 def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -271,39 +305,41 @@ def _bytes(history: History, once: Mapping[str, float]) -> Iterator[tuple[str, s
 
 
 def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
-    ends = {name: curve for name in history.names if (curve := history.curve(name))}
     if once:
         rows = [[name, f"{value:.6g}"] for name, value in once.items()]
         page.table(["logged once", "value"], rows)
     for stage, table in evaluated_clients(folder).items():
-        rows = [
-            [name, *_spread(values)]
-            for name, values in table.columns.items()
-            if name not in ("client", "num_examples")
-        ]
+        known = table.drop(columns=["client", "num_examples"], errors="ignore")
+        spread = known.agg(["mean", lambda column: column.std(ddof=0), "min", "median", "max"])
+        rows = [[name, *(f"{n:.4g}" for n in spread[name])] for name in spread.columns]
         head = [f"clients, {stage}", "mean", "std", "min", "median", "max"]
         page.table(head, rows, fold=f"Over {len(table)} clients ({stage})")
+    ends = {name: [*history.curve(name).values()] for name in history.names}
     rows = [
-        [name, f"{[*c.values()][-1]:.6g}", f"{min(c.values()):.6g}", f"{max(c.values()):.6g}"]
-        for name, c in ends.items()
+        [name, f"{values[-1]:.6g}", f"{min(values):.6g}", f"{max(values):.6g}"]
+        for name, values in ends.items()
     ]
     page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
-
-
-def _spread(values: Sequence[float]) -> list[str]:
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return ["-"] * 5
-    numbers = (
-        statistics.fmean(known),
-        statistics.pstdev(known),
-        min(known),
-        statistics.median(known),
-        max(known),
-    )
-    return [f"{number:.4g}" for number in numbers]
 
 
 def _size(num_bytes: float) -> str:
     unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command ``report``."""
+    parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
+
+
+def report(words: Sequence[str], *, parser: ArgumentParser) -> None:
+    """Run the command ``report``: make a run's page again.
+
+    Args:
+        words: of the command line, without the command.
+        parser: one with the options of the command.
+
+    Raises:
+        ConfigurationError: if the folder has no rounds.
+    """
+    print(f"report: {shown_path(str(write_report(parser.parse_args(list(words)).run)))}")

@@ -61,10 +61,14 @@ def test_the_page_has_every_variant_and_run(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "2 variants, 2 seeds, 4 runs" in page
     assert "0.600 ± 0.141" in page
+    assert "<title>plain, round 2: 0.6 ± 0.14</title>" in page
+    assert "<title>top_k 5 %: 0.8 ± 0</title>" in page
     assert page.count("<tr><td>plain</td>") == 3  # of the table, and of two runs
-    assert page.count("<figure") == 2
+    assert page.count("<svg") == 3  # curves of the monitored metric, two times bars
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {
-        *("val_accuracy.png", "val_accuracy.svg", "test_accuracy.png", "test_accuracy.svg")
+        f"{name}.{ending}"
+        for name in ("val_accuracy_curves", "val_accuracy", "test_accuracy")
+        for ending in ("png", "svg")
     }
 
 
@@ -78,7 +82,7 @@ def test_two_axes_are_matrices(tmp_path):
     write_comparison(tmp_path, experiment, runs[:-1])  # one is missing
     page = (tmp_path / "report.html").read_text()
     assert "attack \\ rule" in page
-    assert page.count("<figure") == 1
+    assert page.count("<svg") == 1
 
 
 def test_the_users_loggers_stay_with_names_of_runs():

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 from toys import ToyModule, toy_data, toy_trainer
 
@@ -31,6 +32,8 @@ from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.curves import curves
 from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.history import History, RoundLine, append, begin
+from fl_lightning.reports.overview import RunOverview
+from fl_lightning.reports.panels import distribution
 from fl_lightning.reports.run_report import write_report
 from fl_lightning.reports.screen import plain
 
@@ -110,8 +113,61 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert used <= set(parser.ids)
     assert "#1b1c1e" not in page.split("</style>")[1]  # else dark on dark
     figures = {path.stem for path in (folder / "figures").glob("*.svg")}
-    assert figures == {path.stem for path in (folder / "figures").glob("*.png")}
-    assert {"training", "clients", "participants", "partition", "bytes", "seconds"} <= figures
+    pictures = {path.stem for path in (folder / "figures").glob("*.png")}
+    assert figures == pictures - {"partition"}  # a logger's
+    parts = {name.partition("-")[0] for name in figures}
+    assert {"training", "clients_at_the_end", "partition", "bytes", "time"} <= parts
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert facts["data"] == "ToyData, 6 clients"
+    assert facts["seed"] == "0"
+    assert re.fullmatch(r"0:\d\d", facts["duration"])
+    assert {"date", "model", "federation", "machine", "versions"} <= set(facts)
+    # every value is said under the pointer: the loss of a round, of a client
+    for number, value in History.read(folder).curve("val/loss").items():
+        assert f"<title>round {number}: {value:.4g}</title>" in page
+    with (folder / "clients_validation.csv").open() as file:
+        for row in csv.DictReader(file):
+            said = f"client {row['client']}: {float(row['val/loss']):.4g}"
+            assert f"<title>{said}</title>" in page
+
+
+def test_an_early_stopping_says_why_at_the_end_and_in_the_report(tmp_path, caplog):
+    stopping = EarlyStopping("val/loss", patience=2, min_delta=100.0)
+    with caplog.at_level(logging.INFO):
+        _, folder = fit(tmp_path, RunOverview(), stopping, RunReport(), rounds=9)
+    best = History.read(folder).curve("val/loss")[1]
+    why = "val/loss has not improved by more than 100 in 2 validations; its best is"
+    assert f"stopped: after round 3 of 9, because {why} {best:.4g}" in caplog.messages
+    assert f"stopped after round 3 of 9, because {why}" in (folder / "report.html").read_text()
+    _, folder = fit(tmp_path / "whole", RunOverview(), RunReport(), rounds=1)
+    assert "stopped" not in json.loads((folder / "provenance.json").read_text())["duration"]
+
+
+def test_the_command_makes_the_page_again(tmp_path, capsys):
+    from fl_lightning.cli import main
+
+    _, folder = fit(tmp_path, RunReport(page=False))
+    main(["report", str(folder)])
+    assert f"{folder}/report.html" in capsys.readouterr().out.replace("\n", "")
+    first = (folder / "report.html").read_bytes()
+    main(["report", str(folder)])
+    assert (folder / "report.html").read_bytes() == first
+    with pytest.raises(SystemExit, match=f"holds no rounds .* such as {folder}"):
+        main(["report", str(folder.parent)])
+
+
+def test_few_values_are_dots_and_few_different_ones_are_words():
+    few = {f"client {n}": float(n) for n in range(5)}
+    axes = Figure().subplots()
+    spots = distribution({"a": few}, x="loss")(axes)
+    assert [spot.text for spot in spots] == [f"client {n}: {n}" for n in range(5)]
+    assert not axes.patches
+    assert distribution({"a": {str(n): float(n % 3) for n in range(90)}}) is None
+    many = {str(n): float(n) for n in range(100)}
+    spots = distribution({"a": many}, x="loss")(axes := Figure().subplots())
+    assert (
+        sum(spot.height for spot in spots) == sum(bar.get_height() for bar in axes.patches) == 100
+    )
 
 
 def test_a_resumed_run_goes_on_after_its_rounds(tmp_path):
@@ -184,7 +240,7 @@ def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
     assert len(lines) == 3
     assert not any(line.clients for line in lines)
     assert not any(name.endswith("_std") for line in lines for name in line.metrics)
-    assert (folder / "figures" / "privacy.svg").exists()
+    assert [*(folder / "figures").glob("privacy-*.svg")]
 
 
 def test_many_clients_keep_no_numbers_of_their_own(tmp_path):

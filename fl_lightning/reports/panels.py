@@ -1,0 +1,281 @@
+"""Panels of charts: curves with bands, distributions, maps, bars; each says its values under the pointer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.reports.charts import INK, SERIES, Panel, Spot, series
+
+_MARKED = 40  # curves with more points than this have no markers
+_FEWEST_OF_A_HISTOGRAM = 30  # values; fewer are a dot each
+_FEWEST_BARS = 6  # fewer different values are told in words
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve with an optional band around it.
+
+    Attributes:
+        x: x coordinates, increasing, shape (n,).
+        y: y coordinates, shape (n,); values that are not finite make gaps.
+        label: text in the legend; empty for none.
+        std: half of the band's width, shape (n,), or None for no band.
+        colour: colour of the curve and the band.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str = ""
+    std: Sequence[float] | None = None
+    colour: str = SERIES[0]
+
+    def draw(self, axes: Any) -> None:
+        """Draw the curve on matplotlib axes."""
+        marker = "o" if len(self.x) <= _MARKED else ""
+        label = self.label or "_"
+        axes.plot(self.x, self.y, label=label, color=self.colour, marker=marker, markersize=3)
+        if self.std is not None:
+            middle, half = np.asarray(self.y, float), np.asarray(self.std, float)
+            axes.fill_between(
+                self.x, middle - half, middle + half, color=self.colour, alpha=0.18, linewidth=0
+            )
+
+    def spots(self, of: str) -> Iterator[Spot]:
+        """A spot for each finite value; ``of`` is the name of the horizontal axis."""
+        owner = f"{self.label}, " if self.label else ""
+        for number, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
+            if math.isfinite(y):
+                std = "" if self.std is None else f" ± {self.std[number]:.2g}"
+                yield Spot(x, y, f"{owner}{of} {x:.6g}: {y:.4g}{std}")
+
+
+def curves(
+    lines: Sequence[Line], *, x: str = "round", y: str = "", from_zero: bool = False
+) -> Panel:
+    """Return a panel of curves."""
+
+    def panel(axes: Any) -> list[Spot]:
+        for line in lines:
+            line.draw(axes)
+        axes.set(xlabel=x, ylabel=y)
+        if x == "round":
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        if any(line.label for line in lines):
+            axes.legend(loc="best")
+        return [spot for line in lines for spot in line.spots(x)]
+
+    return panel
+
+
+def fan(x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
+    """Return a panel of a distribution over rounds: its range, its inner 80 % and its median.
+
+    Args:
+        x: rounds.
+        quantiles: ``min``, ``low``, ``median``, ``high``, ``max``, with one value per round each.
+    """
+
+    def panel(axes: Any) -> list[Spot]:
+        q = quantiles
+        for below, above, opacity, label in (
+            ("min", "max", 0.14, "all clients"),
+            ("low", "high", 0.26, "the inner 80 %"),
+        ):
+            axes.fill_between(
+                x, q[below], q[above], color=SERIES[0], alpha=opacity, linewidth=0, label=label
+            )
+        axes.plot(x, q["median"], color=SERIES[0], label="median")
+        axes.set(xlabel="round")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(loc="best")
+        columns = zip(x, *(q[name] for name in ("median", "min", "max")), strict=True)
+        return [Spot(n, m, f"round {n}: {m:.4g}, {a:.4g} to {b:.4g}") for n, m, a, b in columns]
+
+    return panel
+
+
+def distribution(
+    groups: Mapping[str, Mapping[str, float]], *, x: str = "", whole: bool = False
+) -> Panel | None:
+    """Return a panel of values: a dot each if there are few of them, else a histogram.
+
+    Args:
+        groups: values by owner, for example by client, of each group; those not finite are left out.
+        x: label of the values.
+        whole: whether values are integers.
+
+    Returns:
+        The panel, or None if many owners share so few values that a sentence says it better.
+    """
+    finite = {
+        name: kept
+        for name, values in groups.items()
+        if (kept := {owner: float(v) for owner, v in values.items() if math.isfinite(v)})
+    }
+    if not finite:
+        return None
+    every = np.array([value for values in finite.values() for value in values.values()])
+    is_few = max(map(len, finite.values())) < _FEWEST_OF_A_HISTOGRAM
+    if (whole or not is_few) and len(np.unique(every)) < _FEWEST_BARS:
+        return None
+    if is_few:
+        return _dots(finite, x)
+    return _histogram(finite, _bins(every, whole=whole), x)
+
+
+def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
+    """One row an owner, the largest value of the first group on top."""
+    first = next(iter(groups.values()))
+    owners = sorted(first, key=lambda owner: first[owner])
+
+    def panel(axes: Any) -> list[Spot]:
+        spots = []
+        for number, (name, values) in enumerate(groups.items()):
+            at = {owner: place for place, owner in enumerate(owners) if owner in values}
+            label = name if len(groups) > 1 else "_"
+            axes.plot(
+                [values[o] for o in at], [*at.values()], "o", color=series(number), label=label
+            )
+            group = f", {name}" if len(groups) > 1 else ""
+            spots += [Spot(values[o], y, f"{o}{group}: {values[o]:.4g}") for o, y in at.items()]
+        axes.set(xlabel=x)
+        axes.grid(visible=True, axis="both")
+        names = [owner.removeprefix("client ") for owner in owners]
+        axes.set_yticks(*((range(len(owners)), names) if len(owners) <= 15 else ([],)))
+        axes.set_ylabel("client" if owners[0].startswith("client ") else "")
+        axes.margins(y=0.08)
+        if len(groups) > 1:
+            axes.legend(loc="best")
+        return spots
+
+    return panel
+
+
+def _histogram(
+    groups: Mapping[str, Mapping[str, float]], bins: npt.NDArray[np.float64], x: str
+) -> Panel:
+    def panel(axes: Any) -> list[Spot]:
+        spots = []
+        for number, (name, values) in enumerate(groups.items()):
+            counts, _ = np.histogram([*values.values()], bins)
+            colour = series(number)
+            label = name if len(groups) > 1 else "_"
+            wide = 0.92 * np.diff(bins)
+            axes.bar(bins[:-1], counts, wide, align="edge", color=colour, alpha=0.55, label=label)
+            group = f"{name}, " if len(groups) > 1 else ""
+            spots += [
+                Spot(a, 0, f"{group}{a:.4g} to {b:.4g}: {n}", width=b - a, height=n)
+                for a, b, n in zip(bins.tolist(), bins[1:].tolist(), counts.tolist(), strict=False)
+                if n
+            ]
+        axes.set(xlabel=x, ylabel="number")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        if len(groups) > 1:
+            axes.margins(y=0.22)  # room for the legend
+            axes.legend(loc="upper right", ncols=2)
+        return spots
+
+    return panel
+
+
+def table_map(
+    values: npt.NDArray[np.float64],
+    *,
+    x: str,
+    y: str,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    legend: str = "",
+    numbers: bool = False,
+) -> Panel:
+    """Return a panel with a map of cells; darker cells have larger values.
+
+    Args:
+        values: shape (rows, columns), not negative unless ``numbers``; nan for no cell.
+        x: label of the columns.
+        y: label of the rows.
+        columns: names of the columns.
+        rows: names of the rows.
+        legend: label of the colour scale; empty for no scale.
+        numbers: whether to write each cell's value into it.
+    """
+
+    def panel(axes: Any) -> list[Spot]:
+        from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb  # a second
+
+        least = float(np.nanmin(values)) if numbers else 0.0
+        most = float(np.nanmax(values)) if values.size else 1.0
+        # the square root keeps one example apart from none where another cell has a hundred
+        norm = PowerNorm(0.5, vmin=least, vmax=most if most > least else least + 1)
+        full = to_rgb(SERIES[0])  # from transparent, for any background
+        fading = LinearSegmentedColormap.from_list("fading", [(*full, 0.0), (*full, 1.0)])
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=fading, norm=norm)
+        axes.grid(visible=False)
+        axes.set(xlabel=x, ylabel=y)
+        _ticks(axes, "x", columns)
+        _ticks(axes, "y", rows)
+        known = [(r, c, v) for (r, c), v in np.ndenumerate(values) if not math.isnan(v)]
+        for row, column, value in known if numbers else ():
+            axes.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=8)
+        if legend:
+            bar = axes.figure.colorbar(image, ax=axes, label=legend, pad=0.02)
+            bar.outline.set_visible(False)
+        return [
+            Spot(c - 0.5, r - 0.5, f"{y} {rows[r]}, {x} {columns[c]}: {v:.4g}", 1.0, 1.0)
+            for r, c, v in known
+            if v or numbers
+        ]
+
+    return panel
+
+
+def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]) -> Panel:
+    """Return a panel with one bar and its value per name, and a whisker for a finite deviation."""
+
+    def panel(axes: Any) -> list[Spot]:
+        at = np.arange(len(names))
+        colours = [series(n) for n in range(len(names))]
+        errors = {"ecolor": INK, "elinewidth": 1.0, "capsize": 3}
+        known = np.nan_to_num(whiskers)
+        drawn = axes.barh(at, means, xerr=known, color=colours, height=0.62, error_kw=errors)
+        said = [
+            f"{mean:.3g}" + (f" ± {std:.2g}" if math.isfinite(std) else "")
+            for mean, std in zip(means, whiskers, strict=True)
+        ]
+        axes.bar_label(drawn, said, padding=4, fontsize=8)
+        axes.margins(x=0.28)  # room for the numbers
+        axes.set_yticks(at, list(names))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x")
+        axes.invert_yaxis()
+        rows = zip(names, means, said, strict=True)
+        return [
+            Spot(min(0.0, mean), n - 0.31, f"{name}: {text}", abs(mean), 0.62)
+            for n, (name, mean, text) in enumerate(rows)
+            if mean and math.isfinite(mean)
+        ]
+
+    return panel
+
+
+def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.float64]:
+    least, most = float(values.min()), float(values.max())
+    if whole and most - least < 30:
+        return np.arange(least, most + 2) - 0.5
+    return np.linspace(least, most, int(min(30, max(8, 2 * math.sqrt(len(values))))) + 1)
+
+
+def _ticks(axes: Any, which: str, names: Sequence[str]) -> None:
+    """Label the rows or columns; about ten of them if there are many."""
+    step = 1 if len(names) <= 12 else -(-len(names) // 10)
+    at = range(0, len(names), step)
+    getattr(axes, f"set_{which}ticks")(at, [names[n] for n in at])
