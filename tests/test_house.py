@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2266, 14),
     "cli": (4780, 22),
-    "client": (4467, 31),
+    "client": (4450, 31),
     "core": (2449, 18),
     "data": (7234, 35),
     "engines": (4628, 22),

@@ -73,9 +73,8 @@ class OneByOne:
         if learnt is not None:
             learnt()
         self._local.keeps_lists = True
-        updates = Updates.of(update)
-        if self._stages.is_private:
-            updates = without_buffers(updates)
+        made = Updates.of(update)
+        updates = without_buffers(made) if self._stages.is_private else made
         return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
 
     @contextmanager
