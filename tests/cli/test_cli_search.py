@@ -55,6 +55,7 @@ def test_latency_then_search_under_it(tmp_path, capsys):
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
         (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
         (["search", *SMALL, "--score", "accuracy"], "give --table"),
+        (["search", *SMALL, "--score", "accuracy+params"], "or several of them but accuracy"),
         (["search", *SMALL, "--images", "nowhere"], "images nowhere"),
         (
             ["search", *SMALL, "--images", ".", "--score", "params"],

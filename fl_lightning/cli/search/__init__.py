@@ -36,6 +36,7 @@ from fl_lightning.nas.search.problem import (
 from fl_lightning.nas.search.proxies import (
     PROXIES,
     CostScore,
+    MeanRank,
     ProxyScore,
     TableScore,
     builder,
@@ -47,7 +48,8 @@ from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
-ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
+_SIZES = ("params", "flops")
+_SCORES = (*PROXIES, *_SIZES, "accuracy")
 
 _STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
     "random": lambda measure: strategies.RandomSearch(),
@@ -91,11 +93,11 @@ def _add_supernet(options: Any) -> None:
 def _add_score(options: Any) -> None:
     options.add_argument(
         "--score",
-        type=ScoreName | None,
+        type=str | None,
         default=None,
-        help="What is maximised: a proxy of fresh networks, their size, or accuracy: that in --table, or "
-        "with --ckpt_path that of the supernet's parts. If null accuracy with one of these two, else "
-        "synflow.",
+        help=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
+        "these as synflow+params, which is the mean of their ranks; or accuracy: that in --table, or with "
+        "--ckpt_path that of the supernet's parts. If null accuracy with one of these two, else synflow.",
     )
     options.add_argument(
         "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
@@ -184,13 +186,19 @@ def search(
 
 
 def _check_sources(given: Any) -> None:
-    """Refuse a table or images that the score would not read."""
+    """Refuse unknown scores, and a table or images that the score would not read."""
+    names = given.score.split("+")
+    if set(names) - set(_SCORES) or ("accuracy" in names and len(names) > 1):
+        raise ConfigurationError(
+            f"score must be one of {', '.join(_SCORES)}, or several of them but accuracy, joined by +; got "
+            f"{given.score!r}"
+        )
     if given.table is not None and given.score != "accuracy":
         raise ConfigurationError(
             f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
             "accuracy"
         )
-    if given.images is not None and given.score not in PROXIES:
+    if given.images is not None and not set(names) & set(PROXIES):
         raise ConfigurationError(
             f"images: a search by --score {given.score} does not see them: leave them out, or give "
             f"--score as one of {', '.join(PROXIES)}"
@@ -235,9 +243,17 @@ def _search(
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
     """Objective of a search without a trained supernet."""
-    if given.score in ("params", "flops"):
-        return CostScore(costs, given.score)
-    if given.score == "accuracy":
+    names = given.score.split("+")
+    if len(names) > 1:
+        every = [_one_objective(given, networks, costs, name) for name in names]
+        return MeanRank(every, networks.space, seed=given.seed)
+    return _one_objective(given, networks, costs, names[0])
+
+
+def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> Objective:
+    if name in _SIZES:
+        return CostScore(costs, name)
+    if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
                 "score accuracy needs the truth of NAS-Bench-201: give --table"
@@ -255,7 +271,7 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
         else folder_batch(given.images, given.batch_size, **shape)
     )
     build = builder(networks.space, **networks.options)
-    return ProxyScore(PROXIES[given.score], build, *batch, seed=given.seed)
+    return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
 
 
 def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
