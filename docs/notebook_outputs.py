@@ -36,7 +36,9 @@ def cleaned(output: Any) -> Any | None:
         return output if output.text.strip() else None
     if output.output_type in ("display_data", "execute_result"):
         data = output.data
-        kept = {kind: data[kind] for kind in ("image/png", "text/html", "text/plain") if kind in data}
+        kept = {
+            kind: data[kind] for kind in ("image/png", "text/html", "text/plain") if kind in data
+        }
         if "image/png" in kept:
             kept = {"image/png": kept["image/png"], "text/plain": "a figure"}
         for kind in kept.keys() - {"image/png"}:
