@@ -15,24 +15,21 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 # Free memory beyond this is returned to the system; the largest value of a C int.
 MOST_KEPT = 2**31 - 1
-# Environment variables by which a user configures the library.
-_VARIABLES = (
-    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"),
-    "GLIBC_TUNABLES",
-)
+# How environment variables begin by which a user configures the library.
+_VARIABLES = ("MALLOC_TRIM_", "MALLOC_MMAP_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
     """Keep up to 2 GB of freed memory in this process; returns whether this worked.
 
-    It does nothing with another C library, or if one of the environment variables
-    ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_MMAP_MAX_`` and ``GLIBC_TUNABLES`` is set.
+    It does nothing with another C library, or if ``GLIBC_TUNABLES`` or an environment variable such as
+    ``MALLOC_TRIM_THRESHOLD_`` is set.
 
     Example:
         >>> keep_freed_memory() in (True, False)
         True
     """
-    if not _is_glibc() or any(name in os.environ for name in _VARIABLES):
+    if not _is_glibc() or any(name.startswith(_VARIABLES) for name in os.environ):
         return False
     library = ctypes.CDLL(None)
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, MOST_KEPT))  # no block comes from the system

@@ -32,6 +32,8 @@ from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients import choice, trial
+from fl_lightning.federation.clients.engine_options import EngineOptions, trains_in_large_groups
+from fl_lightning.federation.clients.in_slots import fitting_slots
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
@@ -595,6 +597,28 @@ def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypat
     assert re.search(said, caplog.text)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "slots", "compiled"),
+    [
+        (torch.optim.SGD, 2_000_000, 4, 1),
+        (partial(torch.optim.SGD, momentum=0.9), 200_000, 16, 4),
+        (torch.optim.SGD, 48_670, 64, 16),
+        (torch.optim.SGD, 100, 128, 32),
+    ],
+)
+def test_slots_that_are_not_compiled_are_four_times_as_many(rule, size, slots, compiled):
+    trainer = toy_trainer()
+    trainer.strategy.optimizers = [rule(nn.Linear(1, 1).parameters(), lr=0.1)]
+    assert fitting_slots(trainer, size, compiled=False) == slots
+    assert fitting_slots(trainer, size, compiled=True) == compiled
+
+
+@pytest.mark.parametrize(("num_steps", "is_one"), [(499, False), (500, True)])
+def test_a_cohort_is_one_group_where_slots_are_tried(num_steps, is_one):
+    of_run = EngineOptions(), nn.Linear(2, 1), torch.device("cpu"), num_steps
+    assert trains_in_large_groups(*of_run) is is_one
 
 
 class Dropped:

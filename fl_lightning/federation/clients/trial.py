@@ -132,9 +132,10 @@ class Trial:
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
         return fitting, steps[0] / steps[1]
 
-    def most_slots(self, work: Sequence[ClientWork]) -> int:
+    def most_slots(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
         """Number of slots that fit the memory and have a client each."""
-        return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
+        size = self.local.space.num_entries
+        return min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
         """Train a client both ways and return how slots give the same.
