@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2264, 14),
     "cli": (4796, 22),
-    "client": (4463, 31),
+    "client": (4446, 31),
     "core": (2535, 18),
     "data": (7228, 35),
     "engines": (4628, 22),
