@@ -136,13 +136,19 @@ class Round:
         """Step the server.
 
         Raises:
-            RoundFailure: if too few clients sent a valid update.
+            RoundFailure: if too few clients sent a valid update, or none has trained.
         """
         self._check_replies()
         for stage in self.stages.having["settle"]:
             stage.settle(self.record, self._processes)
         self.memory.commit()
+        has_replies = self.server.num_replies > 0
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))
+        if has_replies and not self.record.update_norm and not self.record.means.names:
+            raise RoundFailure(
+                f"round {self.server.round_index}: no client has a loss, and the model has not moved: "
+                "have training_step return the loss of a batch; None skips the batch"
+            )
         for stage in self.stages.having["stepped"]:
             stage.stepped(self.server.model.params)
 

@@ -1,6 +1,6 @@
 """The server: aggregators, robust rules, attacks on them, server optimizers, asynchronous rules."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.server.adapters import FedExLoRA as FedExLoRA
 from fl_lightning.server.adapters import FlexLoRA as FlexLoRA
 from fl_lightning.server.adapters import FLoRA as FLoRA
@@ -49,4 +49,4 @@ from fl_lightning.server.staleness import HingeStaleness as HingeStaleness
 from fl_lightning.server.staleness import PolynomialStaleness as PolynomialStaleness
 from fl_lightning.server.staleness import Staleness as Staleness
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))
