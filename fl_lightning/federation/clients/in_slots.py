@@ -289,5 +289,7 @@ def _clipping(trainer: Trainer) -> dict[str, Any]:
 
 def cannot_run(error: Exception) -> CannotStack:
     """Why slots cannot run a step that raised something."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return CannotStack("the device has too little memory for so many slots (federation.slots)")
     text = str(error).strip() or type(error).__name__
     return CannotStack(f"vmap cannot run training_step: {text.splitlines()[0][:200]}")
