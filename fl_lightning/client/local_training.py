@@ -274,6 +274,9 @@ class LocalTrainer:
 
         Inside a round also the attributes that the module had at its start.
         """
+        if self._in_round:
+            self._put_attributes_back()
+        self.keeps_lists = False
         self.space.write(model.params)
         self.buffers.write(model.buffers)
         if self._integers:
@@ -284,9 +287,6 @@ class LocalTrainer:
             self.own.write(own)
         self.round_start.put_back()
         self._holds = model
-        if self._in_round:
-            self._put_attributes_back()
-        self.keeps_lists = False
 
     def train(
         self,
@@ -340,7 +340,14 @@ class LocalTrainer:
             metrics=metrics,
             active=active,
         )
-        self._check(update, losses, sizes)
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
+            help_ = help_with_one_example(None, bad[:1], num_examples)
+            raise ClientFailure(client_id, failure.reason + help_) from None
+        if self.kept.numel() and not bool(self.kept.isfinite().all()):
+            raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 
@@ -374,19 +381,6 @@ class LocalTrainer:
             for before, (after, _, moved) in pairs:
                 torch.sub(before, after, out=moved)
         return delta
-
-    def _check(self, update: ClientUpdate, losses: list[Tensor], sizes: list[int]) -> None:
-        """Refuse numbers that are not finite, with what may have made them so."""
-        try:
-            check_finite(update)
-        except ClientFailure as failure:
-            bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
-            help_ = help_with_one_example(None, bad[:1], update.num_examples)
-            raise ClientFailure(update.client_id, failure.reason + help_) from None
-        if self.kept.numel() and not bool(self.kept.isfinite().all()):
-            raise ClientFailure(
-                update.client_id, "its personal parameters hold NaN or infinite values"
-            )
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

@@ -106,11 +106,8 @@ def _one_event(logger: Logger) -> Iterator[None]:
     thread would be woken up for each: that took a third of a small round.
     """
     # a subclass with a log_metrics of its own may give the writer more than a step's scalars
-    is_stock = (
-        isinstance(logger, TensorBoardLogger)
-        and type(logger).log_metrics is TensorBoardLogger.log_metrics
-    )
-    writer: Any = logger.experiment if is_stock else None
+    is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
+    writer: Any = getattr(logger, "experiment", None) if is_stock else None
     file_writer = getattr(writer, "file_writer", None)
     if file_writer is None:
         yield

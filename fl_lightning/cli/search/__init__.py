@@ -333,16 +333,17 @@ def _report(
     findings.write_evaluated(out / "evaluated.csv", result)
     findings.draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
-    notes = [] if table is None else [f"latency_ms on {table}"]
-    findings.export(target, best, configuration(best.architecture), notes)
+    found = configuration(best.architecture)
+    findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
     print(markdown(*findings.front_rows(result, measure, given.score)))
-    scored, budget = len(result.evaluated), result.budget
-    more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
-    print(f"\nscored:   {scored} networks of {networks.space.name}{more}")
+    is_all = len(result.evaluated) == result.budget
+    more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
+    print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
     print(f"          {given.score} {best.score:.6g}, {costs}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/evaluated.csv, front.png, front.svg")
-    print(f"network:  {target}, for fl-lightning fit --config")
+    data = [] if "data" in found else ["--config YOURS.yaml"]  # the search knew none
+    print("next:     fl-lightning fit", *data, "--config", target)

@@ -268,17 +268,6 @@ class Attributes:
         is_users = type(held).__module__ not in ("builtins", "collections")
         return [*inside, *(self._look_at_object(path, held) if is_users else ())]
 
-    def _look_at_fixed(self, path: str, items: Iterable[Any]) -> _Inside:
-        return enumerate(items)
-
-    def _look_at_bound(self, path: str, bound: Any) -> _Inside:
-        if isinstance(bound, partial):
-            return enumerate((bound.func, bound.args, bound.keywords))
-        return enumerate((bound.__self__, bound.__func__))
-
-    def _look_at_function(self, path: str, function: Any) -> _Inside:
-        return ()
-
     def _look_at_iterator(self, path: str, iterator: Any) -> _Inside:
         if type(iterator).__module__ in ("builtins", "itertools"):  # not a loader's
             raise ConfigurationError(
@@ -335,12 +324,11 @@ class Attributes:
         """Note attributes of the classes met, and what the functions met find in globals and closures."""
         num_own = len(self._noted)
         met = [*self._seen.values()]
-        functions = [each for each in met if isinstance(each, types.FunctionType)]
+        functions: list[Any] = [each for each in met if isinstance(each, types.FunctionType)]
         for kind in dict.fromkeys(kind for each in met for kind in type(each).__mro__):
             if _is_users_code(kind.__module__) and not hasattr(kind, "__members__"):  # no enum
-                read = partial(_class_attributes, kind)
-                path = f"class {kind.__name__}"
-                noted = self._note(path, read, None, held=kind, has_names=True, is_part=True)
+                own, path = partial(_class_attributes, kind), f"class {kind.__name__}"
+                noted = self._note(path, own, None, held=kind, has_names=True, is_part=True)
                 self._walk([(f"{path}.{name}", value) for name, value in noted.before.items()])
                 functions += map(_function_in, vars(kind).values())
         known = set[int]()
@@ -365,9 +353,10 @@ _LOOKS: tuple[tuple[Any, Callable[[Attributes, str, Any], _Inside]], ...] = (
     (torch.jit.ScriptModule, Attributes._look_at_scripted),
     (nn.Module, Attributes._look_at_module),
     ((dict, list, deque, set), Attributes._look_at_container),
-    ((tuple, frozenset), Attributes._look_at_fixed),
-    ((types.MethodType, partial), Attributes._look_at_bound),
-    (types.FunctionType, Attributes._look_at_function),
+    ((tuple, frozenset), lambda _, path, items: enumerate(items)),
+    (partial, lambda _, path, made: enumerate((made.func, made.args, made.keywords))),
+    (types.MethodType, lambda _, path, method: enumerate((method.__self__, method.__func__))),
+    (types.FunctionType, lambda *_: ()),
     (Iterator, Attributes._look_at_iterator),
 )
 
@@ -442,8 +431,8 @@ def _function_in(value: Any) -> Any:
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What a function of the user's finds in closures and globals: where, and how it is read."""
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
         yield f"{name} around {function.__qualname__}", partial(_content, cell)
     waiting, names = [function.__globals__], _names_in(function.__code__)
     for held in waiting:  # grows by the user's own modules

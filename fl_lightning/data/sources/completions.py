@@ -35,7 +35,6 @@ _IGNORED = -100  # label of tokens that are not predicted
 Pieces = list[tuple[str, bool]]  # text, and whether the model learns to write it
 
 
-@final
 class Completions(Source):
     """Texts to generate, for `fl_lightning.models.CausalLM`; other columns can be used for partitions.
 

@@ -1,8 +1,7 @@
 """The clients' side of a round in a fit: clients train, and what they send is yielded.
 
 One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
-chose. Weights, optimizer state, attributes and the fp16 scale that a client leaves never reach the next
-one; torchmetrics objects pool over the cohort. Nothing here knows the server.
+chose. Nothing here knows the server.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from fl_lightning.engines import (
     usable_rows,
 )
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
-from fl_lightning.federation.clients.one_by_one import upload_of
+from fl_lightning.federation.clients.one_by_one import without_buffers
 from fl_lightning.federation.clients.spot_check import SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
@@ -207,7 +207,8 @@ class InSlots:
                 slots.leave_out(failure.client_id)
             for failure in refused:
                 yield Missing(start, failure)
-            yield upload_of(usable, start, stages)
+            sent = without_buffers(usable) if stages.is_private else usable
+            yield Upload(start, sent, sent)
             for client_id in usable.client_ids if slots.kept else ():
                 stages.keep(client_id, slots.kept[client_id])
             check.note(usable, slots.kept)
@@ -288,5 +289,7 @@ def _clipping(trainer: Trainer) -> dict[str, Any]:
 
 def cannot_run(error: Exception) -> CannotStack:
     """Why slots cannot run a step that raised something."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return CannotStack("the device has too little memory for so many slots (federation.slots)")
     text = str(error).strip() or type(error).__name__
     return CannotStack(f"vmap cannot run training_step: {text.splitlines()[0][:200]}")

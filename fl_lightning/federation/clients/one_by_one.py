@@ -73,7 +73,9 @@ class OneByOne:
         if learnt is not None:
             learnt()
         self._local.keeps_lists = True
-        return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
+        made = Updates.of(update)
+        updates = without_buffers(made) if self._stages.is_private else made
+        return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
@@ -101,8 +103,6 @@ class OneByOne:
         return update
 
 
-def upload_of(updates: Updates, start: Start, stages: Stages) -> Upload:
-    """Return updates as they leave their clients, in a private run without buffers."""
-    if stages.is_private:
-        updates = replace(updates, buffers=updates.buffers[:, :0])
-    return Upload(start, updates, updates)
+def without_buffers(updates: Updates) -> Updates:
+    """Updates as they leave the clients of a private run."""
+    return replace(updates, buffers=updates.buffers[:, :0])
