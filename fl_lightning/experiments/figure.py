@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fl_lightning.experiments.experiment import Experiment
-from fl_lightning.experiments.results import RunResult, by_variant, spreads
+from fl_lightning.experiments.results import RunResult, by_variant, runs_table, spreads
 from fl_lightning.reports.charts import Chart, Panel, draw, series
 from fl_lightning.reports.panels import Line, bars, curves, table_map
 
@@ -75,16 +75,12 @@ def _curves(metric: str, results: Sequence[RunResult], over: str | None) -> Pane
 
 
 def _bars(metric: str, results: Sequence[RunResult]) -> Panel:
-    rows = {name: spreads(group)[metric] for name, group in by_variant(results).items()}
-    means, whiskers = ([getattr(row, of) for row in rows.values()] for of in ("mean", "std"))
-    return bars([*rows], means, whiskers)
+    mean, std, _ = spreads(results)
+    return bars([*mean.index], mean[metric].tolist(), std[metric].tolist())
 
 
 def _matrix(metric: str, results: Sequence[RunResult], experiment: Experiment) -> Panel:
     (down, rows), (across, columns) = experiment.axes.items()
-    values = np.full((len(rows), len(columns)), np.nan)
-    for group in by_variant(results).values():
-        place = group[0].variant.coordinates
-        row, column = rows.index(place[down]), columns.index(place[across])
-        values[row, column] = spreads(group)[metric].mean
+    means = runs_table(results).pivot_table(index=down, columns=across, values=metric)
+    values = means.reindex(index=rows, columns=columns).to_numpy(float)
     return table_map(values, x=across, y=down, columns=columns, rows=rows, numbers=True)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from fl_lightning.experiments.experiment import Experiment
 from fl_lightning.experiments.figure import caption, comparison_charts
-from fl_lightning.experiments.latex import latex
-from fl_lightning.experiments.results import RunResult, by_variant
-from fl_lightning.experiments.table import matrix_cells, results_cells
+from fl_lightning.experiments.results import (
+    RunResult,
+    by_variant,
+    head_and_rows,
+    latex,
+    matrix_cells,
+    results_cells,
+    runs_table,
+)
 from fl_lightning.reports.page import Page
 
 REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
@@ -33,21 +41,19 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
     page = Page(out.name, f"{len(groups)} variants, {seeds} seeds, {len(results)} runs · {out}")
     page.heading("Results")
     page.text("Mean ± standard deviation over seeds; bytes are totals over rounds and clients.")
-    page.table(*results_cells(results))
+    page.table(*head_and_rows(results_cells(results)))
     if len(experiment.axes) == 2:
         for metric in experiment.report:
             page.text(metric)
-            page.table(*matrix_cells(results, metric, experiment.axes))
+            corner = " \\ ".join(experiment.axes)
+            cells = matrix_cells(results, metric, experiment.axes)
+            page.table(*head_and_rows(cells, corner))
     page.heading("Figures")
     page.text(caption(results, experiment))
     page.charts([*comparison_charts(results, experiment)], out / FIGURES)
     page.heading("Runs")
-    columns = list(dict.fromkeys(name for result in results for name in result.columns))
-    rows = [
-        [r.variant.name, str(r.seed), *(_cell(r.columns.get(name)) for name in columns)]
-        for r in results
-    ]
-    page.table(["variant", "seed", *columns], rows, fold=f"All {len(results)} runs")
+    runs = runs_table(results).set_index("variant").map(_cell)
+    page.table(*head_and_rows(runs), fold=f"All {len(results)} runs")
     for variant in experiment.all_variants:
         if variant.name in groups:
             text = "".join(yaml.safe_dump(_plain(layer)) for layer in variant.difference)
@@ -71,8 +77,10 @@ def goals(experiment: Experiment) -> dict[str, str]:
     return found
 
 
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return str(value)
 
 
 def _plain(layer: object) -> object:

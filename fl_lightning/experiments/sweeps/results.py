@@ -1,17 +1,30 @@
-"""Results of a search: its table, trials.csv, trials.md and best.yaml."""
+"""What a search has found: its table, ``trials.csv``, ``best.yaml``, and charts of its trials.
+
+Importance: the share of the variance of the values over the whole space that an option explains alone,
+of a forest fitted to the trials (fANOVA), as shares of a sum of 1. Stopped trials are no better than the
+worst complete one.
+Source: Hutter et al. 2014, ICML; Optuna's implementation.
+Differs: Optuna leaves stopped trials out, and with them the option that often matters most.
+"""
 
 from __future__ import annotations
 
-import csv
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import optuna
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from fl_lightning.experiments.sweeps.parameters import Parameter, Range
 from fl_lightning.experiments.sweeps.plan import Plan, as_text
-from fl_lightning.experiments.table import markdown
+from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.panels import bars, points
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _STATES = {
     TrialState.COMPLETE: "complete",
@@ -20,95 +33,60 @@ _STATES = {
     TrialState.RUNNING: "running",
     TrialState.WAITING: "waiting",
 }
+_FEWEST = 6  # trials that say anything about importance
 
 
-def best_of(trials: Sequence[FrozenTrial], *, maximised: bool) -> FrozenTrial | None:
-    """Return the complete trial with the best value, of equal ones the earliest."""
-    complete = [one for one in trials if one.state == TrialState.COMPLETE]
-    return min(complete, key=lambda one: _rank(one, maximised), default=None)
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Return ended trials: complete ones, the best first; then stopped ones, the longest first."""
+    sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
 
-
-def ranked(trials: Sequence[FrozenTrial], *, maximised: bool) -> list[FrozenTrial]:
-    """Return complete trials, the best first; then stopped ones, those that came far first."""
-
-    def order(trial: FrozenTrial) -> tuple[Any, ...]:
-        if trial.state == TrialState.COMPLETE:
-            return (0, *_rank(trial, maximised))
+    def order(trial: FrozenTrial) -> tuple[float, ...]:
+        if trial.state == TrialState.COMPLETE and trial.value is not None:
+            return (0, sign * trial.value, trial.number)
         place = 1 if trial.state == TrialState.PRUNED else 2
         return (place, -int(trial.user_attrs.get("rounds", 0)), trial.number)
 
-    return sorted(trials, key=order)
+    trials = study.get_trials(deepcopy=False)
+    return sorted((one for one in trials if one.state.is_finished()), key=order)
 
 
-def table(trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]) -> str:
-    """Return trials as Markdown.
+def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
+    """Return a row a trial that has ended, in the order of `ranked`, with as many digits as there are."""
+    import pandas
+
+    rows = [
+        {
+            "trial": one.number,
+            "state": _STATES[one.state],
+            "value": one.value if one.state == TrialState.COMPLETE else None,
+            **{name: one.user_attrs.get(name) for name in ("rounds", "seconds", "reason")},
+            **{option: one.params.get(option) for option in options},
+            "values of seeds": " ".join(map(str, one.user_attrs.get("values", []))),
+        }
+        for one in ranked(study)
+    ]
+    return pandas.DataFrame(rows, dtype=object)
+
+
+def cells(
+    trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of trials.
 
     Args:
         trials: in the order of the rows.
         metric: what values are of.
         names: short ones of the options, by path: a column each.
     """
-    head = ["trial", metric, "rounds", "seconds", *names.values()]
     rows = [
         [
-            str(one.number),
-            _value(one),
-            str(one.user_attrs.get("rounds", "-")),
+            *(str(one.number), _value(one), str(one.user_attrs.get("rounds", "-"))),
             f"{float(one.user_attrs.get('seconds', 0)):.0f}",
             *(shown(one.params.get(path)) for path in names),
         ]
         for one in trials
     ]
-    return markdown(head, rows)
-
-
-def fitting_table(
-    trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str], width: int
-) -> str:
-    """Return the same with the columns of as many options as a terminal has room for.
-
-    Args:
-        trials: in the order of the rows.
-        metric: what values are of.
-        names: short ones of the options, by path, in the order in which they are wanted.
-        width: of the terminal, in characters.
-    """
-    wanted = list(names)
-    while wanted:
-        found = table(trials, metric, {path: names[path] for path in wanted})
-        if len(found.partition("\n")[0]) <= width:
-            break
-        wanted.pop()
-    if len(wanted) == len(names):
-        return found
-    left_out = ", ".join(name for path, name in names.items() if path not in wanted)
-    return f"{table(trials, metric, {p: names[p] for p in wanted})}\nnot shown: {left_out}"
-
-
-def write_csv(path: Path, trials: Sequence[FrozenTrial], options: Sequence[str]) -> None:
-    """Write a row a trial, with as many digits as there are.
-
-    Args:
-        path: of the file.
-        trials: in the order of the rows.
-        options: the paths that were searched.
-    """
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["trial", "state", "value", "rounds", "seconds", "reason", *options, "values of seeds"]
-        )
-        for one in trials:
-            known = one.user_attrs
-            value = one.value if one.state == TrialState.COMPLETE else None
-            writer.writerow(
-                [
-                    *(one.number, _STATES[one.state], "" if value is None else value),
-                    *(known.get(name, "") for name in ("rounds", "seconds", "reason")),
-                    *(one.params.get(option, "") for option in options),
-                    " ".join(map(str, known.get("values", []))),
-                ]
-            )
+    return ["trial", metric, "rounds", "seconds", *names.values()], rows
 
 
 def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
@@ -129,31 +107,6 @@ def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
     return ", ".join(f"{names[path]} {shown(value)}" for path, value in params.items())
 
 
-def wrapped(text: str, values: str, width: int, indent: str) -> str:
-    """Return a text and values after it, in lines that part no value from its option.
-
-    Args:
-        text: before the values.
-        values: as `shown_values` returns them.
-        width: of a line, in characters.
-        indent: of the lines after the first.
-
-    Example:
-        >>> print(wrapped("trial 1:", "lr 0.1, steps 4", 16, "  "))
-        trial 1: lr 0.1,
-          steps 4
-    """
-    fixed = ", ".join(one.replace(" ", "\N{NO-BREAK SPACE}") for one in values.split(", "))
-    lines = textwrap.wrap(
-        f"{text}{fixed}" if not text.strip() else f"{text} {fixed}",
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
-
-
 def shown(value: Any) -> str:
     """Return a value to read."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -165,6 +118,89 @@ def _value(trial: FrozenTrial) -> str:
     return _STATES[trial.state]
 
 
-def _rank(trial: FrozenTrial, maximised: bool) -> tuple[float, int]:
-    assert trial.value is not None, "complete trials have one"
-    return (-trial.value if maximised else trial.value, trial.number)
+def importances(study: optuna.Study) -> dict[str, float]:
+    """Return by path how much an option matters, the most important one first; none if unknown."""
+    values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
+    if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
+        return {}
+    worst = min if study.direction == StudyDirection.MAXIMIZE else max
+    known = optuna.create_study(direction=study.direction)
+    for one in study.get_trials(states=[*_SHOWN]):
+        if one.state == TrialState.PRUNED:
+            worse = [*values[TrialState.COMPLETE], *([] if one.value is None else [one.value])]
+            one.state, one.value = TrialState.COMPLETE, worst(worse)
+        known.add_trial(one)
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+    try:
+        found = optuna.importance.get_param_importances(known, evaluator=evaluator)
+    except (RuntimeError, ValueError):  # e.g. an option that had one value only
+        return {}
+    return {option: float(share) for option, share in found.items()}
+
+
+def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
+    """Write bars of importances, as PNG and SVG.
+
+    Args:
+        path: without a suffix.
+        shares: of the options, by path.
+        names: short ones of the options, by path.
+    """
+    panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
+    _save([Chart("importance", "importance, share of all", panel, names_are_long=True)], path)
+
+
+def draw_trials(
+    path: Path,
+    study: optuna.Study,
+    metric: str,
+    parameters: Mapping[str, Parameter],
+    names: Mapping[str, str],
+) -> None:
+    """Write every trial's value, over time and over each option, as PNG and SVG.
+
+    Args:
+        path: without a suffix.
+        study: with at least one complete trial.
+        metric: what values are of.
+        parameters: what was searched, by path.
+        names: short ones of the options, by path.
+    """
+    history = {
+        label: [(float(one.number), value) for one, value in _points(study, state)]
+        for state, label in _SHOWN.items()
+    }
+    running = np.maximum if study.direction == StudyDirection.MAXIMIZE else np.minimum
+    numbers, values = zip(*history["complete"], strict=True)
+    best = [*zip(numbers, running.accumulate(values).tolist(), strict=True)]
+    panel = points(history, x="trial", y=metric, line=("best so far", best))
+    charts = [Chart("trials", f"{metric} of each trial", panel)]
+    for option, parameter in parameters.items():
+        keys = [] if isinstance(parameter, Range) else [str(key) for key in parameter.grid(option)]
+        groups = {
+            label: [
+                (keys.index(str(one.params[option])) if keys else one.params[option], value)
+                for one, value in _points(study, state)
+                if option in one.params
+            ]
+            for state, label in _SHOWN.items()
+        }
+        is_log = isinstance(parameter, Range) and parameter.log
+        panel = points(groups, x=names[option], y=metric, log=is_log, ticks=keys)
+        charts.append(Chart(option, f"over {names[option]}", panel))
+    _save(charts, path)
+
+
+_SHOWN = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped"}
+
+
+def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, float]]:
+    """Return trials with their values; a stopped one's is that of its last round."""
+    trials = study.get_trials(deepcopy=False, states=(state,))
+    return [(one, one.value) for one in trials if one.value is not None]
+
+
+def _save(charts: Sequence[Chart], path: Path) -> None:
+    figure, _ = draw(charts)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white")

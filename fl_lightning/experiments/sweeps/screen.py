@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -12,8 +13,8 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.text import Text
 
 from fl_lightning.experiments.sweeps.plan import Plan
-from fl_lightning.experiments.sweeps.results import best_of, shown_values, wrapped
-from fl_lightning.experiments.sweeps.study import is_maximised
+from fl_lightning.experiments.sweeps.results import shown_values
+from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.screen import StatusLines
 
 _DONE = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -58,13 +59,11 @@ class Screen:
 
     def ended(self, number: int, reason: str | None) -> None:
         """Print how a trial has ended."""
-        trials = self._study.get_trials(deepcopy=False)
-        done = self._num_done()
-        best = best_of(trials, maximised=is_maximised(self._study))
-        text = told(trials[number], best, done, self._budget, reason)
-        values = shown_values(trials[number].params, self._names)
-        width = self._lines.width if self._lines.is_open else 10_000
-        print(wrapped(f"{text}:", values, width, "    "), flush=True)
+        one = self._study.trials[number]
+        is_best = reason is None and self._study.best_trial.number == number
+        text = told(one, self._num_done(), self._budget, reason, is_best=is_best)
+        text = f"{text}: {shown_values(one.params, self._names)}"
+        print(in_lines(text, sys.stdout), flush=True)
 
     def _num_done(self) -> int:
         return len(self._study.get_trials(deepcopy=False, states=_DONE))
@@ -77,23 +76,17 @@ class Screen:
         return f", {math.ceil(seconds * (self._budget - done) / 60)} min left"
 
 
-def told(
-    trial: FrozenTrial,
-    best: FrozenTrial | None,
-    done: int,
-    budget: int,
-    reason: str | None,
-) -> str:
+def told(trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool) -> str:
     """Return a trial's end in a line.
 
     Args:
         trial: that has ended.
-        best: of all so far.
         done: how many trials have ended.
         budget: how many there are in all.
         reason: why it was stopped, None if it was not.
+        is_best: whether it is the best one so far.
     """
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
-    mark = ", best so far" if best is not None and best.number == trial.number else ""
+    mark = ", best so far" if is_best else ""
     return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}"

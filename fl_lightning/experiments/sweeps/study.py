@@ -11,7 +11,6 @@ import optuna
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.study import StudyDirection
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.sweeps.plan import Plan
@@ -49,11 +48,6 @@ def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> op
     if search.first_as_configured and search.sampler != "grid" and first and not study.trials:
         study.enqueue_trial(first, skip_if_exists=True)
     return study
-
-
-def is_maximised(study: optuna.Study) -> bool:
-    """Return whether high values are good."""
-    return study.direction == StudyDirection.MAXIMIZE
 
 
 def _storage(given: str | None, out: Path) -> BaseStorage:

@@ -99,6 +99,10 @@ class Trials:
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         return self.study.get_trials(deepcopy=False, states=states)
 
+    def completed(self) -> list[FrozenTrial]:
+        """Return the trials that have a value."""
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
     def elsewhere(self) -> int:
         """Return how many trials run in other processes."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))

@@ -82,7 +82,7 @@ def prepare_processes(fit: Fit) -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    tied = "fl_lightning.experiments.sweeps.ends_with_sweep"
+    tied = "fl_lightning.experiments.ends_with_sweep"
     context.set_forkserver_preload([tied, fit.__module__, *_IMPORTED])
     forkserver.ensure_running()
     return context
