@@ -14,9 +14,8 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
-from fl_lightning.experiments.figure import write_picture
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
-from fl_lightning.experiments.report import REPORT, write_comparison
+from fl_lightning.experiments.report import REPORT, write_comparison, write_picture
 from fl_lightning.experiments.results import (
     RunResult,
     curves_table,
@@ -27,8 +26,7 @@ from fl_lightning.experiments.results import (
     results_table,
     runs_table,
 )
-from fl_lightning.experiments.schedule import train_all
-from fl_lightning.experiments.training import is_finished
+from fl_lightning.experiments.runs import is_finished, train_all
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.screen import in_blocks
 

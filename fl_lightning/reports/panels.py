@@ -302,7 +302,9 @@ def points(
         if ticks:
             axes.set_xticks(range(len(ticks)), ticks)
             axes.set_xlim(-0.5, len(ticks) - 0.5)
-        return [Spot(a, b, f"{label}, {a:.4g}: {b:.4g}") for label, ps in groups.items() for a, b in ps]
+        return [
+            Spot(a, b, f"{label}, {a:.4g}: {b:.4g}") for label, ps in groups.items() for a, b in ps
+        ]
 
     return panel
 

@@ -8,19 +8,18 @@ import pytest
 import yaml
 from optuna.trial import TrialState, create_trial
 
-from fl_lightning.experiments.sweeps.parameters import Choices, Range
-from fl_lightning.experiments.sweeps.places import short_names
-from fl_lightning.experiments.sweeps.plan import Plan
-from fl_lightning.experiments.sweeps.results import (
+from fl_lightning.experiments.space import Choices, Range
+from fl_lightning.experiments.sweep_plan import Plan, short_names
+from fl_lightning.experiments.sweep_results import (
     cells,
     draw_importance,
     draw_trials,
     importances,
     ranked,
+    told,
     trials_table,
     write_best,
 )
-from fl_lightning.experiments.sweeps.screen import told
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
 PARAMETERS = {LR: Range(1e-3, 1.0, log=True), STEPS: Choices({1: 1, 4: 4})}

@@ -13,9 +13,11 @@ from optuna.trial import TrialState
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
 from fl_lightning.experiments.plan import Resolve
-from fl_lightning.experiments.sweeps.places import short_names
-from fl_lightning.experiments.sweeps.plan import Plan, plan_search
-from fl_lightning.experiments.sweeps.results import (
+from fl_lightning.experiments.space import Search
+from fl_lightning.experiments.study import open_study
+from fl_lightning.experiments.sweep_plan import Plan, plan_search, short_names
+from fl_lightning.experiments.sweep_results import (
+    Screen,
     cells,
     draw_importance,
     draw_trials,
@@ -25,12 +27,8 @@ from fl_lightning.experiments.sweeps.results import (
     trials_table,
     write_best,
 )
-from fl_lightning.experiments.sweeps.screen import Screen
-from fl_lightning.experiments.sweeps.search import Search
-from fl_lightning.experiments.sweeps.study import open_study
-from fl_lightning.experiments.sweeps.trial_run import Fit
-from fl_lightning.experiments.sweeps.trials import Trials
-from fl_lightning.experiments.sweeps.workers import TrialsFail, Workers, prepare_processes
+from fl_lightning.experiments.trial import Fit
+from fl_lightning.experiments.workers import Trials, TrialsFail, Workers, prepare_processes
 from fl_lightning.reports.layout import in_lines, width_of
 from fl_lightning.reports.screen import in_blocks, markdown
 
