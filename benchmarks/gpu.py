@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -51,7 +52,7 @@ DEVICE = "cuda" if IS_GPU else "cpu"
 ROUNDS = 5
 # Rounds of a run that is too short for a compiler.
 SHORT_RUN = 6
-SMALL = ("W3", "U-lenet5", "W2", "U-mlp", "W1")
+SMALL = ("W3", "U-lenet5", "W2", "U-mlp")
 # A forward pass of ViT-S/16 on an image of 224 pixels; the backward pass takes twice as many.
 MULTIPLY_ADDS_OF_VIT_S = 4.6e9
 
@@ -249,12 +250,13 @@ def bare_seconds(work: Workload, data: Data) -> dict[str, float]:
     for name in ("sgd", "by hand", "graphed"):
         loop = BareLoop(work, data, VARIANTS[name], device=DEVICE)
         torch.manual_seed(SEED)  # of the orders
-        taken = [loop.train_round(own_plan(work, number)) for number in range(1 + ROUNDS)]
-        seconds[name] = median(taken[1:])
+        loop.train_round(own_plan(work, 0))
         ends.append(torch.cat([p.flatten() for p in loop.start]))
+        taken = [loop.train_round(own_plan(work, 1 + number)) for number in range(ROUNDS)]
+        seconds[name] = median(taken)
     plain, graphed = ends[0], ends[-1]
     gap = float((plain - graphed).norm() / plain.norm())
-    if not gap < 1e-3:  # in some rounds roundings part, where windows have two maxima
+    if not gap < 2e-3:  # convolutions in TF32 have 10 bits, and roundings part in further rounds
         note("FAILED the graphed loop differs", gap=gap)
     return seconds
 
@@ -335,16 +337,18 @@ def vit() -> None:
 def memory() -> None:
     """Give slots too little memory."""
     work = WORKLOADS["W2"].scaled(1 if IS_GPU else 0.02)
-    data = work.data()
+    data = to_device(work.data())
     with failures_of("memory"):
         one = fit(work, data, engine="sequential")
         before = after = 0
+        gc.collect()  # of the run before, whose parts hold each other
         if IS_GPU:  # hardly more than one client after the other needs
             before, taken = torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(1.05 * taken / total)
         got = fit(work, data, max_epochs=20)  # too short to compile
+        gc.collect()
         if IS_GPU:
             after = torch.cuda.memory_allocated()
         left = (after - before) / 2**20

@@ -25,6 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning.core.kinds import with_checked_kinds
 from fl_lightning.core.public_names import exported
 
 __version__ = "0.1.0"
@@ -84,8 +85,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+    found = getattr(import_module(_HOMES[name]), name)
+    return globals().setdefault(name, with_checked_kinds(found))
 
 
 def __dir__() -> list[str]:

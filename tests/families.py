@@ -60,6 +60,10 @@ TABLE = {
         server.AFL: {"step": 0.2},
         server.ClusterFedAvg: {"num_clusters": 2},
         server.Collected: {"rule": server.Median(), "memory_gb": 1e-7},  # most of it in a file
+        server.FLoRA: {"ranks": [2, 4]},
+        server.FedExLoRA: {},
+        server.FlexLoRA: {"ranks": [2, 4]},
+        server.HetLoRA: {"ranks": [2, 4], "prune": 0.5},
         server.QFedAvg: {"q": 0.5, "local_lr": 0.1},
         server.TiltedMean: {"tilt": 0.5},
         secure.EncryptedMean: {"fraction": 0.5},

@@ -6,16 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torchvision
 import yaml
+from peft import PeftModel
 from small_sets import write_folder, write_pickles
 from tiny_llama import LLAMA, ROWS, make_tokenizer
 from toys import ACCELERATOR
 
+from fl_lightning import ConfigurationError
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
+from fl_lightning.cli.export import export
 from fl_lightning.experiments import Experiment
 from fl_lightning.experiments.plan import plan_runs
+from fl_lightning.models import CausalLM
 from fl_lightning.sparsity import load_mask
 
 TESTED_ELSEWHERE = ("algorithms", "nas", "sweeps")
@@ -128,6 +133,26 @@ def run(*files):
 def test_every_base_runs_a_round(config):
     run(config)
     assert list(Path("runs").rglob("last.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks
+def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
+    run("llm.yaml")
+    [last] = Path("runs").rglob("last.ckpt")
+    main(["export", "--ckpt_path", str(last), "--adapter", "adapter", "--state_dict", "all.pt"])
+    options = yaml.safe_load((CONFIGS / "llm.yaml").read_text())["model"]["init_args"]
+    network = {**LLAMA, "hidden_size": 16}
+    plain = PeftModel.from_pretrained(CausalLM(network).network, "adapter").eval()
+    trained = CausalLM(network, adapter=options["adapter"])
+    trained.load_state_dict(torch.load("all.pt"))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = trained.eval()({"input_ids": tokens})
+        assert torch.equal(plain(input_ids=tokens).logits, logits)
+        assert not torch.equal(CausalLM(network).eval()({"input_ids": tokens}), logits)
+    words = ["--ckpt_path", str(last), "--adapter", "adapter"]
+    with pytest.raises(ConfigurationError, match="adapter exists"):
+        export(words, parser=parser_of("export"))
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover

@@ -40,6 +40,10 @@ THE_SAME = [
 ALMOST_THE_SAME = [
     (fl.NormalisedMean(), fl.Mean()),  # the steps are equal
     (server.ClusterFedAvg(num_clusters=1), ALIKE),
+    (server.FLoRA([1]), fl.Mean()),  # of a model without adapters
+    (server.FedExLoRA(), fl.Mean()),
+    (server.FlexLoRA([1]), fl.Mean()),
+    (server.HetLoRA([1]), fl.Mean()),
     (secure.EncryptedMean(), fl.Mean()),
     (secure.SecureMean(clip=8.0), fl.Mean()),
     (server.Bulyan(0), ALIKE),

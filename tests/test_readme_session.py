@@ -123,8 +123,8 @@ import os
 import torchvision
 torchvision.datasets.cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)
 """
-# from the very start of Python: what its promises cover, what Python reads there, peaks of memory
-STARTED_ANEW = (QUICKSTART, CIFAR100, MEMORY)
+# from the very start of Python: what its promises cover, peaks of memory
+STARTED_ANEW = (QUICKSTART, MEMORY)
 
 
 class Said(NamedTuple):

@@ -48,6 +48,10 @@ def _become(words, folder, variables, said):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    for place in map(Path, filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))):
+        sys.path.insert(0, str(place))
+        if (place / "sitecustomize.py").is_file():  # which Python runs when it starts
+            runpy.run_path(str(place / "sitecustomize.py"))
     program, *arguments = words
     if program == "python" and arguments[0] != "-m":
         sys.argv = arguments

@@ -62,6 +62,11 @@ class BackdoorSuccess(Callback):
                 f"BackdoorSuccess needs a score for every class, shape (B, C), from "
                 f"{type(module).__name__}.forward(images): have it return the logits"
             )
+        if self.trigger.target >= scores.shape[1]:
+            raise ConfigurationError(
+                f"BackdoorSuccess: target must be a class from 0 to {scores.shape[1] - 1}, as the module "
+                f"scores, got {self.trigger.target}"
+            )
         hits = (scores.argmax(1) == self.trigger.target) & others
         return torch.stack([hits.sum(), others.sum()]).double().cpu()
 

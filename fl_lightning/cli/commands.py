@@ -29,6 +29,7 @@ _HOMES = {
     "sweep": "fl_lightning.cli.sweep",
     "search": "fl_lightning.cli.search",
     "latency": "fl_lightning.cli.latency",
+    "export": "fl_lightning.cli.export",
     "network": "fl_lightning.cli.network",
 }
 

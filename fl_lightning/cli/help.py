@@ -26,6 +26,7 @@ OURS = {
     "init": "Make a project to start from: a module, data, a YAML, a test.",
     "configs": "List the configurations in the box, or copy one.",
     "report": "Make a run's report.html again, also while it trains.",
+    "export": "Take adapters or weights out of a checkpoint.",
     "compare": "Many runs from one file: variants x seeds, a table and a figure.",
     "sweep": "Search values for options: learning rates, steps, classes.",
     "search": "Find an architecture under constraints, without training.",

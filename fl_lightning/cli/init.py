@@ -13,12 +13,13 @@ TEMPLATES = {
     "images": "handwritten digits, a small convolutional network",
     "text": "short reviews, a small transformer",
     "tabular": "a table of patients, a regression",
+    "llm": "questions and answers, a tiny Llama with adapters (extra llm)",
 }
 _NAME = "my_project"  # in the templates
 _HERE = Path(__file__).with_name("projects")
 _USAGE = "\n".join(
     [
-        "usage: fl-lightning init FOLDER [--template images|text|tabular]",
+        "usage: fl-lightning init FOLDER [--template images|text|tabular|llm]",
         "",
         "Makes a folder with a module, a data module, a YAML, a test and a README, all of",
         "which run as they are:",

@@ -9,6 +9,6 @@ from fl_lightning.client.speeds import GivenSpeeds as GivenSpeeds
 from fl_lightning.client.speeds import LogNormalSpeeds as LogNormalSpeeds
 from fl_lightning.client.speeds import Speeds as Speeds
 from fl_lightning.client.speeds import SpeedTiers as SpeedTiers
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

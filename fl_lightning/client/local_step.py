@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
+from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 
 # A batch and the number of examples in it.
@@ -80,8 +80,6 @@ def loss_of(output: Any) -> Tensor | None:
     Raises:
         ConfigurationError: for anything else.
     """
-    if type(output) is Tensor and output.ndim == 0:  # what it nearly always is
-        return output
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None and output is None:
         return None

@@ -20,14 +20,12 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.optimizer_masks import OptimizerMasks
-from fl_lightning.client.optimizer_steps import OptimizerSteps
+from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
 from fl_lightning.client.state.attributes import Attributes, Growth
 from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
-    TrainedFlags,
     candidates,
     is_number,
     state_space,
@@ -37,6 +35,9 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_wit
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite
+
+# Entries from which on a pass over memory takes longer than an operation for each tensor.
+_LARGE = 2**18
 
 
 class LocalTrainer:
@@ -59,7 +60,8 @@ class LocalTrainer:
         buffers: layout of the state that is shared, see `GlobalModel`.
         state_names: of what is in it; None, which stands for all floating-point buffers, until
             `settle_state`.
-        growth: what the last client appended to lists, see `show_growth`.
+        keeps_lists: whether the module keeps what the last client appended to its lists, as the client's
+            update is used; then `show_lists` shows it.
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
@@ -103,8 +105,7 @@ class LocalTrainer:
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = self._attributes_now(), False
         self.state_names: list[str] | None = None
-        self.growth: Growth = []
-        self._grown: Growth = []
+        self.keeps_lists, self._grown = False, list[Growth]()
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self._masks = OptimizerMasks(module, self._optimizers)
@@ -183,6 +184,11 @@ class LocalTrainer:
         """Return the module's present values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
+    def read_into(self, model: GlobalModel) -> None:
+        """Write the module's present values into a global model, where the module holds every bit of it."""
+        self.space.read(out=model.params)
+        self.buffers.read(out=model.buffers)
+
     def start_round(self, number: int = 0) -> None:
         """Note what every client of the round starts from besides the weights.
 
@@ -211,7 +217,6 @@ class LocalTrainer:
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # where they are, so are those of the last walk
             self._attributes = self._attributes_now()
-        self._flags = TrainedFlags(self._module)
         self._in_round, self._grown = True, []
 
     def _attributes_now(self) -> Attributes:
@@ -225,16 +230,20 @@ class LocalTrainer:
         """Note the memory that tensors have now as their own: they were laid out anew on purpose."""
         self._homes.note()
 
-    def keep_growth(self, growth: Growth) -> None:
-        """Keep what a client appended to lists, for `show_growth`; its update is used."""
-        self._grown += growth
-
-    def show_growth(self) -> None:
+    def show_lists(self) -> None:
         """Append to lists what clients of the round appended, one client after the other.
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
-        self._attributes.grow(self._grown)
+        for growth in self._grown:
+            self._attributes.grow(growth)
+
+    def _put_attributes_back(self) -> None:
+        if self._attributes.is_same():
+            return
+        if self.keeps_lists and (growth := self._attributes.growth()):
+            self._grown.append(growth)
+        self._attributes.put_back()
 
     def end_round(self, model: GlobalModel) -> None:
         """Put the global model back, and leave the module's attributes to hooks until the next round.
@@ -243,7 +252,7 @@ class LocalTrainer:
             ConfigurationError: if a client changed what was taken for a constant.
         """
         self.restore(model)
-        self.show_growth()
+        self.show_lists()
         self.round_start.end()
         self._in_round = False
 
@@ -254,20 +263,20 @@ class LocalTrainer:
             ConfigurationError: if one did.
         """
         if changed := self._constants.changed():
-            self._refuse(changed, "a client's")
-
-    def _refuse(self, changed: list[str], whose: str) -> None:
-        raise ConfigurationError(
-            f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
-            "steps of the run left alone, so that it was taken for a constant: name it in "
-            f"federation.client_state, e.g. client_state: [{changed[0]}]"
-        )
+            raise ConfigurationError(
+                f"round {self._round}: a client's training changes {changed[0]}, which the first local "
+                "steps of the run left alone, so that it was taken for a constant: name it in "
+                f"federation.client_state, e.g. client_state: [{changed[0]}]"
+            )
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
 
         Inside a round also the attributes that the module had at its start.
         """
+        if self._in_round:
+            self._put_attributes_back()
+        self.keeps_lists = False
         self.space.write(model.params)
         self.buffers.write(model.buffers)
         if self._integers:
@@ -278,8 +287,6 @@ class LocalTrainer:
             self.own.write(own)
         self.round_start.put_back()
         self._holds = model
-        if self._in_round:
-            self._attributes.put_back()
 
     def train(
         self,
@@ -307,7 +314,7 @@ class LocalTrainer:
         active = self._begin(start, masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
-            self._flags.check()
+            self._homes.freeze_again()
         except BaseException as error:
             self._homes.put_back()
             if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
@@ -316,28 +323,31 @@ class LocalTrainer:
             sizes = [size for _, size in self._in_hand]
             help_ = help_with_one_example(error, sizes, num_examples)
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
-        finally:
-            self._flags.put_back()
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
-        if touched := self._constants.touched():
-            self._refuse(touched, f"client {client_id}'s")
-        self.growth = self._attributes.growth()
         logged = self.collector.collect()
+        metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
         if self.own.size:
             self.kept = self.own.read()
         update = ClientUpdate(
             client_id=client_id,
-            delta=self._delta(start),
+            delta=self._delta(start.params),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            optimizer_steps=self._steps_taken(),
-            metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
+            optimizer_steps=self._optimizer_steps.taken if self.counts_steps else None,
+            metrics=metrics,
             active=active,
         )
-        self._check(update, losses, sizes)
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
+            help_ = help_with_one_example(None, bad[:1], num_examples)
+            raise ClientFailure(client_id, failure.reason + help_) from None
+        if self.kept.numel() and not bool(self.kept.isfinite().all()):
+            raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 
@@ -346,7 +356,8 @@ class LocalTrainer:
         if self._holds is not start:
             self.restore(start)
         else:
-            self._attributes.put_back()
+            self._put_attributes_back()
+            self.keeps_lists = False
         self._holds = None
         if masks is None:
             return None
@@ -354,18 +365,22 @@ class LocalTrainer:
         self._masks.set(masks)  # until the next `restore`
         return active
 
-    def _check(self, update: ClientUpdate, losses: list[Tensor], sizes: list[int]) -> None:
-        """Refuse numbers that are not finite, with what may have made them so."""
-        try:
-            check_finite(update)
-        except ClientFailure as failure:
-            bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
-            help_ = help_with_one_example(None, bad[:1], update.num_examples)
-            raise ClientFailure(update.client_id, failure.reason + help_) from None
-        if self.kept.numel() and not bool(self.kept.isfinite().all()):
-            raise ClientFailure(
-                update.client_id, "its personal parameters hold NaN or infinite values"
-            )
+    def _delta(self, start: Tensor) -> Tensor:
+        """Return the start minus where the client ended, shape (k,)."""
+        space = self.space
+        if not space.is_lossless:
+            end = space.read()
+            space.write(start)  # it began with rounded values: only its own movement counts
+            return space.read().sub_(end)
+        if space.active or space.size < _LARGE:
+            end = space.read()
+            return torch.sub(start, end, out=end)
+        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
+        pairs = zip(space.views(start), space.entries(delta), strict=True)
+        with torch.no_grad():
+            for before, (after, _, moved) in pairs:
+                torch.sub(before, after, out=moved)
+        return delta
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]
@@ -390,17 +405,3 @@ class LocalTrainer:
                     size = step_batches[0][1] if one else sum(size for _, size in step_batches)
                     sizes.append(size)
         return num_steps, losses, sizes
-
-    def _steps_taken(self) -> int | tuple[int, ...] | None:
-        if not self.counts_steps:
-            return None
-        totals = self._optimizer_steps.totals()
-        return totals[0] if len(totals) == 1 else tuple(totals)
-
-    def _delta(self, start: GlobalModel) -> Tensor:
-        end = self.space.read()
-        if self.space.is_lossless:
-            return torch.sub(start.params, end, out=end)
-        # the client started from the rounded values: only its own movement counts
-        self.space.write(start.params)
-        return self.space.read().sub_(end)

@@ -1,22 +1,26 @@
 """A check of arguments' kinds from annotations: a text, a number or a class where an object belongs.
 
 The command line turns ``correction: FedProx`` into an object; Python does not. A value of the wrong kind
-would be found rounds later, or never. Objects are not looked at: whoever has the methods fits.
+would be found rounds later, or never. So constructors of exported classes check their arguments, see
+`exports`. An object fits where it has the methods.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache, wraps
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from typing_extensions import is_protocol
+from typing_extensions import get_protocol_members, is_protocol
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.public_names import public_paths
+from fl_lightning.core.public_names import exported, public_paths
 
 _IN_WORDS = {
     int: "a whole number",
@@ -27,6 +31,57 @@ _IN_WORDS = {
     list: "a list",
     dict: "a mapping",
 }
+# what else may stand for a type of Python's; others, such as tensors, are not looked at
+_METHODS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((int, float, bool, str, type(None)), ("is an instance",)),
+    **dict.fromkeys((list, tuple, Sequence), ("__len__", "__getitem__")),
+    **dict.fromkeys((dict, Mapping), ("keys", "__getitem__")),
+    Callable: ("__call__",),
+}
+_MOST_ENTRIES = 100  # of a list that are looked at
+_MOST_CHARACTERS = 100  # of a value in a message
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that a package exports; constructors of its classes check kinds from now on.
+
+    Args:
+        file: the package's ``__init__``.
+        module: its names.
+    """
+    for name in exported(file):
+        with_checked_kinds(module[name])
+        yield name
+
+
+def with_checked_kinds(found: Any) -> Any:
+    """Return what is given; if it is a class of ours, its constructor then checks kinds."""
+    owner = (
+        next((c for c in found.__mro__ if "__init__" in vars(c)), object)
+        if inspect.isclass(found)
+        else object
+    )
+    if not owner.__module__.startswith("fl_lightning.") or is_protocol(owner):
+        return found
+    build = vars(owner)["__init__"]
+    if getattr(build, "checks_kinds", False):
+        return found
+    signature = inspect.signature(build)
+    variadic = {name for name, each in signature.parameters.items() if each.kind in _VARIADIC}
+
+    @wraps(build)
+    def build_checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **options).arguments
+        except TypeError:
+            given = {}  # the constructor says it
+        check_kinds(build, {name: given[name] for name in given.keys() - variadic})
+        build(self, *args, **options)
+
+    build_checked.checks_kinds = True  # type: ignore[attr-defined]
+    setattr(owner, "__init__", build_checked)  # noqa: B010 - mypy
+    return found
 
 
 def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -49,17 +104,23 @@ def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
 write rounds=3
         rate must be a number, got the text '0.1': write rate=0.1
     """
-    try:
-        hints = get_type_hints(function)
-    except NameError:  # of a type that only type checkers import
-        return
+    allowed = _allowed(function)
     problems = [
         problem
         for name, value in arguments.items()
-        if name in hints and (problem := _problem(name, value, [*_alternatives(hints[name])]))
+        if name in allowed and (problem := _problem(name, value, allowed[name]))
     ]
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+@cache
+def _allowed(function: Callable[..., Any]) -> Mapping[str, tuple[Any, ...]]:
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # of a type that only type checkers import
+        return {}
+    return {name: tuple(_alternatives(hint)) for name, hint in hints.items()}
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
@@ -71,7 +132,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
         yield from _alternatives(part)
 
 
-def _problem(name: str, value: Any, allowed: list[Any]) -> str | None:
+def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
     if any(_fits(value, each) for each in allowed):
         return None
     words = list(dict.fromkeys(map(_in_words, allowed)))
@@ -81,7 +142,7 @@ def _problem(name: str, value: Any, allowed: list[Any]) -> str | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value may be of a type: any object that is no plain value and no class may."""
+    """Return whether a value may be of a type; an object may if it has the methods."""
     plain = get_origin(hint) or hint
     if get_origin(hint) is Literal:
         return value in get_args(hint)
@@ -92,7 +153,26 @@ def _fits(value: Any, hint: Any) -> bool:
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
-    return plain not in (int, float, bool, str, type(None))
+    if isinstance(value, (list, tuple)) and plain in (list, Sequence) and get_args(hint):
+        allowed = [*_alternatives(get_args(hint)[0])]
+        return all(
+            any(_fits(each, one) for one in allowed) for each in islice(value, _MOST_ENTRIES)
+        )
+    if not is_protocol(plain) and isinstance(value, plain):
+        return True
+    needed = _methods(plain)  # of a type of others only what is Python's own is known not to fit
+    is_pythons = type(value) in (list, tuple, set, object, complex)
+    return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
+
+
+@cache
+def _methods(kind: type) -> tuple[str, ...]:
+    """Names that an object needs to stand for a type; one that nothing has if it must be an instance."""
+    if is_protocol(kind):
+        return tuple(get_protocol_members(kind))
+    if kind.__module__.startswith("fl_lightning."):
+        return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+    return _METHODS.get(kind, ())
 
 
 # by type of a value, the first that it is: whether a type of the value may be one of an annotation
@@ -100,7 +180,8 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ((bool, type(None)), lambda own, plain: plain is own),
     (Integral, lambda own, plain: plain in (int, float, complex)),
     (Real, lambda own, plain: plain is float),
-    (dict, lambda own, plain: issubclass(plain, Mapping) or plain in Mapping.__mro__),
+    # of a dataclass the options alone may be given, as in YAML
+    (dict, lambda own, plain: is_dataclass(plain) or issubclass(own, plain) or plain is Mapping),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
 
@@ -113,6 +194,8 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     plain = get_origin(hint) or hint
+    if plain in (list, Sequence) and (inner := get_args(hint)):
+        return f"a list, each entry {' or '.join(map(_in_words, _alternatives(inner[0])))}"
     name = getattr(plain, "__name__", str(plain))
     return _IN_WORDS.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
 
@@ -120,10 +203,13 @@ def _in_words(hint: Any) -> str:
 def _shown(value: Any) -> str:
     if inspect.isclass(value):
         return f"the class {value.__name__}"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
+    if " object at 0x" in shown:
+        return f"an object of the class {type(value).__name__}"
+    return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}…"
 
 
-def _instead(name: str, value: Any, allowed: list[Any]) -> str:
+def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     """Return the call to write, if it can be told."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"

@@ -91,7 +91,7 @@ class ClientMeans:
         """Add the values of m clients; each tensor has m elements."""
         for name, value in values.items():
             entries = self._entries.setdefault(name, _Entries())
-            entries.values.append(value.detach().reshape(-1))
+            entries.values.append(value)
             entries.num_examples.extend(num_examples)
             entries.clients.extend(client_ids)
             entries.known = None
@@ -162,8 +162,9 @@ class ClientMeans:
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:
-    """Concatenate vectors, in float64 on the CPU."""
+    """Concatenate scalars and vectors, in float64 on the CPU."""
     if len({value.device for value in values}) > 1:  # those of a checkpoint are on the CPU
         values = [value.cpu() for value in values]
-    whole = values[0] if len(values) == 1 else torch.cat(tuple(values))
+    vectors = [value.detach().reshape(-1) for value in values]
+    whole = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
     return whole.to("cpu", torch.float64)

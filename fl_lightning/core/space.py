@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,9 @@ class Space:
         tensors: the live tensors by name, in order. They are written to in place.
         active: for tensors that belong to the space only in part, by name: increasing indices of
             their entries in the flattened tensor, integers of shape (k_i,).
+
+    Attributes:
+        is_lossless: whether `write` keeps every bit, which it does not in a module of half precision.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -53,17 +55,11 @@ class Space:
         self._sizes = [t.numel() if index is None else len(index) for t, index in pairs]
         self.size = sum(self._sizes)
         self.num_entries = sum(tensor.numel() for tensor in self._tensors)
-        self.dtype = torch.float64 if self._any_double() else torch.float32
+        dtypes = {tensor.dtype for tensor in self._tensors}
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.is_lossless = dtypes <= {self.dtype}
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._written: tuple[Tensor, list[Tensor]] = (torch.empty(0), [])
-
-    def _any_double(self) -> bool:
-        return any(tensor.dtype == torch.float64 for tensor in self._tensors)
-
-    @property
-    def is_lossless(self) -> bool:
-        """True if `write` keeps every bit, which a module in half precision does not."""
-        return set(map(attrgetter("dtype"), self._tensors)) <= {self.dtype}
 
     @classmethod
     def of_parameters(
@@ -127,14 +123,14 @@ class Space:
         floating = {n: b for n, b in named.items() if b.is_floating_point() or b.is_complex()}
         return cls({name: b for name, b in floating.items() if name not in without})
 
-    def read(self) -> Tensor:
-        """Return the live values as a new vector of shape (k,)."""
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """Return the live values as a vector of shape (k,), a new one or ``out``, which has its dtype."""
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
             pairs = zip(self._tensors, self._indices, strict=True)
             parts = [t.reshape(-1) if i is None else _entries(t, i) for t, i in pairs]
-            return torch.cat(parts).to(self.dtype)
+            return torch.cat(parts, out=out).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""

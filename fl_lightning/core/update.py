@@ -247,8 +247,11 @@ def rows_of(deltas: Tensor | LazyDeltas, rows: Rows) -> Tensor | LazyDeltas:
 
 def check_finite(update: ClientUpdate) -> None:
     """Raise ClientFailure if an update's loss, delta or buffers are not finite."""
-    loss = update.metrics.get("train/loss", update.norm)
-    loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
+    both = update.metrics.get("train/loss", update.norm), update.norm
+    if update.norm.device.type == "cpu":
+        loss_value, norm = map(float, both)
+    else:  # an accelerator is waited for once
+        loss_value, norm = torch.stack([each.to(update.norm.dtype) for each in both]).tolist()
     if not math.isfinite(loss_value) and "train/loss" in update.metrics:
         raise ClientFailure(update.client_id, f"its training loss is {loss_value}")
     if not math.isfinite(norm):

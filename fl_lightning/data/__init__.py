@@ -1,6 +1,6 @@
 """Data: sources, partitions of their examples over clients, and cohorts of clients."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.data.client_examples import ExampleTransform as ExampleTransform
 from fl_lightning.data.client_examples import LabelPermutation as LabelPermutation
 from fl_lightning.data.client_examples import QuarterTurns as QuarterTurns
@@ -57,4 +57,4 @@ from fl_lightning.data.sources.torchvision_sources import MNIST as MNIST
 from fl_lightning.data.sources.torchvision_sources import FashionMNIST as FashionMNIST
 from fl_lightning.data.summary import PartitionSummary as PartitionSummary
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.client_examples import ExampleTransform, owners_of
 from fl_lightning.data.columns import Column, are_classes, as_labels, quantile_bins, read_column
@@ -130,7 +129,11 @@ class FederatedDataModule(ForwardingDataModule):
         ignore_sampler: bool = False,
         seed: int | None = None,
     ) -> None:
-        check_kinds(FederatedDataModule.__init__, locals())
+        if isinstance(source, FederatedDataModule):
+            raise ConfigurationError(
+                "source must be a data module whose examples have no clients yet, got a "
+                "FederatedDataModule: give its source"
+            )
         super().__init__(source)
         _check(num_clients, batch_size, bins)
         check_fractions(client_val_fraction, client_test_fraction, search_fraction)

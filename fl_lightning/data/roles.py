@@ -193,6 +193,8 @@ def divide(
         ConfigurationError: if there is no number of clients, or the partition is impossible.
     """
     name, drawn = type(partition).__name__, examples.drawn.indices
+    if not len(examples.indices):
+        raise ConfigurationError("the source has no training examples: there is nothing to divide")
     rule = as_rule(partition)
     column = _column(examples, rule, name, classes)
     if drawn is not None:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
@@ -23,11 +24,7 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.personal_recall import (
-    own_layers,
-    recalled_models,
-    state_to_bring_home,
-)
+from fl_lightning.federation.visits.personal_recall import recalled_models, state_to_bring_home
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
@@ -111,9 +108,13 @@ class Federation(Options, Callback):
         clients = None if self.rounds.run.by_step else trainer.optimizers[0]
         for line in idle_lines(number, self, self._calendar, clients, server):
             rank_zero_info(line)
-        known = self.rounds.run.groups.population
-        own = own_layers(self.personal, lambda: self.personal_models(trainer))
-        refresh_losses(trainer, self.cohort, known, self.seed, own)
+        if as_cohort(self.cohort).needs_fresh_losses:
+            population = self.rounds.run.groups.population
+            personal = self.personal
+            has_layers = personal and not (personal.beside or personal.tuning_steps)
+            models = self.personal_models(trainer) if has_layers else None
+            own = None if models is None else models.of
+            refresh_losses(trainer, self.cohort, population, self.seed, own)
         seed_global_generators(derive_seed(self.seed, "round", number))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -147,16 +147,16 @@ class FitRounds:
                 self.clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._meeting.failure is None:
                     # after an interruption some of the group are done, the last that were noted
-                    finished = set(self.record.finished[-len(group) :])
+                    finished = set(self._round.record.finished[-len(group) :])
                     self._round.train([client for client in group if client not in finished])
-                    self.clients.warn_of_rehearsal(self.record)
+                    self.clients.warn_of_rehearsal(self._round.record)
         except (ClientFailure, ConfigurationError) as failure:
             self._meeting.fail(failure)
         finally:
             self.clients.restore(self.server.model)
         if not self.run.trainer.is_last_batch:
             self.run.groups.advance()
-        self.record.seconds += time.perf_counter() - began
+        self._round.record.seconds += time.perf_counter() - began
 
     def close_round(self) -> None:
         """Step the server and put the new model into the module.
@@ -166,26 +166,26 @@ class FitRounds:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         self._open()  # there may have been no client
-        self._round.record, began = self._meeting.hold(self.record, self.server)
+        self._round.record, began = self._meeting.hold(self._round.record, self.server)
         self._round.step()
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
             self._note_clients()
         with self.clients.metrics_kept_apart():
-            self.record.pooled = self.run.collector.collect_metrics()
+            self._round.record.pooled = self.run.collector.collect_metrics()
         self._has_come = False
         self.run.local.end_round(self.server.model)
         self.run.groups.advance()  # only now: a round that failed is no finished one
-        self.record.seconds += time.perf_counter() - began
+        self._round.record.seconds += time.perf_counter() - began
         self._round.close()
 
     def _note_clients(self) -> None:
         """Keep what the round has shown of its clients, for cohorts that choose by it."""
         self.run.groups.population.note(
-            self.record.finished,
+            self._round.record.finished,
             round_index=self.run.round_index,
-            losses=self.record.means.by_client("train/loss"),
-            durations=self.record.durations,
+            losses=self._round.record.means.by_client("train/loss"),
+            durations=self._round.record.durations,
         )
 
     @property
@@ -196,12 +196,12 @@ class FitRounds:
     def _open(self) -> None:
         self.follow_masks()
         if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
-            self.clients.start_round()
+            self.clients.start_round(self.run.round_index)
             self._has_come = True
         if (
             not self._has_begun and self.travelling.module_has_all
         ):  # hooks between rounds may have changed it
-            self.server.replace_model(self.run.local.read())
+            self.run.local.read_into(self.server.model)
         if not self._cost_is_told:  # not before hooks have changed the model for the last time
             self._cost_is_told = True
             self._announce()

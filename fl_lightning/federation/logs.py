@@ -105,7 +105,9 @@ def _one_event(logger: Logger) -> Iterator[None]:
     TensorBoard shows the same. A round has more of them than the writer's queue has places, and its
     thread would be woken up for each: that took a third of a small round.
     """
-    writer = _stock_writer(logger)
+    # a subclass with a log_metrics of its own may give the writer more than a step's scalars
+    is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
+    writer: Any = getattr(logger, "experiment", None) if is_stock else None
     file_writer = getattr(writer, "file_writer", None)
     if file_writer is None:
         yield
@@ -118,14 +120,6 @@ def _one_event(logger: Logger) -> Iterator[None]:
         writer.file_writer = file_writer
         for step, summary in event.summaries.items():
             file_writer.add_summary(summary, step)
-
-
-def _stock_writer(logger: Logger) -> Any:
-    """Return TensorBoard's writer if a logger has one and gives it nothing but a step's scalars."""
-    if not isinstance(logger, TensorBoardLogger):
-        return None
-    is_stock = type(logger).log_metrics is TensorBoardLogger.log_metrics
-    return logger.experiment if is_stock else None
 
 
 class _Event:

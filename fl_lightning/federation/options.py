@@ -214,10 +214,6 @@ class Options:
             ),
             *((n < 1, f"{name} must be at least 1, got {n}") for name, n in counts.items()),
             (
-                self.on_client_failure not in ("raise", "skip"),
-                f"on_client_failure must be raise or skip, got {self.on_client_failure!r}",
-            ),
-            (
                 self.min_replies < 1,
                 f"min_replies must be at least 1 client, got {self.min_replies}",
             ),

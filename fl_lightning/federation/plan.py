@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -187,9 +188,10 @@ class WorkPlan:
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
         """Yield its batches, built when they are needed; None for one without examples."""
-        for indices in work.order.split(work.sizes):
-            batch = self._data.train_batch(indices) if len(indices) else None
-            yield batch, len(indices)
+        return map(self._batch, work.order.split(work.sizes))
+
+    def _batch(self, indices: Tensor) -> SizedBatch:
+        return self._data.train_batch(indices) if len(indices) else None, len(indices)
 
     def batches_of_steps(self, work: ClientWork) -> list[int]:
         """Return how many batches each of a client's local steps takes; none reaches over epochs."""
@@ -202,10 +204,6 @@ class WorkPlan:
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
-        batches = self.batches(work)
-        if self._local_work.accumulate == 1:
-            for batch in batches:
-                yield (batch,)
-            return
+        left = iter(work.order.split(work.sizes))
         for count in self.batches_of_steps(work):
-            yield [next(batches) for _ in range(count)]
+            yield [self._batch(indices) for indices in islice(left, count)]

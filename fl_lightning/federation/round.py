@@ -78,6 +78,7 @@ class Round:
         self.clients, self.server, self.stages, self.memory = clients, server, stages, memory
         self._processes = processes
         self._skips_failures, self._min_replies = skips_failures, min_replies
+        self._parts = [part for part in (server, *stages) if isinstance(part, HasRoundState)]
         self.record = RoundRecord()
 
     def open(self, number: int) -> None:
@@ -86,7 +87,7 @@ class Round:
         began_at = before.began_at if before.ended_at is None else before.ended_at
         self.record = RoundRecord(began_at=began_at)
         self.memory.discard()
-        for stage in self.stages.having("open"):
+        for stage in self.stages.having["open"]:
             stage.open(number, self.server.model)
         self.server.open_round(number)
 
@@ -103,15 +104,17 @@ class Round:
             self.record.finish(lost, num_bytes=starts[0][0].num_bytes)
         for start, together in starts:
             with (
-                self._transaction() as transaction,
+                Transaction(self._parts, self.record, self.memory) as transaction,
                 closing(self.clients.train(start, together, transaction)) as sent_by_clients,
             ):
                 for sent in sent_by_clients:
                     if isinstance(sent, Missing):
                         self.skip(sent.failure)
+                        ended = [sent.failure.client_id]
                     else:
                         self._receive(sent)
-                    self.record.finish(sent.client_ids, num_bytes=sent.start.num_bytes)
+                        ended = sent.made.client_ids
+                    self.record.finish(ended, num_bytes=sent.start.num_bytes)
 
         self.record.means.reductions |= self.clients.collector.reductions
 
@@ -133,14 +136,20 @@ class Round:
         """Step the server.
 
         Raises:
-            RoundFailure: if too few clients sent a valid update.
+            RoundFailure: if too few clients sent a valid update, or none has trained.
         """
         self._check_replies()
-        for stage in self.stages.having("settle"):
+        for stage in self.stages.having["settle"]:
             stage.settle(self.record, self._processes)
         self.memory.commit()
+        has_replies = self.server.num_replies > 0
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))
-        for stage in self.stages.having("stepped"):
+        if has_replies and not self.record.update_norm and not self.record.means.names:
+            raise RoundFailure(
+                f"round {self.server.round_index}: no client has a loss, and the model has not moved: "
+                "have training_step return the loss of a batch; None skips the batch"
+            )
+        for stage in self.stages.having["stepped"]:
             stage.stepped(self.server.model.params)
 
     def _check_replies(self) -> None:
@@ -155,9 +164,5 @@ class Round:
 
     def close(self) -> None:
         """End the round."""
-        for stage in self.stages.having("close"):
+        for stage in self.stages.having["close"]:
             stage.close(self.record)
-
-    def _transaction(self) -> Transaction:
-        parts = [part for part in (self.server, *self.stages) if isinstance(part, HasRoundState)]
-        return Transaction(parts, self.record, self.memory)

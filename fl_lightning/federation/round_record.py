@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.metrics import ClientMeans
@@ -118,8 +118,12 @@ class RoundRecord:
     def twins(self) -> set[str]:
         """Names of the loss that training returned, if the module logs the same numbers under its own name."""
         own = self.means.by_client(_LOSS)
-        others = (n for n in self.means.names if n != _LOSS and "loss" in n.lower())
-        is_twin = any(_are_close(own, self.means.by_client(name)) for name in others)
+        names = (name for name in self.means.names if name != _LOSS and "loss" in name.lower())
+        others = map(self.means.by_client, names)
+        is_twin = any(
+            other.keys() == own.keys() and np.allclose([*other.values()], [*own.values()], atol=0)
+            for other in others
+        )
         return {_LOSS, f"{_LOSS}_std"} if is_twin else set()
 
     def facts(self) -> dict[str, float]:
@@ -180,12 +184,6 @@ class RoundRecord:
         record = cls()
         record.load_state_dict(state)
         return record
-
-
-def _are_close(a: dict[int, float], b: dict[int, float]) -> bool:
-    """Compare two metrics of clients, up to the rounding of float32 sums in another order."""
-    near = (math.isclose(x, b[k], rel_tol=1e-5) for k, x in a.items() if k in b)
-    return a.keys() == b.keys() and bool(a) and all(near)
 
 
 def _state(value: Any) -> Any:

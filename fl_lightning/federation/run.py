@@ -30,16 +30,14 @@ class GradientScale:
 
     Args:
         scaler: the precision plugin's, or None.
+
+    Attributes:
+        is_at_work: whether there is a scaler.
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
+        self._scaler, self.is_at_work = scaler, scaler is not None
         self._start: dict[str, Any] = self.present()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether there is a scaler."""
-        return self._scaler is not None
 
     def start_round(self) -> None:
         """Begin the round with the present scale."""

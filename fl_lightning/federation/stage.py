@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from inspect import isfunction
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -123,16 +123,6 @@ class Upload(NamedTuple):
     num_bytes: int = 0
     error: Tensor | None = None
 
-    @classmethod
-    def of(cls, updates: Updates, start: Start) -> Upload:
-        """Updates that leave their clients as these have made them."""
-        return cls(start, updates, updates)
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Ids of the clients, in the order of the updates."""
-        return self.made.client_ids
-
 
 class Missing(NamedTuple):
     """A client whose update cannot be used.
@@ -144,11 +134,6 @@ class Missing(NamedTuple):
 
     start: Start
     failure: ClientFailure
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Id of the client, alone in a list."""
-        return [self.failure.client_id]
 
 
 class Stage:
@@ -350,11 +335,16 @@ class SpansNetwork(Stage):
 
 
 class Stages(Iterable[Stage]):
-    """The stages of a run, in the order in which updates pass them."""
+    """The stages of a run, in the order in which updates pass them.
+
+    Attributes:
+        having: those that do something in a method, by the method's name.
+    """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
-        self._with: dict[str, list[Stage]] = {}
+        methods = [name for name, value in vars(Stage).items() if isfunction(value)]
+        self.having = {m: [s for s in self._stages if overridden(s, m)] for m in methods}
         self._correcting = [stage for stage in self._stages if isinstance(stage, Correcting)]
         self._learning = [s for s in self._stages if isinstance(s, Learning) and s.learns]
         self._keeping = [stage for stage in self._stages if isinstance(stage, KeepsTensors)]
@@ -366,12 +356,6 @@ class Stages(Iterable[Stage]):
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
-
-    def having(self, method: str) -> list[Stage]:
-        """Return those that do something in a method."""
-        if method not in self._with:
-            self._with[method] = [stage for stage in self._stages if overridden(stage, method)]
-        return self._with[method]
 
     @property
     def one_at_a_time(self) -> str | None:
@@ -388,42 +372,32 @@ class Stages(Iterable[Stage]):
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage of their work, in order."""
-        for stage in self.having("work"):
+        for stage in self.having["work"]:
             work = stage.work(work, record)
         return work
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return what clients get of the server's model."""
         found = [(Start(model, model), work)]
-        for stage in self.having("down"):
+        for stage in self.having["down"]:
             found = [piece for start, some in found for piece in stage.down(start, some)]
         return found
 
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what becomes of updates, each piece when it is asked for."""
         pieces: Iterable[Upload] = (upload,)
-        for stage in self.having("up"):
+        for stage in self.having["up"]:
             pieces = chain.from_iterable(map(stage.up, pieces))
         return pieces
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return what the server descends, in reverse order."""
         gradient: Tensor | None = aggregate
-        for stage in reversed(self.having("on_server")):
+        for stage in reversed(self.having["on_server"]):
             if gradient is None:
                 break
             gradient = stage.on_server(gradient)
         return gradient
-
-    def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Surrounds a client's turn in the module, in order."""
-        stages = self.having("around")
-        return _entered([partial(stage.around, turn) for stage in stages]) if stages else _NOTHING
-
-    def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Surrounds the local steps of a client, in order."""
-        stages = self.having("steps")
-        return _entered([partial(stage.steps, turn) for stage in stages]) if stages else _NOTHING
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
         """Find what a client learns from its own update; returns a function that stores all of it."""
@@ -454,15 +428,6 @@ class Stages(Iterable[Stage]):
 def overridden(stage: Stage, *names: str) -> list[str]:
     """Return which of some methods a stage has of its own."""
     return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
-
-
-@contextmanager
-def _entered(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
-    """Enter contexts in order, each made when those before it are entered; leave them together."""
-    with ExitStack() as stack:
-        for make in contexts:
-            stack.enter_context(make())
-        yield
 
 
 def check_same(what: str, saved: Any, present: Any) -> None:

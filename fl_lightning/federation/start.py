@@ -1,4 +1,7 @@
-"""How a fit starts: from options, a Trainer, a module and data to the rounds that the loop drives."""
+"""How a fit starts: from options, a Trainer, a module and data to the rounds that the loop drives.
+
+Privacy, of clients or of their single examples, is made here too, as it must know who trains when.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
@@ -22,18 +26,24 @@ from fl_lightning.federation.checks.fit import (
     check_shards,
     check_trainer_together,
 )
-from fl_lightning.federation.checks.privacy import check_trainer_private
+from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
+from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
-from fl_lightning.federation.stages.privacy_run import privacy_at_work
+from fl_lightning.federation.stages.privacy_ledger import PrivateStage
+from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.server import Server
+from fl_lightning.server.server import Server, as_aggregator
 
 
 def prepare(
@@ -139,3 +149,69 @@ def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> Non
     for owner in owners:
         cleanup.callback(GroupsPassBy(owner).remove)
     cleanup.callback(have_rounds_for_batches(trainer, rounds.run.groups))
+
+
+def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
+    """Return what makes a run's rounds private; None if nothing was asked for.
+
+    Args:
+        trainer: set up for fitting.
+        options: what was asked for.
+        calendar: who trains when.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for.
+    """
+    if (of_examples := options.example_privacy) is not None:
+        check_local_steps(trainer, calendar.accumulate)
+        return _example_rounds(trainer, of_examples, options, calendar)
+    if (of_clients := options.client_privacy) is not None:
+        return _private_rounds(trainer, of_clients, options, calendar)
+    return None
+
+
+def _private_rounds(
+    trainer: Trainer, privacy: Privacy, options: Options, calendar: Calendar
+) -> PrivateRounds:
+    aggregator = as_aggregator(options.aggregator)
+    secure = aggregator.noise_shares
+    fewest = None
+    if secure is not None and as_cohort(options.cohort).has_fixed_size:
+        fewest = secure.fewest_survivors(calendar.groups.num_clients)
+    run = _accounted(trainer, options, fewest_survivors=fewest)
+    return PrivateRounds(
+        privacy,
+        run,
+        Ranks(trainer),
+        exact=aggregator.exact,
+        secure=secure,
+        has_memory=options.clients_remember,
+        at_sites=options.clients_side is not None,
+    )
+
+
+def _example_rounds(
+    trainer: Trainer, privacy: ExampleDP, options: Options, calendar: Calendar
+) -> ExampleRounds:
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
+    return ExampleRounds(privacy, _accounted(trainer, options, local=local))
+
+
+def _accounted(
+    trainer: Trainer,
+    options: Options,
+    *,
+    local: LocalSampling | None = None,
+    fewest_survivors: int | None = None,
+) -> AccountedRun:
+    rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
+    return AccountedRun(
+        options.cohort,
+        num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+        num_rounds=None if rounds is None or rounds < 0 else rounds,
+        seed=options.seed,
+        num_coordinates=sum(p.numel() for p in params if p.requires_grad),
+        fewest_survivors=fewest_survivors,
+        local=local,
+    )

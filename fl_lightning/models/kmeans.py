@@ -81,8 +81,6 @@ class KMeans(LightningModule):
             if count is not None and count < 1:
                 raise ConfigurationError(f"KMeans: {name} must be at least 1, got {count}")
         check_seed("KMeans", seed)
-        if start not in ("clients", "common"):
-            raise ConfigurationError(f"KMeans: start must be clients or common, got {start!r}")
         generator = torch_generator(run_seed(seed), "k-means start")
         self.centroids = nn.Parameter(torch.randn(num_clusters, num_features, generator=generator))
         self.register_buffer("cluster_sizes", torch.zeros(num_clusters))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -60,7 +60,6 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rules = {
-            "kind": (self.kind in get_args(Kind), f"be one of {', '.join(get_args(Kind))}"),
             "warmup_rounds": (self.warmup_rounds >= 0, "be at least 0"),
             "step_every": (self.step_every >= 1, "be at least 1 round"),
             "step_factor": (0 < self.step_factor <= 1, "be in (0, 1]"),

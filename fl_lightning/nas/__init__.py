@@ -1,6 +1,6 @@
 """Neural architecture search: spaces, supernets, rules of relaxation, training-free searches, costs."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.nas.alpha_gradients import Gradient as Gradient
 from fl_lightning.nas.alpha_gradients import Reward as Reward
 from fl_lightning.nas.collapse import StopAtCollapse as StopAtCollapse
@@ -32,4 +32,4 @@ from fl_lightning.nas.sub_networks.methods import Sandwich as Sandwich
 from fl_lightning.nas.sub_networks.methods import Shrinking as Shrinking
 from fl_lightning.nas.supernet import Supernet as Supernet
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

@@ -174,14 +174,9 @@ class Gradient(AlphaGradient):
     Args:
         order: ``first``: at the current weights; ``finite``: after the next step of the weights, by
             finite differences; ``exact``: the same by differentiating twice.
-
-    Raises:
-        ConfigurationError: if there is no such order.
     """
 
     def __init__(self, order: Order = "first") -> None:
-        if order not in ("first", "finite", "exact"):
-            raise ConfigurationError(f"order must be first, finite or exact, got {order!r}")
         self._order: Order = order
         self.needs_weight_step = order != "first"
 

@@ -38,6 +38,9 @@ class GradientSignal:
 
     An α whose gradients have a signal to noise s needs about (3 / s)² steps to decide.
 
+    Attributes:
+        count: number of gradients.
+
     Example:
         >>> signal = GradientSignal()
         >>> for gradient in (1.0, 3.0):
@@ -47,15 +50,15 @@ class GradientSignal:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self._mean = self._squares = torch.zeros(())
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of a step (Welford 1962)."""
         gradient = gradient.detach().cpu().double()
-        self._count += 1
+        self.count += 1
         difference = gradient - self._mean
-        self._mean = self._mean + difference / self._count
+        self._mean = self._mean + difference / self.count
         self._squares = self._squares + difference * (gradient - self._mean)
 
     @property
@@ -64,25 +67,25 @@ class GradientSignal:
 
         It is NaN before two steps, and infinite if the gradients are equal.
         """
-        if self._count < 2:
+        if self.count < 2:
             return math.nan
-        error = float((self._squares.sum() / (self._count - 1) / self._count).sqrt())
+        error = float((self._squares.sum() / (self.count - 1) / self.count).sqrt())
         return float(self._mean.norm()) / error if error else math.inf
 
     @property
     def to_noise(self) -> float:
         """Signal to noise of a single gradient, without the noise of the mean; NaN before two steps."""
-        if self._count < 2:
+        if self.count < 2:
             return math.nan
-        return math.sqrt(max(0.0, self.standard_errors**2 - 1) / self._count)
+        return math.sqrt(max(0.0, self.standard_errors**2 - 1) / self.count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums."""
-        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+        return {"count": self.count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums."""
-        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+        self.count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
 
 
 @final

@@ -84,6 +84,15 @@ def check_image_size(side: int, images: Tensor) -> None:
         )
 
 
+def check_labels(num_classes: int, labels: Tensor) -> None:
+    """Raise ConfigurationError if a label is no class of the network."""
+    if len(labels) and int(labels.max()) >= num_classes:
+        raise ConfigurationError(
+            f"model.num_classes is {num_classes}, and there is a label {int(labels.max())}: set "
+            "num_classes to the number of classes of the data"
+        )
+
+
 def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> None:
     """Raise ConfigurationError if the rule or the penalty would have no effect on α."""
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):

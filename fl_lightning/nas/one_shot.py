@@ -27,7 +27,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
+from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size, check_labels
 from fl_lightning.nas.cost.cost import Measure
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -134,7 +134,7 @@ class OneShot(SharedWeights):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the sub-networks' losses; logs the accuracy of the first one."""
-        self.check_batch(batch)
+        self._check_shape(batch)
         images, labels = batch
         current = self._client
         accuracies: list[Tensor] = []
@@ -196,11 +196,15 @@ class OneShot(SharedWeights):
             handle.remove()
 
     def check_batch(self, batch: Any) -> None:
-        """Check that a batch has no halves and the right image size; `Federation` calls this before it trains.
+        """Check that a batch fits the network; `Federation` calls this before it trains.
 
         Raises:
             ConfigurationError: saying what to set.
         """
+        self._check_shape(batch)
+        check_labels(self.costs.num_classes, batch[1])
+
+    def _check_shape(self, batch: Any) -> None:
         if isinstance(batch, dict):
             raise ConfigurationError(
                 "OneShot learns from all training examples: leave data.search_fraction at 0"

@@ -10,7 +10,7 @@ At the end, in the run's folder:
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
 A search whose α has not decided says so: the operations' probabilities have 98 % of the largest entropy, or,
-if α is held, the mean gradient is below 2 of its standard errors.
+if α is held, the mean gradient is below 2 of its standard errors, which takes 10 steps of α to know.
 In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
 
 During the search a supernet normalises by its batch. In an evaluation the result would depend on the
@@ -48,8 +48,9 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.sub_networks.recalibration import Sums, normalised_by, recalibrated
 
-# Part of the largest entropy from which α has not decided, and standard errors below which it has not
-_UNDECIDED_ENTROPY, _UNDECIDED_ERRORS = 0.98, 2.0
+# Part of the largest entropy from which α has not decided, standard errors below which it has not, and the
+# steps of α that it takes to know them
+_UNDECIDED_ENTROPY, _UNDECIDED_ERRORS, _LEAST_STEPS = 0.98, 2.0, 10
 
 # Number of pictures of a run, evenly spaced
 _NUM_PICTURES = 20
@@ -173,7 +174,8 @@ class SearchReport(Callback):
             math.log(module.alpha.shape[1]),
         )
         why = ""
-        if module.alpha_held and errors < _UNDECIDED_ERRORS:
+        is_known = self._signal.count >= _LEAST_STEPS
+        if module.alpha_held and is_known and errors < _UNDECIDED_ERRORS:
             why = f"its mean gradient is {errors:.1f} standard errors from zero"
         elif not module.alpha_held and entropy > _UNDECIDED_ENTROPY * largest:
             why = f"its entropy is {entropy:.3f} of at most {largest:.3f} nats"

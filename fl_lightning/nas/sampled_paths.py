@@ -97,8 +97,6 @@ class HardGumbel(Relaxation):
     ) -> None:
         check_temperature("first_temperature", first_temperature)
         check_temperature("last_temperature", last_temperature)
-        if others not in ("bare", "all", "none"):
-            raise ConfigurationError(f"others must be bare, all or none, got {others!r}")
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
     def temperature(self, progress: float) -> float:
@@ -200,14 +198,9 @@ class BinaryGates(Relaxation):
 
     Args:
         paths: paths that run when α learns: ``two``, or ``all``, which needs the memory of all.
-
-    Raises:
-        ConfigurationError: if ``paths`` is neither.
     """
 
     def __init__(self, paths: Literal["two", "all"] = "two") -> None:
-        if paths not in ("two", "all"):
-            raise ConfigurationError(f"paths must be two or all, got {paths!r}")
         self._paths = paths
 
     def weights(

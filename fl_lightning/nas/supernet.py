@@ -49,6 +49,7 @@ from fl_lightning.nas.checks import (
     SEARCH_TRAITS,
     check_draws,
     check_image_size,
+    check_labels,
     check_learning,
     check_steps_once,
     check_weights_optimizer,
@@ -161,6 +162,10 @@ class Supernet(SharedWeights):
             recalibration_examples=recalibration_examples,
             seed=seed,
             rules={
+                f"channels must be at least 1, got {channels}": channels >= 1,
+                f"cells must be at least 1, got {cells}": cells >= 1,
+                f"in_channels must be at least 1, got {in_channels}": in_channels >= 1,
+                f"image_size must be at least 1 pixel, got {image_size}": image_size >= 1,
                 f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
                 f"alpha_from must be in [0, 1], got {alpha_from}": alpha_from is None
                 or 0 <= alpha_from <= 1,
@@ -314,11 +319,15 @@ class Supernet(SharedWeights):
     # Training: α on one half of a batch, then w on the other.
 
     def check_batch(self, batch: Any) -> None:
-        """Check that a batch has both halves; `Federation` calls this before it trains.
+        """Check that a batch has both halves, and its labels; `Federation` calls this before it trains.
 
         Raises:
-            ConfigurationError: saying how to get one, and for images of another size than was said.
+            ConfigurationError: saying what to set.
         """
+        self._check_halves(batch)
+        check_labels(self.shape["num_classes"], batch["train"][1])
+
+    def _check_halves(self, batch: Any) -> None:
         if not (isinstance(batch, Mapping) and batch.keys() == {"train", "search"}):
             raise ConfigurationError(
                 "a search needs two halves of the training data, one for the weights and one for the "
@@ -329,7 +338,7 @@ class Supernet(SharedWeights):
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
         """Step w and α, with both gradients taken before; returns the loss of w."""
-        self.check_batch(batch)
+        self._check_halves(batch)
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
         draws = self._draws(batch_idx)

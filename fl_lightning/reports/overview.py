@@ -95,7 +95,7 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     """Where a fit's numbers come from: date, data, model, algorithm, seed, versions, commit, machine."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
-    clients = f", {data.num_clients:,} clients" if isinstance(data, FederatedDataModule) else ""
+    clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
     federation = federation_of(trainer)
     seed = os.environ.get("PL_GLOBAL_SEED") if federation is None else federation.seed
     known = {

@@ -20,9 +20,9 @@ except ImportError as error:
         "SecureMean, 'fl-lightning[he]' for EncryptedMean"
     ) from error
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.secure.encrypted_mean import EncryptedMean as EncryptedMean
 from fl_lightning.secure.encryption.paillier import Paillier as Paillier
 from fl_lightning.secure.secure_mean import SecureMean as SecureMean
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

@@ -1,6 +1,10 @@
 """The server: aggregators, robust rules, attacks on them, server optimizers, asynchronous rules."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
+from fl_lightning.server.adapters import FedExLoRA as FedExLoRA
+from fl_lightning.server.adapters import FlexLoRA as FlexLoRA
+from fl_lightning.server.adapters import FLoRA as FLoRA
+from fl_lightning.server.adapters import HetLoRA as HetLoRA
 from fl_lightning.server.aggregator import Aggregator as Aggregator
 from fl_lightning.server.aggregator import WeightedMean as WeightedMean
 from fl_lightning.server.attacks import ALIE as ALIE
@@ -45,4 +49,4 @@ from fl_lightning.server.staleness import HingeStaleness as HingeStaleness
 from fl_lightning.server.staleness import PolynomialStaleness as PolynomialStaleness
 from fl_lightning.server.staleness import Staleness as Staleness
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

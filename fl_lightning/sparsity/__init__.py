@@ -1,6 +1,6 @@
 """Sparse training: masks calibrated from sensitivities, masked optimizers, task vectors, fitted heads."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.sparsity.calibration.calibrate import Calibration as Calibration
 from fl_lightning.sparsity.calibration.calibrate import calibrate as calibrate
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan as CalibrationPlan
@@ -51,4 +51,4 @@ from fl_lightning.sparsity.tasks.task_vectors import load_task_vector as load_ta
 from fl_lightning.sparsity.tasks.task_vectors import merge as merge
 from fl_lightning.sparsity.tasks.task_vectors import save_task_vector as save_task_vector
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

@@ -1,6 +1,6 @@
 """An update on its way from a client to the server."""
 
-from fl_lightning.core.public_names import exported
+from fl_lightning.core.kinds import exports
 from fl_lightning.updates.error_feedback import ErrorFeedback as ErrorFeedback
 from fl_lightning.updates.payload import Dense as Dense
 from fl_lightning.updates.payload import Payload as Payload
@@ -18,4 +18,4 @@ from fl_lightning.updates.transform import Chain as Chain
 from fl_lightning.updates.transform import Transform as Transform
 from fl_lightning.updates.transform import UpdateTransform as UpdateTransform
 
-__all__ = list(exported(__file__))
+__all__ = list(exports(__file__, globals()))

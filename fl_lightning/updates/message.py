@@ -36,7 +36,7 @@ from fl_lightning.core.plain_json import (
     fields_of,
     shown,
 )
-from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.updates.payload import Dense, Payload, layout_of, read_payload, tensors_of
 
 MessageKind = Literal["update", "model"]
@@ -277,10 +277,13 @@ def bytes_up(updates: ClientUpdate | Updates) -> int:
         >>> bytes_up(update)  # 4 bytes a number and 424 for everything else
         824
     """
-    updates = Updates.of(updates)
-    active = None if updates.active is None else updates.active[0]
-    delta = _shape(updates.deltas, active)
-    return _dense_size("update", delta, _shape(updates.buffers), tuple(updates.metrics))
+    if isinstance(updates, Updates):
+        deltas, active = updates.deltas, updates.active[0] if updates.active else None
+    else:
+        deltas, active = updates.delta, updates.active
+    size = deltas.shape[-1] if active is None else int(active.count_nonzero())
+    buffers = updates.buffers.shape[-1], updates.buffers.dtype
+    return _dense_size("update", (size, deltas.dtype), buffers, tuple(updates.metrics))
 
 
 def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) -> int:
@@ -291,12 +294,8 @@ def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) ->
         buffers: shape (b,).
         active: which coordinates the client needs, bool, shape (k,); None for all.
     """
-    return _dense_size("model", _shape(params, active), _shape(buffers), ())
-
-
-def _shape(vector: Tensor | LazyDeltas, active: Tensor | None = None) -> Shape:
-    size = vector.shape[-1] if active is None else int(active.count_nonzero())
-    return size, vector.dtype
+    size = params.shape[-1] if active is None else int(active.count_nonzero())
+    return _dense_size("model", (size, params.dtype), (buffers.shape[-1], buffers.dtype), ())
 
 
 @lru_cache(maxsize=256)

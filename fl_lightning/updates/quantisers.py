@@ -160,10 +160,6 @@ class Cast(Transform):
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ConfigurationError(f"dtype must be 'bfloat16' or 'float16', got {self.dtype!r}")
-
     @property
     def name(self) -> str:
         """What it is."""
@@ -261,8 +257,6 @@ class QSGD(InBlocks):
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
             raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
-        if self.norm not in ("max", "l2"):
-            raise ConfigurationError(f"norm must be 'max' or 'l2', got {self.norm!r}")
         checked_block(self.block)
 
     @property

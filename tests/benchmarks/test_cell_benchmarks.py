@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from small_sets import write_folder
 
-from benchmarks import supernet_rank, trained_search
+from benchmarks import cell_search, supernet_rank, trained_search, zero_cost
 from fl_lightning.nas import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import CELL_COLUMN, COLUMNS
 
@@ -46,6 +46,31 @@ def test_a_search_that_trains(files, monkeypatch, capsys, strategy, clients):
     cell = SPACE.parse(found["cell"])
     assert found["cifar10"] == 10 * cell.options.count("nor_conv_3x3")
     assert 0 <= found["score"] <= 1
+
+
+def test_searches_of_cells_are_looked_up(files, monkeypatch, capsys):
+    monkeypatch.setattr(cell_search, "_ROUNDS", 2)
+    monkeypatch.setattr(cell_search, "_STEPS", 1)
+    words = [*files, "--seeds", "0", "--searches", "GDAS", "--clients", "2 labels", "central"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+    cell_search.main()
+    *runs, _, _, row = capsys.readouterr().out.splitlines()
+    found = [json.loads(line) for line in runs]
+    counts = [10 * SPACE.parse(one["cell"]).options.count("nor_conv_3x3") for one in found]
+    assert [one["cifar10"] for one in found] == counts
+    assert row == f"| GDAS | {counts[0]:.1f} ± 0.0 | {counts[1]:.1f} ± 0.0 |"
+
+
+def test_the_largest_of_random_cells_are_the_best_where_accuracy_is_size(
+    files, monkeypatch, capsys
+):
+    words = [*files, "--num", "40", "--scores", "l2_norm"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+    zero_cost.main()
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines()[2:]]
+    mean = {name.strip(): float(value.split("±")[0]) for name, value in rows}
+    assert mean["params"] > mean["none"] + 5
+    assert mean["3x3 convolutions alone"] == 60
 
 
 def test_a_supernet_is_ranked(files, monkeypatch, capsys):

@@ -554,7 +554,7 @@ class Forward(Refused):
         ({"max_examples": 0}, "max_examples must be at least 1"),
         ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
         ({"per_client": True, "every_n_rounds": 1}, "finds its mask once"),
-        ({"head": "fit"}, "head must be train, freeze, or a fit"),
+        ({"head": "fit"}, "head must be one of 'train', 'freeze' or a HeadFit"),
         ({"mask_file": "m", "every_n_rounds": 2, "density": None}, "give density"),
     ],
 )

@@ -29,6 +29,8 @@ def test_latency_then_search_under_it(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "latency_ms" in said
     assert "held-out networks" in said
+    # no run is behind it, so that its file has no data
+    assert said.endswith("next:     fl-lightning fit --config YOURS.yaml --config best.yaml\n")
     rows = [line for line in said.splitlines() if line.startswith("|") and "~" not in line]
     assert max(map(len, rows)) <= 80
     content = yaml.safe_load((tmp_path / "best.yaml").read_text())
@@ -55,6 +57,7 @@ def test_latency_then_search_under_it(tmp_path, capsys):
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
         (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
         (["search", *SMALL, "--score", "accuracy"], "give --table"),
+        (["search", *SMALL, "--score", "accuracy+params"], "or several of them but accuracy"),
         (["search", *SMALL, "--images", "nowhere"], "images nowhere"),
         (
             ["search", *SMALL, "--images", ".", "--score", "params"],

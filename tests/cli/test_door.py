@@ -89,7 +89,7 @@ def answer(*words, folder="."):
         (["sweep", "--search", "quickstart"], "has no space of values to try", 2),
         (["configs", "copy", "fedprx"], "there is no 'fedprx'", 2),
         (["init", "my-project"], "cannot be the name of a Python package", 2),
-        (["init", "mine", "--template", "audio"], "one of images, text, tabular", 2),
+        (["init", "mine", "--template", "audio"], "one of images, text, tabular, llm", 2),
     ],
 )
 def test_what_needs_no_pytorch_is_said_without_it(words, said, code, tmp_path):

@@ -53,6 +53,15 @@ def test_what_the_compilers_backend_says_is_told():
         run.give_up(error)
 
 
+def test_the_compilers_explanation_is_told():
+    run = Compiled(Scaled(3).times)
+    error = RuntimeError(
+        "Reconstruction failure\n  Explanation: Dynamo cannot make x.\n  Hint: none"
+    )
+    with pytest.warns(UserWarning, match=r"Reconstruction failure; Dynamo cannot make x\.$"):
+        run.give_up(error)
+
+
 def test_a_changed_value_is_found_when_asked_for():
     scaled = Scaled(2)
     run = Compiled(scaled.times)

@@ -287,9 +287,9 @@ class TestPlainStep:
         for _ in range(2):
             train(trainer, trainer.read(), batches(1))
             assert seen == [0, 1, 2]  # every client sees the list of the round's start
-            trainer.keep_growth(trainer.growth)
+            trainer.keeps_lists = True
         trainer.restore(trainer.read())
-        trainer.show_growth()
+        trainer.show_lists()
         assert seen == [0, 1, 2, 0, 1, 2]
 
 

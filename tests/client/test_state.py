@@ -41,7 +41,6 @@ class Odd(nn.Module):
         self.nested = ([torch.zeros(1)], partial(max, [1]))
         self.draws = random.Random(0), np.random.default_rng(0), torch.Generator()
         self.method = Slotted().count
-        self.steps = (i for i in range(9))
         self.rows = self.layer.weight.data[0]
         self.closure = self.noted = []
         self.note = lambda: self.noted.append(1) or COUNTED.append(1)
@@ -105,12 +104,13 @@ def test_weights_are_not_attributes_whoever_looks_at_them():
     assert float(module.rows.detach().min()) == 3
 
 
-def test_a_generator_that_goes_on_is_refused():
+def test_an_iterator_is_refused():
     module = Odd()
-    state = Attributes(module)
-    next(module.steps)
-    with pytest.raises(ConfigurationError, match="keep a list and a position"):
-        state.put_back()
+    module.object.steps = iter([1, 2])
+    with pytest.raises(
+        ConfigurationError, match=r"self.object.steps .* keep a list and a position"
+    ):
+        Attributes(module)
 
 
 def test_what_is_outside_is_named_and_stays():

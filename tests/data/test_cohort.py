@@ -381,7 +381,10 @@ class TestWeightedCohorts:
         [
             (lambda: BySizeCohort(), "BySizeCohort needs either fraction or size"),
             (lambda: ByLossCohort(size=2, temperature=0), "temperature must be greater than 0"),
-            (lambda: ByLossCohort(size=2, losses="new"), "losses must be last_known or fresh"),
+            (
+                lambda: ByLossCohort(size=2, losses="new"),
+                "losses must be one of 'last_known', 'fresh'",
+            ),
             (lambda: ByLossCohort(size=2, loss_batches=0), "loss_batches must be at least 1"),
             (
                 lambda: PowerOfChoiceCohort(size=4, num_candidates=3).sample(0, population(9), 0),

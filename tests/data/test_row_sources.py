@@ -11,8 +11,7 @@ from torch.utils.data import RandomSampler
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
 from fl_lightning.data.columns import read_column
-from fl_lightning.data.sources.row_source import TensorRows
-from fl_lightning.data.sources.targets import Targets, column_of
+from fl_lightning.data.sources.rows import Targets, TensorRows, column_of
 
 
 def ready(source):

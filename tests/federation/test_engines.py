@@ -32,6 +32,9 @@ from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients import choice, trial
+from fl_lightning.federation.clients.engine_options import EngineOptions, trains_in_large_groups
+from fl_lightning.federation.clients.in_slots import fitting_slots
+from fl_lightning.federation.clients.spot_check import Rounding
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
@@ -171,10 +174,24 @@ def test_what_rounding_decides_is_no_reason_against_slots():
     expected, found = torch.ones(1000), torch.ones(1000)
     found[0] = -1
     for precision, is_close in (("32-true", False), ("bf16-mixed", True)):
-        assert trial.is_close(expected, found, precision) is is_close
-        assert trial.is_close(expected, expected, precision)
-        assert not trial.is_close(expected, 0.8 * expected, precision)
-        assert not trial.is_close(expected, torch.full((1000,), torch.nan), precision)
+        rounding = Rounding.of(precision, module)
+        assert trial.is_close(expected, found, rounding) is is_close
+        assert trial.is_close(expected, expected, rounding)
+        assert not trial.is_close(expected, 0.8 * expected, rounding)
+        assert not trial.is_close(expected, torch.full((1000,), torch.nan), rounding)
+
+
+def test_products_of_few_digits_are_no_reason_against_slots():
+    expected = torch.ones(1000)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")  # TF32, on a GPU
+        rounding = Rounding.of("32-true", nn.Linear(1, 1))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert trial.is_close(expected, 1.01 * expected, rounding)
+    assert not trial.is_close(expected, 1.03 * expected, rounding)
+    assert not trial.is_close(expected, 1.01 * expected, Rounding.of("32-true", nn.Linear(1, 1)))
 
 
 class Repeating(ToyModule):
@@ -481,6 +498,15 @@ class Hooked(ToyModule):
         pass
 
 
+class TooLarge(ToyModule):
+    """Raises what a GPU does, unless clients train one after the other."""
+
+    def training_step(self, batch, batch_idx):
+        if torch._C._functorch.is_functorch_wrapped_tensor(batch[0]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return super().training_step(batch, batch_idx)
+
+
 class Lion(ToyModule):
     def configure_optimizers(self):
         return torch.optim.RMSprop(self.parameters(), lr=1e-3)
@@ -498,6 +524,7 @@ class Lion(ToyModule):
         (Smoothed, "uses compute of MeanMetric 'metric'"),
         (Hooked, "Hooked defines on_after_backward"),
         (Lion, "RMSprop"),
+        (TooLarge, "too little memory for so many slots"),
     ],
 )
 def test_what_slots_cannot_run_is_named_and_trained_in_sequence(module, reason):
@@ -595,6 +622,28 @@ def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypat
     assert re.search(said, caplog.text)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "slots", "compiled"),
+    [
+        (torch.optim.SGD, 2_000_000, 4, 1),
+        (partial(torch.optim.SGD, momentum=0.9), 200_000, 16, 4),
+        (torch.optim.SGD, 48_670, 64, 16),
+        (torch.optim.SGD, 100, 128, 32),
+    ],
+)
+def test_slots_that_are_not_compiled_are_four_times_as_many(rule, size, slots, compiled):
+    trainer = toy_trainer()
+    trainer.strategy.optimizers = [rule(nn.Linear(1, 1).parameters(), lr=0.1)]
+    assert fitting_slots(trainer, size, compiled=False) == slots
+    assert fitting_slots(trainer, size, compiled=True) == compiled
+
+
+@pytest.mark.parametrize(("num_steps", "is_one"), [(499, False), (500, True)])
+def test_a_cohort_is_one_group_where_slots_are_tried(num_steps, is_one):
+    of_run = EngineOptions(), nn.Linear(2, 1), torch.device("cpu"), num_steps
+    assert trains_in_large_groups(*of_run) is is_one
 
 
 class Dropped:

@@ -151,7 +151,8 @@ ONE_BY_ONE = {"Ditto", "APFL"}  # clients take steps of their own
 def test_every_kind_of_part_ends_where_it_ends_on_the_cpu(part, engine):
     def trained(accelerator):
         seed_everything(0, verbose=False)
-        module = ToyModule(batch_norm=True)
+        # a bias ahead of batch norm has no gradient, but rounding has a sign
+        module = ToyModule(batch_norm=part != "signs")
         options = {"accelerator": accelerator, "devices": 1}
         federation = Federation(seed=0, engine=engine, spot_check=1.0, **PARTS[part])
         trainer = toy_trainer(federation, precision="64-true", **options)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
 from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.federation.hooks import STEP_HOOKS
 from fl_lightning.updates.message import bytes_down
@@ -256,6 +256,17 @@ def test_a_step_that_returns_none_is_skipped():
 
     _, federation = fit(SkipsFirst(), federation=Federation(local_steps=2))
     assert federation.rounds.record.num_sampled == 6
+
+
+def test_a_module_that_never_returns_a_loss_ends_the_first_round():
+    class Silent(ToyModule):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(
+        RoundFailure, match="round 0: no client has a loss, and the model has not moved"
+    ):
+        fit(Silent(), federation=Federation(local_steps=2))
 
 
 def test_frozen_parameters_neither_move_nor_travel():

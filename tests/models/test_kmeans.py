@@ -24,6 +24,11 @@ def iris(num_clients=5, **options):
     return FederatedDataModule(Iris(seed=0), num_clients=num_clients, seed=0, **options)
 
 
+def whole(rows):
+    """All vectors and species of a set."""
+    return rows.gather(torch.arange(len(rows)))
+
+
 def fit(module, data, *callbacks, max_epochs=3, ckpt_path=None, devices=1, **options):
     seed_everything(1, verbose=False)
     federation = Federation(**{"local_epochs": 3, "seed": 1, **options})
@@ -39,7 +44,7 @@ def test_one_client_is_lloyd():
     """Ten local steps on the whole set end where scikit-learn does from the same start."""
     data = iris(num_clients=1)
     data.setup("fit")
-    vectors = data.source.train_set.tensors[0]
+    vectors = whole(data.source.train_set)[0]
     module = KMeans(3, 4, start="common")
     module.centroids.data.copy_(vectors[[0, 40, 80]])
     start = vectors[[0, 40, 80]].double().numpy()
@@ -54,7 +59,7 @@ def test_central_training_needs_nothing_else():
     data = Iris(seed=0)
     data.setup("fit")
     module = KMeans(3, 4, start="common")
-    module.centroids.data.copy_(data.train_set.tensors[0][[0, 40, 80]])
+    module.centroids.data.copy_(whole(data.train_set)[0][[0, 40, 80]])
     trainer = toy_trainer(max_epochs=20, log_every_n_steps=1)
     trainer.fit(module, datamodule=data)
     assert float(trainer.callback_metrics["val/v_measure"]) > 0.6
@@ -63,7 +68,7 @@ def test_central_training_needs_nothing_else():
 def test_scores_are_those_of_scikit_learn():
     module, data = KMeans(3, 4), iris()
     trainer = fit(module, data, aggregator=ClusterFedAvg(3))
-    vectors, labels = data.source.val_set.tensors
+    vectors, labels = whole(data.source.val_set)
     found = module(vectors)
     for name, score in {
         "homogeneity": oracle.homogeneity_score,
@@ -165,7 +170,9 @@ def test_an_update_need_not_be_a_gradient_step():
 def test_refuses():
     with pytest.raises(ConfigurationError, match="num_clusters must be at least 1, got 0"):
         KMeans(0, 4)
-    with pytest.raises(ConfigurationError, match="start must be clients or common, got 'far'"):
+    with pytest.raises(
+        ConfigurationError, match="start must be one of 'clients', 'common', got the text 'far'"
+    ):
         KMeans(3, 4, start="far")
     with pytest.raises(ConfigurationError, match="Iris: batch_size must be at least 1"):
         Iris(batch_size=0)

@@ -301,7 +301,9 @@ def test_values_out_of_range():
         one_shot(RESNET, Shrinking((1, 2)))
     with pytest.raises(ConfigurationError, match="num_drawn must be at least 1, got 0"):
         RandomPath(0)
-    with pytest.raises(ConfigurationError, match="keep must be best or worst, got 'good'"):
+    with pytest.raises(
+        ConfigurationError, match="keep must be one of 'best', 'worst', got the text 'good'"
+    ):
         Attentive("good")
 
 

@@ -131,7 +131,7 @@ def test_refusals():
         fitted(one_shot(capability=WEAK), data(2), Federation(local_steps=1))
     with pytest.raises(ConfigurationError, match="shares must be 2 numbers from 0"):
         DeviceClasses([0.1, 0.2], [0.5, 0.6])
-    with pytest.raises(ConfigurationError, match="measure must be one of flops"):
+    with pytest.raises(ConfigurationError, match=r"measure must be one of .flops."):
         DeviceClasses([0.1], measure="watts")
 
 

@@ -10,11 +10,15 @@ from nas_bench_201_costs import benchmark_flops, benchmark_params
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.search.proxies import (
     PROXIES,
+    MeanRank,
     ProxyScore,
     builder,
+    grad_norm,
     jacov,
+    l2_norm,
     naswot,
     noise_batch,
     snip,
@@ -52,6 +56,29 @@ def test_snip_of_a_linear_layer():
     assert network.weight.grad is None
 
 
+def test_norms_of_layers():
+    # p = 1/2: the gradient is -x/2 in row 0 and x/2 in row 1
+    network = nn.Sequential(linear([3.0], [4.0]))
+    network.append(linear([1.0, 0.0], [0.0, 1.0]))
+    assert l2_norm(network, torch.zeros(1, 1), torch.zeros(1)) == pytest.approx(5 + 2**0.5)
+    flat = linear([2.0, 2.0], [2.0, 2.0])
+    value = grad_norm(flat, torch.tensor([[3.0, 4.0]]), torch.tensor([0]))
+    assert value == pytest.approx((2 * (0.5 * 5) ** 2) ** 0.5)
+    assert flat.weight.grad is None
+
+
+def test_a_mean_rank_is_that_of_a_sort():
+    space = NASBench201()
+    size = lambda cell: float(sum(cell.choices))
+    first = lambda cell: float(cell.choices[0])
+    score = MeanRank([size, first], space, num_others=50, seed=1)
+    generator = torch_generator(1, "mean rank")
+    others = list(dict.fromkeys(space.sample(generator) for _ in range(200)))[:50]
+    for cell in others[:10]:
+        ranks = [sum(f(one) < f(cell) for one in others) / 50 for f in (size, first)]
+        assert score(cell) == pytest.approx(sum(ranks) / 2)
+
+
 def test_naswot_counts_activations_that_agree():
     # signs of x: (+, -) and (+, +): one of two units agrees; K = (2, 1; 1, 2), det 3
     images = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
@@ -60,7 +87,7 @@ def test_naswot_counts_activations_that_agree():
     assert naswot(nn.Sequential(nn.ReLU(inplace=True)), same, torch.zeros(2)) == -math.inf
 
 
-@pytest.mark.parametrize("name", ["naswot", "jacov", "snip"])
+@pytest.mark.parametrize("name", ["naswot", "jacov", "snip", "grad_norm"])
 def test_a_single_image_is_refused_where_it_tells_nothing(name):
     network = nn.Sequential(linear([1.0, 2.0]), nn.BatchNorm1d(1), nn.ReLU())
     with pytest.raises(

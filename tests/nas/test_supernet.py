@@ -340,6 +340,17 @@ def test_a_warm_up_of_all_operations_is_that_of_darts():
     assert not torch.equal(gdas[1], gdas[2])
 
 
+@pytest.mark.parametrize(("rounds", "says"), [(9, False), (30, True)])
+def test_a_held_alpha_has_not_decided_if_its_gradients_are_noise(caplog, rounds, says):
+    caplog.set_level("INFO")
+    module = supernet(TwoLayers(), alpha_held=True)
+    generator = torch.Generator().manual_seed(1)
+    noise = lambda *given: {"alpha": torch.randn(1, 2, generator=generator)}
+    module._alpha_gradients = noise
+    fitted(module, data(vectors(), 1, 60), rounds=rounds)
+    assert ("alpha has not decided: its mean gradient is" in caplog.text) == says
+
+
 @pytest.mark.parametrize("steps", [0, 1], ids=["central", "federated"])
 def test_held_alpha_adds_up_gradients_at_equal_weights(steps):
     """With SGD for α, α ends at its start minus the rate times the sum of gradients at α = 0."""

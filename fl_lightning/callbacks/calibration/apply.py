@@ -16,7 +16,6 @@ from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.sparsity.heads import HeadFit
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.masks.maskable import freeze_masked, maskable_names
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
@@ -168,7 +167,6 @@ MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 
 def check_options(
-    head: str | HeadFit,
     max_examples: int | None,
     every_n_rounds: int | None,
     mask_file: str | None,
@@ -180,11 +178,6 @@ def check_options(
         ConfigurationError: with all of them.
     """
     issues = []
-    if isinstance(head, str) and head not in ("train", "freeze"):
-        issues.append(
-            f"head must be train, freeze, or a fit such as fl_lightning.sparsity.RidgeHead, got "
-            f"{head!r}"
-        )
     if max_examples is not None and max_examples < 1:
         issues.append(f"max_examples must be at least 1, got {max_examples}; leave it out for all")
     if every_n_rounds is not None and every_n_rounds < 1:

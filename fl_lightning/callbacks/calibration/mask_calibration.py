@@ -138,7 +138,7 @@ class MaskCalibration(Callback):
     ) -> None:
         super().__init__()
         calibrates = mask_file is None or every_n_rounds is not None
-        check_options(head, max_examples, every_n_rounds, mask_file, per_client)
+        check_options(max_examples, every_n_rounds, mask_file, per_client)
         self._plan: CalibrationPlan | None = None
         if calibrates:
             self._plan = CalibrationPlan(

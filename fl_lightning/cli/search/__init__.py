@@ -35,6 +35,7 @@ from fl_lightning.nas.search.problem import (
 from fl_lightning.nas.search.proxies import (
     PROXIES,
     CostScore,
+    MeanRank,
     ProxyScore,
     TableScore,
     builder,
@@ -47,7 +48,8 @@ from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.screen import markdown
 
 StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
-ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
+_SIZES = ("params", "flops")
+_SCORES = (*PROXIES, *_SIZES, "accuracy")
 
 _STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
     "random": lambda measure: strategies.RandomSearch(),
@@ -91,11 +93,11 @@ def _add_supernet(options: Any) -> None:
 def _add_score(options: Any) -> None:
     options.add_argument(
         "--score",
-        type=ScoreName | None,
+        type=str | None,
         default=None,
-        help="What is maximised: a proxy of fresh networks, their size, or accuracy: that in --table, or "
-        "with --ckpt_path that of the supernet's parts. If null accuracy with one of these two, else "
-        "synflow.",
+        help=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
+        "these as synflow+params, which is the mean of their ranks; or accuracy: that in --table, or with "
+        "--ckpt_path that of the supernet's parts. If null accuracy with one of these two, else synflow.",
     )
     options.add_argument(
         "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
@@ -184,13 +186,19 @@ def search(
 
 
 def _check_sources(given: Any) -> None:
-    """Refuse a table or images that the score would not read."""
+    """Refuse unknown scores, and a table or images that the score would not read."""
+    names = given.score.split("+")
+    if set(names) - set(_SCORES) or ("accuracy" in names and len(names) > 1):
+        raise ConfigurationError(
+            f"score must be one of {', '.join(_SCORES)}, or several of them but accuracy, joined by +; got "
+            f"{given.score!r}"
+        )
     if given.table is not None and given.score != "accuracy":
         raise ConfigurationError(
             f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
             "accuracy"
         )
-    if given.images is not None and given.score not in PROXIES:
+    if given.images is not None and not set(names) & set(PROXIES):
         raise ConfigurationError(
             f"images: a search by --score {given.score} does not see them: leave them out, or give "
             f"--score as one of {', '.join(PROXIES)}"
@@ -235,9 +243,17 @@ def _search(
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
     """Objective of a search without a trained supernet."""
-    if given.score in ("params", "flops"):
-        return CostScore(costs, given.score)
-    if given.score == "accuracy":
+    names = given.score.split("+")
+    if len(names) > 1:
+        every = [_one_objective(given, networks, costs, name) for name in names]
+        return MeanRank(every, networks.space, seed=given.seed)
+    return _one_objective(given, networks, costs, names[0])
+
+
+def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> Objective:
+    if name in _SIZES:
+        return CostScore(costs, name)
+    if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
                 "score accuracy needs the truth of NAS-Bench-201: give --table"
@@ -255,7 +271,7 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
         else folder_batch(given.images, given.batch_size, **shape)
     )
     build = builder(networks.space, **networks.options)
-    return ProxyScore(PROXIES[given.score], build, *batch, seed=given.seed)
+    return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
 
 
 def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
@@ -317,16 +333,17 @@ def _report(
     findings.write_evaluated(out / "evaluated.csv", result)
     findings.draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
-    notes = [] if table is None else [f"latency_ms on {table}"]
-    findings.export(target, best, configuration(best.architecture), notes)
+    found = configuration(best.architecture)
+    findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
     print(markdown(*findings.front_rows(result, measure, given.score)))
-    scored, budget = len(result.evaluated), result.budget
-    more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
-    print(f"\nscored:   {scored} networks of {networks.space.name}{more}")
+    is_all = len(result.evaluated) == result.budget
+    more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
+    print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
     print(f"          {given.score} {best.score:.6g}, {costs}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/evaluated.csv, front.png, front.svg")
-    print(f"network:  {target}, for fl-lightning fit --config")
+    data = [] if "data" in found else ["--config YOURS.yaml"]  # the search knew none
+    print("next:     fl-lightning fit", *data, "--config", target)

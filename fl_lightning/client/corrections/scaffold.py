@@ -79,10 +79,6 @@ class Scaffold(Correction):
         ways = {Trait.RETURNED_LOSS: "set its option to II"}
         return super().traits | OF_LOSSES | Traits(needs=taken, instead=ways)
 
-    def __post_init__(self) -> None:
-        if self.option not in ("I", "II"):
-            raise ConfigurationError(f"Scaffold: option must be I or II, got {self.option!r}")
-
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse, for option II, what is not SGD."""
         if self.option == "I":

@@ -1,14 +1,13 @@
-"""The state of a client: what it begins with, whoever trained before it in the same module.
+"""The attributes of a client's state, which every client finds as the round began, whoever trained before it.
 
 *Tensors and attributes of the module are the client's, everything else is yours.*
 
-Attributes are those of the module and its parts, with all that they hold: lists, dicts, objects,
-tensors, arrays, generators of random numbers; not metrics, data sets, loaders and objects of torch and
-Lightning. They are noted once per round and put back before every client, in place: a hook that
-appends to a list of the module's goes on with the same list.
+Attributes are those of the module and its parts, with all that they hold: lists, dicts, objects, tensors,
+arrays, generators of random numbers; not metrics, data sets, loaders and objects of torch and Lightning.
+They are noted once per round and put back before every client, in place: whoever else holds a list of the
+module's, such as a hook, goes on with the same list. An iterator cannot be wound back and is refused.
 
-Global names, closures and attributes of classes are never put back. `Attributes.changes` can name those
-that a step writes.
+Global names, closures and attributes of classes are never put back; a rehearsal tells which a step writes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import copyreg
 import random
 import sys
 import types
-import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -33,37 +32,26 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.client.state.places import MISSING, Place, Value
+from fl_lightning.client.state.tensors import same_value
 from fl_lightning.core.errors import ConfigurationError
 
 # What torch keeps of a module; hooks are not what a step computes.
-_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+_TORCHS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType)
-_LIBRARIES = frozenset(
-    [
+_CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, type)
+# Whose objects hold nothing of the user's, but for some.
+_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
+    *(
         "fl_lightning",
         "jsonargparse",
         "lightning",
         "lightning_fabric",
-        "matplotlib",
-        "mlflow",
-        "numpy",
-        "pandas",
-        "PIL",
         "pytorch_lightning",
-        "scipy",
-        "sklearn",
-        "tensorboard",
         "torch",
-        "torchmetrics",
-        "torchvision",
-        "tqdm",
-        "wandb",
-        *(sys.stdlib_module_names - {"__main__"}),
-    ]
-)
-# of which objects hold what the user keeps in them
+    ),
+    *("torchmetrics", "torchvision", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL"),
+    *("mlflow", "tensorboard", "wandb", "tqdm"),
+}
 _BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distributions")
 _GENERATORS: tuple[tuple[type, Any, Any], ...] = (
     (random.Random, random.Random.getstate, random.Random.setstate),
@@ -75,8 +63,74 @@ _GENERATORS: tuple[tuple[type, Any, Any], ...] = (
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 )
+_MISSING = object()
 # What lists got, by the number of their place.
 Growth = list[tuple[int, Any]]
+_Inside = Iterable[tuple[Any, Any]]
+
+
+@dataclass
+class _Noted:
+    """Something that changes in place, and what it held.
+
+    Attributes:
+        path: where it is.
+        read: returns what it holds now.
+        write: puts back what it held; None for what is outside of the attributes.
+        before: what it held.
+        held: a container, whose entries are compared by identity; None for a value, which is compared as
+            a whole.
+        has_names: whether its keys are names of attributes, whose order does not matter.
+        is_part: whether some of its entries are somebody else's.
+    """
+
+    path: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object] | None
+    before: Any = _MISSING
+    held: Any = None
+    has_names: bool = False
+    is_part: bool = False
+
+    def __post_init__(self) -> None:
+        self.before = self.read() if self.before is _MISSING else self.before
+
+    def is_same(self) -> bool:
+        """True if a container holds the very same objects, or a value is equal."""
+        now, before = self.read(), self.before
+        if self.held is None or isinstance(before, set):
+            return same_value(now, before)
+        if isinstance(before, dict):
+            if now.keys() != before.keys() or (not self.has_names and [*now] != [*before]):
+                return False
+            now, before = [now[key] for key in before], before.values()
+        return len(now) == len(before) and all(map(is_, now, before))
+
+    def differences(self) -> list[str]:
+        now, before = self.read(), self.before
+        if not self.has_names:
+            return [] if same_value(now, before) else [_described(self.path, before, now)]
+        pairs = ((k, before.get(k, _MISSING), now.get(k, _MISSING)) for k in {**before, **now})
+        return [_described(f"{self.path}.{k}", b, n) for k, b, n in pairs if not same_value(n, b)]
+
+    def growth(self) -> Any:
+        """Items appended to a list, or lists under new keys of a dict, if nothing else changed."""
+        now, before = self.read(), self.before
+        if isinstance(self.held, list):
+            return now[len(before) :] if all(map(is_, now, before)) else None
+        if not isinstance(self.held, dict) or self.has_names:
+            return None
+        new = {key: value for key, value in now.items() if key not in before}
+        kept = all(now.get(key, _MISSING) is value for key, value in before.items())
+        return new if kept and all(type(value) is list for value in new.values()) else None
+
+    def grow(self, added: Any) -> None:
+        """Append what `growth` returned."""
+        if isinstance(self.held, list):
+            list.extend(self.held, added)
+        else:
+            for key, items in added.items():
+                dict.__setitem__(self.held, key, [*self.held.get(key, ()), *items])
 
 
 class Attributes:
@@ -86,8 +140,11 @@ class Attributes:
         module: whose attributes.
         ignore: names of attributes of the module, and of parts of its kind, that are no concern of
             the user's, e.g. Lightning's ``_trainer``.
-        outside: find other changes as well: flags of parameters, Python's and NumPy's generators, and
-            globals, closures and class attributes that methods name, which are never put back.
+        outside: find other changes as well: which parameters train, Python's and NumPy's generators,
+            and globals, closures and class attributes that functions name, which are never put back.
+
+    Raises:
+        ConfigurationError: if an attribute is an iterator.
 
     Example:
         >>> module = nn.Linear(1, 1)
@@ -105,242 +162,237 @@ class Attributes:
     def __init__(
         self, module: nn.Module, *, ignore: Collection[str] = (), outside: bool = False
     ) -> None:
-        self._module, self._ignore, self._outside = module, frozenset(ignore), outside
-        self._kinds = tuple(kind for kind in type(module).__mro__ if _is_lightnings(kind))
-        self._places, self._values = list[Place](), list[Value]()
+        self._ignore = frozenset(ignore)
+        self._kinds = (type(module), *filter(_is_lightnings, type(module).__mro__))
         tensors = [*module.parameters(), *module.buffers()]
         self._seen: dict[int, Any] = {id(tensor): tensor for tensor in tensors}  # kept alive
         self._memory = {_memory(tensor) for tensor in tensors} - {0}
-        # what is the module's comes first: it is put back, whoever else holds it
-        self._waiting = deque[tuple[str, Any]](), deque[tuple[str, Any]]()
-        self._later("self", module)
-        while waiting := self._waiting[0] or self._waiting[1]:
-            self._look_at(*waiting.popleft(), waiting is self._waiting[1])
+        self._noted: list[_Noted] = []
+        self._walk([("self", module)])
         if outside:
-            for name, param in module.named_parameters():
-                read = partial(getattr, param, "requires_grad")
-                self._add(f"self.{name}.requires_grad", read, param.requires_grad_)
-            self._add("Python's random", random.getstate, random.setstate)
-            read_numpy = partial(np.random.get_state, legacy=False)
-            self._add("NumPy's random", read_numpy, np.random.set_state)
+            self._note_generators(module)
+            self._note_outside()
         # one pass in C over the entries of all containers tells that nothing has changed
-        self._odd = [place for place in self._places if place.ignore]
-        self._held = [place.held for place in self._places if not place.ignore]
-        self._sizes = [*map(len, self._held)]
+        self._rest = [each for each in self._noted if each.held is None or each.is_part]
+        whole = [each for each in self._noted if each.held is not None and not each.is_part]
+        self._views = [n.held.values() if isinstance(n.held, dict) else n.held for n in whole]
         # names of attributes do not change alone
-        keyed = [p.held for p in self._places if not p.has_attributes]
-        dicts = [held.values() for held in self._held if isinstance(held, dict)]
-        self._views = [*dicts, *keyed]
-        self._lists = [(i, p) for i, p in enumerate(self._places) if not p.has_attributes]
-        self._entries = [*chain.from_iterable(self._views)]
-
-    def _has_same_entries(self) -> bool:
-        return (
-            [*map(len, self._held)] == self._sizes
-            and all(map(is_, chain.from_iterable(self._views), self._entries))
-            and all(place.is_same() for place in self._odd)
-        )
+        self._views += [n.held for n in whole if isinstance(n.held, dict) and not n.has_names]
+        self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
         """True if every object is the very same, not only equal."""
-        return self._has_same_entries() and all(value.is_same() for value in self._values)
+        return (
+            [*map(len, self._views)] == self._sizes
+            and all(map(is_, chain.from_iterable(self._views), self._entries))
+            and all(each.is_same() for each in self._rest)
+        )
 
     def changes(self) -> list[str]:
         """Descriptions of what differs now; [] if nothing does."""
-        kept: list[Place | Value] = [*self._places, *self._values]
-        return [words for each in kept if not each.is_same() for words in each.differences()]
+        return _differences(self._noted)
 
     def changes_outside(self) -> list[str]:
         """Those of `changes` that are never put back: globals, closures, class attributes."""
-        kept: list[Place | Value] = [place for place in self._places if place.is_users]
-        kept += [value for value in self._values if value.write is None]
-        return [words for each in kept if not each.is_same() for words in each.differences()]
+        return _differences(each for each in self._noted if each.write is None)
 
     def put_back(self) -> None:
-        """Put everything back in place, which costs next to nothing if nothing has changed.
-
-        Raises:
-            ConfigurationError: if an iterator has gone on, which cannot be wound back.
-        """
-        for value in self._values:
-            if value.write is not None and not value.is_same():
-                value.write(value.before)
-        if not self._has_same_entries():
-            for place in reversed(self._places):  # what is inside first
-                if not place.is_users and not place.is_same():
-                    place.put_back()
+        """Put everything back in place; `is_same` tells at next to no cost whether there is anything."""
+        for each in self._noted:
+            if each.write is not None and not each.is_same():
+                each.write(each.before)
 
     def growth(self) -> Growth:
         """Items appended to lists that begin as they did, and lists under new keys."""
-        return [
-            (index, added)
-            for index, place in self._lists
-            if len(place.held) > len(place.before)
-            and not place.is_users
-            and (added := place.growth())
-        ]
+        own = [(i, each) for i, each in enumerate(self._noted) if each.write is not None]
+        return [(index, added) for index, each in own if (added := each.growth())]
 
     def grow(self, growth: Growth) -> None:
         """Append to lists what `growth` returned, perhaps several times."""
         for index, added in growth:
-            self._places[index].grow(added)
+            self._noted[index].grow(added)
 
-    def _later(self, path: str, value: Any, is_users: bool = False) -> None:
-        if type(value) not in _ATOMS and value is not MISSING:
-            self._waiting[is_users].append((path, value))
+    def _walk(self, waiting: list[tuple[str, Any]]) -> None:
+        """Note what some values hold, and what that holds in turn."""
+        while waiting:
+            path, value = waiting.pop()
+            if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
+                continue
+            self._seen[id(value)] = value
+            looks = (look for kinds, look in _LOOKS if isinstance(value, kinds))
+            inside = next(looks, Attributes._look_at_object)(self, path, value)
+            waiting += [(f"{path}.{name}", each) for name, each in reversed([*inside])]
 
-    def _add(self, path: str, read: Any, write: Any, before: Any = MISSING) -> None:
-        self._values.append(Value(path, read, write, read() if before is MISSING else before))
+    def _note(self, path: str, read: Any, write: Any, **more: Any) -> _Noted:
+        self._noted.append(_Noted(path, read, write, **more))
+        return self._noted[-1]
 
-    def _add_place(self, place: Place, names: Collection[str] = ()) -> None:
-        self._places.append(place)
-        is_dict = isinstance(place.before, dict)
-        for key, value in place.before.items() if is_dict else enumerate(place.before):
-            if not is_dict or key not in names:
-                self._later(f"{place.path}.{key}", value, place.is_users)
-
-    def _look_at(self, path: str, value: Any, is_users: bool) -> None:
-        if id(value) in self._seen or isinstance(value, _CLOSED):
-            return
-        self._seen[id(value)] = value
-        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), "object")
-        getattr(self, f"_look_at_{look}")(path, value, is_users)
-
-    def _look_at_tensor(self, path: str, tensor: Tensor, is_users: bool) -> None:
+    def _look_at_tensor(self, path: str, tensor: Tensor) -> _Inside:
         if _memory(tensor) in self._memory:
-            return  # a parameter or buffer, seen another way
+            return ()  # a parameter or buffer, seen another way
         before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        write = None if is_users else partial(_write_tensor, tensor)
-        self._add(path, lambda: tensor, write, before)
+        self._note(path, lambda: tensor, partial(_write_tensor, tensor), before=before)
         if tensor.is_leaf:
-            write = None if is_users else partial(setattr, tensor, "grad")
-            self._add(f"{path}.grad", lambda: tensor.grad, write)
+            self._note(f"{path}.grad", lambda: tensor.grad, partial(setattr, tensor, "grad"))
+        return ()
 
-    def _look_at_array(self, path: str, array: Any, is_users: bool) -> None:
+    def _look_at_array(self, path: str, array: Any) -> _Inside:
         if array.flags.writeable:
             write = partial(array.__class__.__setitem__, array, ...)
-            self._add(path, lambda: array, None if is_users else write, array.copy())
+            self._note(path, lambda: array, write, before=array.copy())
+        return ()
 
-    def _look_at_scripted(self, path: str, module: Any, is_users: bool) -> None:
+    def _look_at_scripted(self, path: str, module: Any) -> _Inside:
         """A scripted module keeps attributes where Python cannot look."""
         own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         for name in module._concrete_type.get_attributes().keys() - own:
-            before = copy.deepcopy(module._c.getattr(name))
-            write = partial(module._c.setattr, name)
-            self._add(f"{path}.{name}", partial(module._c.getattr, name), write, before)
-        for name, part in module.named_children():
-            self._later(f"{path}.{name}", part)
+            read, write = partial(module._c.getattr, name), partial(module._c.setattr, name)
+            self._note(f"{path}.{name}", read, write, before=copy.deepcopy(read()))
+        return module.named_children()  # type: ignore[no-any-return]
 
-    def _look_at_module(self, path: str, module: nn.Module, is_users: bool) -> None:
+    def _look_at_module(self, path: str, module: nn.Module) -> _Inside:
+        # the older weight norm and pruning set an attribute in every forward, as they need it
         hooks = module._forward_pre_hooks.values()
         torchs = [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
-        # the older weight norm and pruning set an attribute in every forward, as they need it
         ignore = {getattr(h, "name", getattr(h, "_tensor_name", "")) for h in torchs}
-        if module is self._module or isinstance(module, self._kinds):
-            ignore |= self._ignore
-        own = vars(module)
-        ignore |= _TORCHS if ignore else set()  # which are the same objects for ever
-        self._add_place(Place(path, own, is_users, ignore, has_attributes=True), _TORCHS)
-        for members in (own["_parameters"], own["_buffers"], own["_modules"]):
-            self._add_place(Place(path, members, is_users, has_attributes=True))
-        self._look_at_kinds(type(module))
+        ignore |= self._ignore if isinstance(module, self._kinds) else set()
+        inside = self._note_attributes(path, vars(module), ignore)
+        return [(name, value) for name, value in inside if name not in _TORCHS]
 
-    def _look_at_container(self, path: str, held: Any, is_users: bool) -> None:
-        self._add_place(Place(path, held, is_users))
-        if type(held).__module__ != "collections":
-            self._look_at_object(path, held, is_users)
+    def _look_at_container(self, path: str, held: Any) -> _Inside:
+        """Not by the class's own methods, which may do more than to set an entry."""
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(held, kind))
+        read, write = _CONTAINERS[kind]
+        self._note(path, partial(read, held), partial(write, held), held=held)
+        inside = [*(held.items() if isinstance(held, dict) else enumerate(held))]
+        is_users = type(held).__module__ not in ("builtins", "collections")
+        return [*inside, *(self._look_at_object(path, held) if is_users else ())]
 
-    def _look_at_fixed(self, path: str, items: Iterable[Any], is_users: bool) -> None:
-        for index, item in enumerate(items):
-            self._later(f"{path}[{index}]", item, is_users)
-
-    def _look_at_bound(self, path: str, bound: Any, is_users: bool) -> None:
-        parts = (bound.func, bound.args, bound.keywords) if isinstance(bound, partial) else ()
-        self._look_at_fixed(path, parts or (bound.__self__, bound.__func__), is_users)
-
-    def _look_at_iterator(self, path: str, iterator: Any, is_users: bool) -> None:
+    def _look_at_iterator(self, path: str, iterator: Any) -> _Inside:
         if type(iterator).__module__ in ("builtins", "itertools"):  # not a loader's
-            refuse = partial(_refuse_iterator, path)
-            self._add(path, partial(_ahead, iterator), None if is_users else refuse)
+            raise ConfigurationError(
+                f"{path} is an iterator, which cannot be wound back for the next client: keep a list "
+                "and a position on the module instead"
+            )
+        return self._look_at_object(path, iterator)
 
-    def _look_at_object(self, path: str, value: Any, is_users: bool) -> None:
+    def _look_at_object(self, path: str, value: Any) -> _Inside:
         for kinds, read, write in _GENERATORS:
             if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
-                writes = None if is_users else partial(write, value)
-                self._add(path, partial(read, value), writes)
-                return
-        kind = type(value)
+                self._note(path, partial(read, value), partial(write, value))
+                return ()
+        kind, inside = type(value), list[tuple[Any, Any]]()
         is_bag = f"{kind.__module__}.{kind.__name__}".startswith(_BAGS)
         is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES and not is_bag
         if is_librarys or any(map(_is_lightnings, kind.__mro__)):
-            return
+            return ()
         for name in copyreg._slotnames(kind) or ():  # type: ignore[attr-defined]
-            read = partial(getattr, value, name, MISSING)
-            writes = None if is_users else partial(_write_slot, value, name)
-            self._add(f"{path}.{name}", read, writes)
-            self._later(f"{path}.{name}", read(), is_users)
+            read = partial(getattr, value, name, _MISSING)
+            noted = self._note(f"{path}.{name}", read, partial(_write_slot, value, name))
+            inside.append((name, noted.before))
         if type(getattr(value, "__dict__", None)) is dict:
-            self._add_place(Place(path, vars(value), is_users, has_attributes=True))
-        self._look_at_kinds(kind)
+            inside += self._note_attributes(path, vars(value))
+        return inside
+
+    def _note_attributes(
+        self, path: str, own: dict[str, Any], ignore: Collection[str] = frozenset()
+    ) -> _Inside:
+        """Note an object's attributes, but for those that are somebody else's."""
+
+        def read() -> dict[str, Any]:
+            return {name: value for name, value in own.items() if name not in ignore}
+
+        def write(before: dict[str, Any]) -> None:
+            for name in read():
+                del own[name]
+            own.update(before)  # in the same order
+
+        noted = self._note(path, read, write, held=own, has_names=True, is_part=bool(ignore))
+        return noted.before.items()  # type: ignore[no-any-return]
 
     # What is outside of the attributes: changes are found, and never put back.
 
-    def _look_at_kinds(self, kind: type) -> None:
-        for each in kind.__mro__ if self._outside else ():
-            self._later(each.__name__, each, is_users=True)
+    def _note_generators(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            read = partial(getattr, param, "requires_grad")
+            self._note(f"self.{name}.requires_grad", read, param.requires_grad_)
+        read_numpy = partial(np.random.get_state, legacy=False)
+        self._note("Python's random", random.getstate, random.setstate)
+        self._note("NumPy's random", read_numpy, np.random.set_state)
 
-    def _look_at_class(self, path: str, kind: type, is_users: bool) -> None:
-        if not self._outside or not _is_users_code(kind.__module__) or hasattr(kind, "__members__"):
-            return
-        own = vars(kind)
-        hidden = {name for name in own if name.startswith("__") or name == "_abc_impl"}
-        place = Place(f"class {kind.__name__}", own, True, hidden, has_attributes=True)
-        self._add_place(place)
-        for value in own.values():
-            for way in ("__func__", "fget", "__wrapped__"):
-                value = getattr(value, way, value)
-            if isinstance(value, types.FunctionType):
-                self._later(value.__name__, value, is_users=True)
-
-    def _look_at_function(self, path: str, function: types.FunctionType, is_users: bool) -> None:
-        if not self._outside or not _is_users_code(function.__module__):
-            return
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            self._add_named(f"{name} around {function.__qualname__}", partial(_content, cell))
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._look_at_fixed(f"defaults of {function.__qualname__}", defaults, is_users=True)
-        self._look_at_globals(function.__globals__, _names_in(function.__code__))
-
-    def _look_at_globals(self, held: dict[str, Any], names: Collection[str]) -> None:
-        for name in names:
-            value = held.get(name, MISSING)
-            if not isinstance(value, types.ModuleType):
-                path = f"global {name} of {held.get('__name__')}"
-                self._add_named(path, partial(held.get, name, MISSING))
-            elif _is_users_code(value.__name__) and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._look_at_globals(vars(value), names)
-
-    def _add_named(self, path: str, read: Callable[[], Any]) -> None:
-        if not isinstance(read(), (types.FunctionType, type)):
-            self._add(path, read, None)
-        self._later(path, read(), is_users=True)
+    def _note_outside(self) -> None:
+        """Note attributes of the classes met, and what the functions met find in globals and closures."""
+        num_own = len(self._noted)
+        met = [*self._seen.values()]
+        functions: list[Any] = [each for each in met if isinstance(each, types.FunctionType)]
+        for kind in dict.fromkeys(kind for each in met for kind in type(each).__mro__):
+            if _is_users_code(kind.__module__) and not hasattr(kind, "__members__"):  # no enum
+                own, path = partial(_class_attributes, kind), f"class {kind.__name__}"
+                noted = self._note(path, own, None, held=kind, has_names=True, is_part=True)
+                self._walk([(f"{path}.{name}", value) for name, value in noted.before.items()])
+                functions += map(_function_in, vars(kind).values())
+        known = set[int]()
+        for function in functions:  # grows meanwhile
+            if not isinstance(function, types.FunctionType) or id(function) in known:
+                continue
+            known.add(id(function))
+            for path, read in _named_by(function) if _is_users_code(function.__module__) else ():
+                value = read()
+                functions.append(value)
+                if not isinstance(value, (types.FunctionType, type)):
+                    self._note(path, read, None)
+                    self._walk([(path, value)])
+        for each in self._noted[num_own:]:
+            each.write = None
 
 
 # What is looked at in which way; anything else is an object.
-_LOOKS: tuple[tuple[Any, str], ...] = (
-    (Tensor, "tensor"),
-    (np.ndarray, "array"),
-    (torch.jit.ScriptModule, "scripted"),
-    (nn.Module, "module"),
-    ((dict, list, deque, set), "container"),
-    ((tuple, frozenset), "fixed"),
-    ((types.MethodType, partial), "bound"),
-    (types.FunctionType, "function"),
-    (type, "class"),
-    (Iterator, "iterator"),
+_LOOKS: tuple[tuple[Any, Callable[[Attributes, str, Any], _Inside]], ...] = (
+    (Tensor, Attributes._look_at_tensor),
+    (np.ndarray, Attributes._look_at_array),
+    (torch.jit.ScriptModule, Attributes._look_at_scripted),
+    (nn.Module, Attributes._look_at_module),
+    ((dict, list, deque, set), Attributes._look_at_container),
+    ((tuple, frozenset), lambda _, path, items: enumerate(items)),
+    (partial, lambda _, path, made: enumerate((made.func, made.args, made.keywords))),
+    (types.MethodType, lambda _, path, method: enumerate((method.__self__, method.__func__))),
+    (types.FunctionType, lambda *_: ()),
+    (Iterator, Attributes._look_at_iterator),
 )
+
+
+def _filled(clear: Any, fill: Any) -> Callable[[Any, Any], None]:
+    def write(held: Any, before: Any) -> None:
+        clear(held)
+        fill(held, before)
+
+    return write
+
+
+_CONTAINERS: dict[type, tuple[Any, Any]] = {
+    OrderedDict: (dict, _filled(OrderedDict.clear, OrderedDict.update)),
+    dict: (dict, _filled(dict.clear, dict.update)),
+    list: (list, _filled(list.clear, list.extend)),
+    deque: (list, _filled(deque.clear, deque.extend)),
+    set: (set, _filled(set.clear, set.update)),
+}
+
+
+def _differences(noted: Iterable[_Noted]) -> list[str]:
+    return [words for each in noted if not each.is_same() for words in each.differences()]
+
+
+def _described(path: str, before: Any, now: Any) -> str:
+    """Return a change in words, with the values where they are short."""
+    if now is _MISSING or before is _MISSING:
+        return f"{path} ({'removed' if now is _MISSING else 'new'})"
+    plain = (int, float, str, type(None))
+    if isinstance(before, plain) and isinstance(now, plain) and len(f"{before}{now}") < 48:
+        return f"{path} ({before!r} -> {now!r})"
+    sized = (list, tuple, dict, set, deque)
+    if isinstance(before, sized) and isinstance(now, sized) and len(before) != len(now):
+        return f"{path} ({len(before)} -> {len(now)} items)"
+    return path
 
 
 def _memory(tensor: Tensor) -> int:
@@ -359,37 +411,44 @@ def _write_tensor(tensor: Tensor, before: Tensor) -> None:
 
 
 def _write_slot(owner: Any, name: str, value: Any) -> None:
-    if value is MISSING:
+    if value is _MISSING:
         object.__delattr__(owner, name)
     else:
         object.__setattr__(owner, name, value)
 
 
-def _ahead(iterator: Any) -> Any:
-    """The next items of an iterator, or where a generator is."""
-    if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
-    with warnings.catch_warnings():  # Python 3.12 and 3.13 say that 3.14 will not
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            return [*islice(copy.deepcopy(iterator), 64)]
-        except TypeError:
-            return repr(iterator)
+def _class_attributes(kind: type) -> dict[str, Any]:
+    hidden = ("__", "_abc_impl")
+    return {name: value for name, value in vars(kind).items() if not name.startswith(hidden)}
 
 
-def _refuse_iterator(path: str, before: Any) -> None:
-    raise ConfigurationError(
-        f"{path} is an iterator that the training step advances, and cannot be wound back for the "
-        "next client: keep a list and a position on the module instead"
+def _function_in(value: Any) -> Any:
+    """The function behind a method, property or decorated function; the value itself if there is none."""
+    return next(
+        (getattr(value, w) for w in ("__func__", "fget", "__wrapped__") if hasattr(value, w)), value
     )
+
+
+def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What a function of the user's finds in closures and globals: where, and how it is read."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        yield f"{name} around {function.__qualname__}", partial(_content, cell)
+    waiting, names = [function.__globals__], _names_in(function.__code__)
+    for held in waiting:  # grows by the user's own modules
+        for name in names & held.keys():
+            if not isinstance(value := held[name], types.ModuleType):
+                path = f"global {name} of {held.get('__name__')}"
+                yield path, partial(held.get, name, _MISSING)
+            elif _is_users_code(value.__name__) and vars(value) not in waiting:
+                waiting.append(vars(value))
 
 
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
-        return MISSING
+        return _MISSING
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
+from fl_lightning.client.optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
 
 # of every optimizer, of every group of its parameters, by name
@@ -84,6 +84,8 @@ class RoundStart:
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
         ]
+        groups = [group for of_one in self._options for group in of_one]
+        self._has_tensors = any(isinstance(v, Tensor) for group in groups for v in group.values())
         self._numbers = [_numbers(each) for each in self._foreign]
         self._tensors = [_tensors(each) for each in self._foreign]
         self._positions = [_position(each) for each in self._schedules]
@@ -163,12 +165,13 @@ class RoundStart:
         if options is None:
             yield
             return
-        noted, self._options = self.options, options
+        noted, has_tensors = self.options, self._has_tensors
+        self._options, self._has_tensors = options, True
         self.put_back()
         try:
             yield
         finally:
-            self._options = noted
+            self._options, self._has_tensors = noted, has_tensors
             self.put_back()
 
     def put_back(self) -> None:
@@ -179,12 +182,13 @@ class RoundStart:
         """
         for optimizer, tensors in zip(self._foreign, self._tensors, strict=True):
             _refuse_changed(optimizer, tensors)
+        must_copy = self.counts_steps or self._has_tensors
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             optimizer.state.clear()
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for added in group.keys() - options.keys() - {"params"}:
                     del group[added]
-                group.update(_copied(options))
+                group.update(_copied(options) if must_copy else options)
         for optimizer, numbers in zip(self._foreign, self._numbers, strict=True):
             vars(optimizer).update(numbers)
         triples = zip(self._schedules, self._positions, self._states, strict=True)

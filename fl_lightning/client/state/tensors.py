@@ -1,4 +1,4 @@
-"""The tensors of a client's state: buffers and frozen parameters.
+"""The tensors of a client's state: buffers and frozen parameters, and the places of all tensors of a module.
 
 Those that local steps change (batch norm's statistics, a mean teacher) are a client's state: every
 client begins with the global model's, and the server averages them. The others are constants, such as
@@ -7,20 +7,17 @@ class weights or an attention mask: they do not travel, and are checked not to c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
+import math
+from collections import deque
+from collections.abc import Collection
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.optim.swa_utils import AveragedModel
 
-from fl_lightning.client.state.places import same_numbers, same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -64,59 +61,6 @@ def state_space(module: nn.Module, names: Collection[str], without: Collection[s
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
 
 
-def known_state(module: nn.Module) -> list[str]:
-    """Return the names of what modules of torch change while they train, also if they do not now.
-
-    These are statistics of batch and instance norm (unless their momentum is 0, by which they gather
-    none), the vectors of spectral norm, averaged models.
-
-    Example:
-        >>> known_state(nn.BatchNorm1d(2).eval())
-        ['running_mean', 'running_var']
-    """
-    kept: set[int] = set()
-    for child in module.modules():
-        if isinstance(child, AveragedModel):
-            kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
-        elif isinstance(child, _SpectralNorm) or (
-            isinstance(child, _NormBase) and child.momentum != 0
-        ):
-            kept |= {id(buffer) for buffer in child.buffers(recurse=False)}
-        for hook in child._forward_pre_hooks.values():
-            if isinstance(hook, SpectralNorm):
-                kept |= {id(getattr(child, f"{hook.name}_{part}")) for part in "uv"}
-    return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
-
-
-def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names that patterns with ``*`` and ``?`` find, whole or after a dot.
-
-    Raises:
-        ConfigurationError: if one finds nothing.
-
-    Example:
-        >>> matching(nn.Sequential(nn.BatchNorm1d(2)), ["running_*"])
-        ['0.running_mean', '0.running_var']
-    """
-    names = list(candidates(module))
-    found: set[str] = set()
-    for pattern in patterns:
-        matches = {name for name in names if _matches(name, pattern)}
-        if not matches:
-            shown = ", ".join(names[:20]) or "none"
-            raise ConfigurationError(
-                f"federation.client_state: no buffer and no frozen parameter of real numbers matches "
-                f"{pattern!r}; there are {shown}"
-            )
-        found |= matches
-    return [name for name in names if name in found]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
-
-
 class Constants:
     """Tensors that local training must leave alone, as they are when this is made.
 
@@ -126,45 +70,29 @@ class Constants:
     Example:
         >>> mask = torch.zeros(2)
         >>> constants = Constants({"mask": mask})
-        >>> constants.changed()
-        []
         >>> _ = mask.data.add_(1)
-        >>> constants.touched(), constants.changed()
-        ([], ['mask'])
+        >>> constants.changed()
+        ['mask']
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         real = {n: torch.view_as_real(t) if t.is_complex() else t for n, t in tensors.items()}
-        known = {n: t for n, t in real.items() if t.layout == torch.strided and not t.is_meta}
-        self._names, self._tensors = [*known], [*known.values()]
-        self._versions = _versions(self._tensors)
-        self._sums = _sums(self._tensors)
+        self._tensors = {
+            n: t for n, t in real.items() if t.layout == torch.strided and not t.is_meta
+        }
+        self._sums = self._now()
 
-    def touched(self) -> list[str]:
-        """Return those that were written in place and differ; costs nothing if none was written."""
-        if not self._tensors or (versions := _versions(self._tensors)) == self._versions:
-            return []
-        pairs = zip(versions, self._versions, strict=True)
-        written = [i for i, (now, before) in enumerate(pairs) if now != before]
-        self._versions = versions
-        sums = _sums([self._tensors[i] for i in written])
-        changed = zip(written, sums, strict=True)
-        return [self._names[i] for i, now in changed if now != self._sums[i]]
+    def _now(self) -> list[Any]:
+        """Sums of the bits, which tell whether a tensor is the same without a copy of it."""
+        with torch.no_grad():
+            tensors = [tensor.detach() for tensor in self._tensors.values()]
+            sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+            return torch.stack(sums).tolist() if sums else []
 
     def changed(self) -> list[str]:
-        """Return those that differ, also where ``.data`` was written; reads them all."""
-        trios = zip(self._names, _sums(self._tensors), self._sums, strict=True)
+        """Names of those that differ now."""
+        trios = zip(self._tensors, self._now(), self._sums, strict=True)
         return [name for name, now, before in trios if now != before]
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[Any]:
-    with torch.no_grad():
-        sums = [t.detach().view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
-        return torch.stack(sums).tolist() if sums else []
 
 
 def memory_of(tensors: Collection[Tensor]) -> list[Any]:
@@ -175,10 +103,12 @@ def memory_of(tensors: Collection[Tensor]) -> list[Any]:
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module and their places, at one moment.
+    """The parameters and buffers of a module and their places, and which parameters train, at one moment.
 
     ``self.centre = 0.9 * self.centre + …`` puts another tensor into the place of a buffer, and
     ``self.centre.data = …`` other numbers behind it: `bring_home` undoes both and keeps the values.
+    A module that steps its optimizers by hand often freezes one part while it trains another: the next
+    client starts with the parameters that trained at first.
 
     Args:
         module: whose tensors.
@@ -204,17 +134,41 @@ class ModuleTensors:
             for name, tensor in members.items()
             if tensor is not None and not is_lazy(tensor) and not tensor.is_meta
         ]
+        self._params = {param: name for name, param in module.named_parameters()}
         self.note()
         with torch.inference_mode(False):
             tensors = {t for *_, t in self._places} if copies else ()
             self._copies = {t: t.detach().to("cpu", copy=True) for t in tensors}
 
     def note(self) -> None:
-        """Note the memory behind every tensor."""
+        """Note the memory behind every tensor, and which parameters train."""
+        self._trains = [param.requires_grad for param in self._params]
         self._own = [tensor for *_, tensor in self._places]
         self._tensors = [tensor for tensor in self._own if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._now = memory_of(self._tensors)
+
+    def freeze_again(self) -> None:
+        """Put ``requires_grad`` of every parameter back.
+
+        Raises:
+            ConfigurationError: if a parameter that was frozen has trained.
+        """
+        pairs = zip(self._params, self._trains, strict=True)
+        frozen = (param for param, trains in pairs if not trains)
+        moved = next((p for p in frozen if p.requires_grad or p.grad is not None), None)
+        self._put_flags_back()
+        if moved is not None:
+            raise ConfigurationError(
+                f"{self._params[moved]} was frozen when the run started and training_step unfroze it: "
+                "what travels between clients and server is settled when a run starts. Leave it "
+                "frozen, or unfreeze it before."
+            )
+
+    def _put_flags_back(self) -> None:
+        if [param.requires_grad for param in self._params] != self._trains:
+            for param, trains in zip(self._params, self._trains, strict=True):
+                param.requires_grad_(trains)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors whose memory or shape is another one now, each with what shows the noted one."""
@@ -271,6 +225,7 @@ class ModuleTensors:
 
     def put_back(self) -> None:
         """Put the same tensors with the same values back; what has not changed is not written."""
+        self._put_flags_back()
         for _, members, name, tensor in self._places:
             if _present(members, name) is not tensor:
                 members[name] = tensor
@@ -300,43 +255,44 @@ def _same_copy(now: Tensor | None, before: Tensor) -> bool:
     return same_numbers(now.detach().cpu(), before)
 
 
-class TrainedFlags:
-    """Which parameters train, at one moment.
-
-    A module that steps its optimizers by hand often freezes one part while it trains another. The
-    next client starts with the round's parameters that train, whatever the last one left frozen.
+def same_value(now: Any, before: Any) -> bool:
+    """Return whether one value may stand for the other, NaN for NaN.
 
     Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> flags = TrainedFlags(layer)
-        >>> _ = layer.requires_grad_(False)
-        >>> flags.put_back()
-        >>> layer.weight.requires_grad
+        >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
         True
+        >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
+        (False, False)
     """
+    if now is before or type(now) is not type(before):
+        return now is before
+    if isinstance(now, Tensor):
+        kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
+        return kinds[0] == kinds[1] and same_numbers(now, before)
+    try:
+        if isinstance(now, dict):
+            return [*now] == [*before] and same_value([*now.values()], [*before.values()])
+        if isinstance(now, (list, tuple, deque)):
+            return len(now) == len(before) and all(map(same_value, now, before))
+        if isinstance(now, np.ndarray):
+            alike = now.dtype == before.dtype and now.shape == before.shape
+            return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
+        is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
+        return is_nan or (now == before) is True
+    except Exception:  # noqa: BLE001 - whatever a class of the user's raises if it cannot compare
+        return False
 
-    def __init__(self, module: nn.Module) -> None:
-        named = list(module.named_parameters())
-        self._params = [param for _, param in named]
-        self._trains = [param.requires_grad for param in self._params]
-        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
 
-    def put_back(self) -> None:
-        """Put ``requires_grad`` of every parameter back."""
-        if [param.requires_grad for param in self._params] != self._trains:
-            for param, trains in zip(self._params, self._trains, strict=True):
-                param.requires_grad_(trains)
-
-    def check(self) -> None:
-        """Refuse a parameter that was frozen and has trained.
-
-        Raises:
-            ConfigurationError: if there is one.
-        """
-        for name, param in self._frozen:
-            if param.requires_grad or param.grad is not None:
-                raise ConfigurationError(
-                    f"{name} was frozen when the run started and training_step unfroze it: what "
-                    "travels between clients and server is settled when a run starts. Leave it "
-                    "frozen, or unfreeze it before."
-                )
+def same_numbers(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors of one shape and type hold the same numbers, NaN for NaN."""
+    if now.device.type == "meta":
+        return True
+    try:
+        with torch.no_grad():
+            if now.layout != torch.strided:
+                now, before = now.to_dense(), before.to_dense()
+            if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
+                return torch.equal(now, before)
+            return bool(((now == before) | (now.isnan() & before.isnan())).all())
+    except RuntimeError:  # one that has outlived the transform that made it, e.g. vmap
+        return False

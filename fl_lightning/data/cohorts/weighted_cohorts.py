@@ -86,7 +86,7 @@ class ByLossCohort(SizedCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_losses(self.losses, self.loss_batches)
+        _check_losses(self.loss_batches)
         if not 0 < self.temperature < np.inf:
             raise ConfigurationError(
                 f"temperature must be greater than 0 and finite, got {self.temperature}: use UniformCohort "
@@ -145,7 +145,7 @@ class PowerOfChoiceCohort(SizedCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_losses(self.losses, self.loss_batches)
+        _check_losses(self.loss_batches)
         if self.num_candidates < 1:
             raise ConfigurationError(
                 f"num_candidates must be at least 1, got {self.num_candidates}: from the cohort's size to "
@@ -189,9 +189,7 @@ def _draw_by_size(size: int, round_index: int, population: Population, seed: int
     return ids[weighted_draw(logs, size, numpy_generator(seed, "cohort", round_index))]
 
 
-def _check_losses(losses: str, loss_batches: int | None) -> None:
-    if losses not in ("last_known", "fresh"):
-        raise ConfigurationError(f"losses must be last_known or fresh, got {losses!r}")
+def _check_losses(loss_batches: int | None) -> None:
     if loss_batches is not None and loss_batches < 1:
         raise ConfigurationError(f"loss_batches must be at least 1 batch, got {loss_batches}")
 

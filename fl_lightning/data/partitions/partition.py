@@ -161,6 +161,11 @@ class NaturalPartition(PartitionRule):
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""
         check_sizes(labels, num_clients)
+        if labels.dtype.kind == "f" and len(broken := labels[labels != np.floor(labels)]):
+            raise ConfigurationError(
+                f"attribute must name owners, by text or whole number, and {name_of(self.attribute)} holds "
+                f"real numbers such as {broken[0]:g}: give another column"
+            )
         values, owner = np.unique(labels, return_inverse=True)
         if len(values) != num_clients:
             raise ConfigurationError(

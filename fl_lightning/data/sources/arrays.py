@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -10,12 +14,12 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows, as_tensor
-from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, as_tensor, column_of
+from fl_lightning.data.sources.source import Loaded, Source
 
 
 @final
-class Arrays(RowSource):
+class Arrays(Source):
     """Inputs and targets, one row per example.
 
     Floating-point inputs are converted to float32. Targets that are strings become class numbers.
@@ -66,7 +70,7 @@ class Arrays(RowSource):
         self._given = {"inputs": inputs, "targets": targets, "clients": clients}
         self._file, self._target_type = file, target_type
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read the arrays.
 
         Raises:
@@ -75,10 +79,11 @@ class Arrays(RowSource):
         found = {name: _found(self._file, name, value) for name, value in self._given.items()}
         inputs = as_tensor(found["inputs"], "Arrays: inputs")
         for name in ("targets", "clients"):
-            if found[name] is not None and len(found[name]) != len(inputs):
+            rows = np.shape(found[name])[:1]
+            if found[name] is not None and rows != (len(inputs),):
                 raise ConfigurationError(
                     f"Arrays: {name} must have one row for each of {len(inputs)} inputs, got "
-                    f"{len(found[name])}"
+                    f"{rows[0] if rows else 'a single value'}"
                 )
         values = _on_the_host(found["targets"])
         if values.ndim == 1:
@@ -89,7 +94,7 @@ class Arrays(RowSource):
         owners, columns = found["clients"], {}
         if owners is not None:
             columns["clients"] = partial(_on_the_host, owners)
-        return LoadedRows(TensorRows([inputs, targets], columns), class_names=class_names)
+        return Loaded(TensorRows([inputs, targets], columns), class_names=class_names)
 
 
 def _on_the_host(values: Any) -> Any:
@@ -108,14 +113,42 @@ def _found(file: str | None, option: str, value: Any) -> Any:
     if not Path(file).is_file():
         raise ConfigurationError(f"Arrays: there is no file {file!r}")
     try:
-        with np.load(file, allow_pickle=False) as stored:  # a pickle may run code
-            if value not in stored:
-                names = ", ".join(map(repr, stored.files))
+        with zipfile.ZipFile(file) as stored:
+            names = [name.removesuffix(".npy") for name in stored.namelist()]
+            if value not in names:
                 raise ConfigurationError(
-                    f"Arrays: {file} has no array {value!r} for {option}: there are {names}"
+                    f"Arrays: {file} has no array {value!r} for {option}: there are "
+                    f"{', '.join(map(repr, names))}"
                 )
-            return stored[value]
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a lone .npy
+            return _array_in(stored, stored.namelist()[names.index(value)])
+    except ConfigurationError:
+        raise
+    except _UNREADABLE as error:
         raise ConfigurationError(
             f"Arrays: {file} is no .npz of plain arrays ({error}): write it with numpy.savez"
         ) from error
+
+
+# of files that are cut off, overwritten or none of theirs; a format that only newer Pythons unpack
+_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+
+
+def _array_in(stored: zipfile.ZipFile, name: str) -> Any:
+    """Read an array, after its header has shown that the file holds as much, and that memory does."""
+    claimed = stored.getinfo(name).file_size
+    with stored.open(name) as entry:
+        version = np.lib.format.read_magic(entry)
+        header = np.lib.format.read_array_header_1_0
+        shape, _, dtype = (header if version == (1, 0) else np.lib.format.read_array_header_2_0)(
+            entry
+        )
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects, which may run code")
+    size = dtype.itemsize * math.prod(shape)
+    if size > claimed:
+        raise ValueError(f"{name} says it has {size} bytes, and the file holds {claimed}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if claimed > memory:
+        raise ValueError(f"{name} needs {claimed} bytes, and this machine has {memory}")
+    with stored.open(name) as entry:
+        return np.lib.format.read_array(entry, allow_pickle=False)

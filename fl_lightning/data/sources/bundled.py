@@ -13,14 +13,11 @@ from typing import ClassVar, final
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
-from fl_lightning.data.partitions.partition import stratified_split
-from fl_lightning.data.sources.image_source import ImageSource, ImageTensors, LoadedImages
+from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
+from fl_lightning.data.sources.rows import TensorRows
+from fl_lightning.data.sources.source import Loaded, Source
 from fl_lightning.data.transforms import PixelPipeline
 
 
@@ -74,22 +71,22 @@ class Digits(ImageSource):
             seed=seed,
         )
 
-    def load(self) -> LoadedImages:
+    def load(self) -> Loaded:
         """Read the digits of the installed scikit-learn, scaled to 0..255."""
         table = _table("digits.csv.gz")  # a row has 64 grey levels and the digit
         pixels = table[:, :64].view(-1, 1, 8, 8).mul(255 / 16).round().to(torch.uint8)
         images = ImageTensors(pixels, table[:, 64].long(), self.training_pipeline(self.pipeline))
-        return LoadedImages(images, tuple("0123456789"))
+        return Loaded(images, class_names=tuple("0123456789"))
 
 
 @final
-class Iris(LightningDataModule):
+class Iris(Source):
     """The 150 iris flowers: four features in centimetres, and the species, 0 to 2.
 
     Args:
         batch_size: flowers per batch.
-        test_fraction: fraction of every species held out for the test, in (0, 1).
-        val_fraction: fraction of the rest held out for validation, in (0, 1), likewise.
+        test_fraction: fraction of every species held out for the test, in [0, 1).
+        val_fraction: fraction of the rest held out for validation, in [0, 1), likewise.
         seed: seed of the held-out flowers and the order of central training; the run's seed if None.
 
     Raises:
@@ -111,44 +108,15 @@ class Iris(LightningDataModule):
         val_fraction: float = 0.2,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise ConfigurationError(f"Iris: batch_size must be at least 1, got {batch_size}")
-        for name, share in (("test_fraction", test_fraction), ("val_fraction", val_fraction)):
-            if not 0 < share < 1:
-                raise ConfigurationError(f"Iris: {name} must be in (0, 1), got {share}")
-        self.batch_size = batch_size
-        self._fractions = test_fraction, val_fraction
-        self._seed = seed
+        super().__init__(
+            batch_size=batch_size, test_fraction=test_fraction, val_fraction=val_fraction, seed=seed
+        )
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read and split the flowers, the first time."""
-        if hasattr(self, "train_set"):
-            return
+    def load(self) -> Loaded:
+        """Read the flowers."""
         table = _table("iris.csv", skiprows=1)  # a row has four lengths and the species
-        features, species = table[:, :4].float(), table[:, 4].long()
-        seed, parts = run_seed(self._seed), []
-        for name, fraction in zip(("test split", "val split"), self._fractions, strict=True):
-            kept, held = stratified_split(species, fraction, seed=derive_seed(seed, name))
-            parts.append(TensorDataset(features[held], species[held]))
-            features, species = features[kept], species[kept]
-        self.train_set = TensorDataset(features, species)
-        self.test_set, self.val_set = parts
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return batches in a new order each pass."""
-        generator = torch_generator(run_seed(self._seed), "centralized")
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, generator=generator)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return batches of the validation flowers."""
-        return DataLoader(self.val_set, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return batches of the test flowers."""
-        return DataLoader(self.test_set, self.batch_size)
-
-    predict_dataloader = test_dataloader
+        rows = TensorRows([table[:, :4].float(), table[:, 4].long()])
+        return Loaded(rows, class_names=("setosa", "versicolor", "virginica"))
 
 
 def _table(file: str, *, skiprows: int = 0) -> Tensor:

@@ -27,15 +27,15 @@ from fl_lightning.data.sources.hugging_face import (
     loaded_tokenizer,
     read_dataset,
 )
-from fl_lightning.data.sources.row_source import LoadedRows, MemoryRows, RowSource
+from fl_lightning.data.sources.rows import MemoryRows
+from fl_lightning.data.sources.source import Loaded, Source
 
 _OWNER = "Completions"
 _IGNORED = -100  # label of tokens that are not predicted
 Pieces = list[tuple[str, bool]]  # text, and whether the model learns to write it
 
 
-@final
-class Completions(RowSource):
+class Completions(Source):
     """Texts to generate, for `fl_lightning.models.CausalLM`; other columns can be used for partitions.
 
     Args:
@@ -106,7 +106,7 @@ class Completions(RowSource):
         if isinstance(self._dataset, str):
             read_dataset(self._dataset, self._name, _OWNER)
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read and tokenize the splits.
 
         Raises:
@@ -117,7 +117,7 @@ class Completions(RowSource):
         for split in splits.values():
             check_columns(split, self._texts, _OWNER)
         rows = {purpose: self._rows(split) for purpose, split in splits.items()}
-        return LoadedRows(rows["train"], rows.get("val"), rows.get("test"))
+        return Loaded(rows["train"], rows.get("val"), rows.get("test"))
 
     def _rows(self, split: Any) -> TokenRows:
         tokenizer, texts = self.tokenizer, [column(split, name) for name in self._texts]

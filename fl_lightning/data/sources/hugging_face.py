@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
-from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
+from fl_lightning.data.sources.source import Loaded, Source
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMES = {"val": "validation", "test": "test"}  # default names of splits
 
 
 @final
-class HuggingFace(RowSource):
+class HuggingFace(Source):
     """A ``datasets.Dataset``, read into memory; other columns can be used for natural partitions.
 
     - ``text`` and a tokenizer make batches that are dicts, for models of ``transformers``:
@@ -102,7 +102,7 @@ class HuggingFace(RowSource):
         if isinstance(self._dataset, str):
             read_dataset(self._dataset, self._name)
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read and encode the splits.
 
         Raises:
@@ -114,7 +114,7 @@ class HuggingFace(RowSource):
             check_columns(split, [self._label, *self._encoder.columns])
         kind, names = self._targets(train)
         rows = {where: self._rows(split, kind, where) for where, split in splits.items()}
-        return LoadedRows(rows["train"], rows.get("val"), rows.get("test"), names)
+        return Loaded(rows["train"], rows.get("val"), rows.get("test"), names)
 
     def _targets(self, train: Any) -> tuple[Targets, tuple[str, ...]]:
         option = f"HuggingFace: column {self._label!r}"

@@ -22,7 +22,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.image_source import ImageSet, ImageSource, ImageTensors, LoadedImages
+from fl_lightning.data.sources.image_source import ImageSet, ImageSource, ImageTensors
+from fl_lightning.data.sources.source import Loaded
 from fl_lightning.data.transforms import PaddingMode, PixelPipeline
 
 EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -117,7 +118,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             for name in ("train_set", "val_set", "test_set"):
                 setattr(self, name, getattr(self, name).in_memory())
 
-    def load(self) -> LoadedImages:
+    def load(self) -> Loaded:
         """List the files.
 
         Raises:
@@ -125,7 +126,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         """
         train, test, val = self.folders
         class_names = _class_names(self.root / train)
-        return LoadedImages(
+        return Loaded(
             train=self._read(train, class_names),
             class_names=class_names,
             test=None if test is None else self._read(test, class_names),
@@ -209,13 +210,17 @@ def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
     return images
 
 
+# of files that are cut off, overwritten, or so large that they are meant to fill the memory
+_UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+
+
 def _decode(path: Path, image_size: int) -> np.ndarray:
     """Decode one file, uint8 of shape (image_size, image_size, 3)."""
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:
             rgb = image.convert("RGB")
-    except OSError as error:
+    except _UNREADABLE as error:
         raise ConfigurationError(
             f"{path} cannot be read as an image ({error}): replace or remove the file"
         ) from error

@@ -1,49 +1,29 @@
-"""Image data sets as Lightning data modules that serve whole batches.
+"""Sources of images: training images are augmented, those for validation and test are not.
 
-A source has three sets of images: training (augmented), validation and test (not augmented). It can
-train a model centrally, and a federation divides its training set among clients.
-
-Reading a batch example by example costs more than the local step itself for small models. So a set of
-images returns a whole batch for a list of indices: `gather(indices)` is one `index_select` and one pass
-of the pixel pipeline. Loaders use this as well (`batch_size=None` and a `BatchSampler`), so that worker
-processes would have nothing to do. `ImageTensors` keeps the bytes in memory,
-`fl_lightning.data.sources.image_folder.ImageFiles` decodes files on access.
+A batch, `gather(indices)`, is one `index_select` and one pass of the pixel pipeline. `ImageTensors` keeps
+the bytes in memory, `fl_lightning.data.sources.image_folder.ImageFiles` decodes files on access.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from dataclasses import replace
+from typing import Self, final
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
-from fl_lightning.data.partitions.partition import stratified_split
+from fl_lightning.data.sources.source import Source
 from fl_lightning.data.transforms import PixelPipeline
 
-TEST_FRACTION = 0.2  # held out of sets that come without a test set
-
-BatchLoader = DataLoader[tuple[Tensor, Tensor]]
+MOST_PIXELS = 16_384  # of a side
 
 
-@dataclass(frozen=True)
-class LoadedImages:
-    """The images of a source; a set that is None is held out from the training images."""
-
-    train: ImageSet
-    class_names: tuple[str, ...]
-    test: ImageSet | None = None
-    val: ImageSet | None = None
-
-
-class ImageSource(LightningDataModule, ABC):
-    """Base of all image sources: settings, split, loaders. `Digits` is an example.
+class ImageSource(Source, ABC):
+    """Base of all image sources.
 
     Args:
         batch_size: examples per batch; the last batch of a pass may be smaller.
@@ -56,22 +36,9 @@ class ImageSource(LightningDataModule, ABC):
             fit together.
         seed: seed of the held-out images and the order of central training; the run's seed if None.
 
-    Attributes:
-        train_set: training images, after `setup`.
-        val_set: validation images, after `setup`.
-        test_set: test images, after `setup`.
-        class_names: names of the classes in the order of their numbers, after `setup`.
-        num_classes: number of classes, after `setup`.
-
     Raises:
         ConfigurationError: if a setting is out of its range.
     """
-
-    train_set: ImageSet
-    val_set: ImageSet
-    test_set: ImageSet
-    class_names: tuple[str, ...]
-    num_classes: int
 
     def __init__(
         self,
@@ -84,46 +51,21 @@ class ImageSource(LightningDataModule, ABC):
         seed: int | None = None,
     ) -> None:
         issues = []
-        if batch_size < 1:
-            issues.append(f"batch_size must be >= 1 example, got {batch_size}")
-        if image_size is not None and image_size < 1:
-            issues.append(f"image_size must be >= 1 pixel, got {image_size}: null is off")
-        if not 0 <= val_fraction < 1:
-            issues.append(f"val_fraction must be in [0, 1), got {val_fraction}: 0 holds out none")
+        if image_size is not None and not 1 <= image_size <= MOST_PIXELS:
+            issues.append(
+                f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}: null is off"
+            )
         if classes is not None and (not classes or len(set(classes)) < len(classes)):
             issues.append(f"classes must be different numbers, at least one, got {list(classes)}")
-        if issues:
-            raise ConfigurationError("; ".join(issues))
-        super().__init__()
-        self.batch_size = batch_size
-        self.augment = augment
-        self.image_size = image_size
-        self.val_fraction = val_fraction
-        self.classes = classes
-        self.seed = seed
-
-    @abstractmethod
-    def load(self) -> LoadedImages:
-        """Read the images; called once, by `setup`."""
-
-    def setup(self, stage: str | None = None) -> None:
-        """Load and split the images, the first time; later calls do nothing."""
-        if hasattr(self, "train_set"):
-            return
-        loaded = self.load()
-        seed = run_seed(self.seed)
-        train, test, val = loaded.train, loaded.test, loaded.val
-        if test is None:
-            train, test = _hold_out(train, TEST_FRACTION, derive_seed(seed, "test split"))
-        if val is None:
-            train, val = _hold_out(train, self.val_fraction, derive_seed(seed, "val split"))
-        self.class_names = loaded.class_names
-        self.num_classes = len(loaded.class_names)
-        self.val_set, self.test_set = (
-            self._chosen(val).evaluation(),
-            self._chosen(test).evaluation(),
+        super().__init__(
+            batch_size=batch_size, val_fraction=val_fraction, seed=seed, issues=tuple(issues)
         )
-        self.train_set = self._chosen(train)
+        self.augment, self.image_size, self.classes = augment, image_size, classes
+
+    def finished(self, examples: ImageSet, *, trains: bool) -> ImageSet:
+        """Return the images of `classes`, without augmentation unless they train."""
+        chosen = self._chosen(examples)
+        return chosen if trains else chosen.evaluation()
 
     def _chosen(self, images: ImageSet) -> ImageSet:
         """Select the images of `classes`, after the split, so that the split does not depend on them."""
@@ -142,35 +84,6 @@ class ImageSource(LightningDataModule, ABC):
         """Return a set's pipeline with the image size and the augmentation of the settings."""
         sized = replace(pipeline, image_size=self.image_size)
         return sized if self.augment else sized.evaluation()
-
-    def train_dataloader(self) -> BatchLoader:
-        """Return batches of the augmented training images, in a new order each pass."""
-        generator = torch_generator(run_seed(self.seed), "centralized")
-        return self._batches(self.train_set, RandomSampler(self.train_set, generator=generator))
-
-    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
-        """Return batches of the validation images in order, or no loader if there are none."""
-        return self._in_order(self.val_set) if len(self.val_set) else []
-
-    def test_dataloader(self) -> BatchLoader:
-        """Return batches of the test images, in order."""
-        return self._in_order(self.test_set)
-
-    def predict_dataloader(self) -> BatchLoader:
-        """Return batches of the test images, in order."""
-        return self._in_order(self.test_set)
-
-    def _in_order(self, images: ImageSet) -> BatchLoader:
-        return self._batches(images, SequentialSampler(images))
-
-    def _batches(self, images: ImageSet, order: RandomSampler | SequentialSampler) -> BatchLoader:
-        batches: Any = BatchSampler(order, self.batch_size, drop_last=False)
-        return DataLoader(images, batch_size=None, sampler=batches)
-
-
-def _hold_out(images: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
-    kept, held_out = stratified_split(images.targets, fraction, seed=seed)
-    return images.select(kept), images.select(held_out)
 
 
 class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,15 +16,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, TensorRows
-from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
+from fl_lightning.data.sources.source import Loaded, Source
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
 @final
-class Table(RowSource):
+class Table(Source):
     """TensorRows of a table: a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
@@ -81,7 +83,7 @@ class Table(RowSource):
         self._target, self._target_type, self._missing = target, target_type, missing
         self._chosen, self._ignored = features, ignore or []
 
-    def load(self) -> LoadedRows:
+    def load(self) -> Loaded:
         """Read and encode the tables.
 
         Raises:
@@ -109,7 +111,7 @@ class Table(RowSource):
 
         training = rows("data")
         assert training is not None
-        return LoadedRows(training, rows("val"), rows("test"), kind.class_names)
+        return Loaded(training, rows("val"), rows("test"), kind.class_names)
 
     def _feature_columns(self, table: DataFrame) -> list[str]:
         _check_columns(table, [self._target, *self._ignored, *(self._chosen or [])], "data")
@@ -137,6 +139,7 @@ def _read(table: Any) -> DataFrame:
     except ImportError as error:
         raise ConfigurationError("Table needs pandas: pip install 'fl-lightning[table]'") from error
     if isinstance(table, pandas.DataFrame):
+        _check_once([*table.columns])
         return table
     path = Path(table) if isinstance(table, (str, Path)) else None
     if path is None:
@@ -145,18 +148,53 @@ def _read(table: Any) -> DataFrame:
         )
     if not path.is_file():
         raise ConfigurationError(f"Table: there is no file {str(path)!r}")
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     try:
-        if kind == ".parquet":
-            return pandas.read_parquet(path)
-        if kind in (".csv", ".tsv"):
-            return pandas.read_csv(path, sep="," if kind == ".csv" else "\t")
-    except (ValueError, OSError, ImportError) as error:
+        return _read_file(pandas, path)
+    except ConfigurationError:
+        raise
+    except (ValueError, OSError, EOFError, zlib.error, ImportError) as error:
         raise ConfigurationError(f"Table: {str(path)!r} cannot be read: {error}") from error
-    raise ConfigurationError(
-        f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and give "
-        "the frame"
-    )
+
+
+def _read_file(pandas: Any, path: Path) -> Any:
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if path.suffix == ".gz":
+        _check_packed(path)
+    if kind == ".parquet":
+        return pandas.read_parquet(path)
+    if kind not in (".csv", ".tsv"):
+        raise ConfigurationError(
+            f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and "
+            "give the frame"
+        )
+    separator = "," if kind == ".csv" else "\t"
+    # pandas would call a second column of a name x.1
+    head = pandas.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
+    _check_once(head.iloc[0].dropna().tolist())
+    return pandas.read_csv(path, sep=separator)
+
+
+MOST_PACKED = 100  # times its size that a file's content may have, beyond 100 MB; text has about 10
+
+
+def _check_packed(path: Path) -> None:
+    """Refuse a file that is cut off, or whose content fills the memory."""
+    most, size = max(MOST_PACKED * path.stat().st_size, 100_000_000), 0
+    with gzip.open(path) as file:
+        while block := file.read(1 << 20):
+            size += len(block)
+            if size > most:
+                raise ValueError(
+                    f"its {path.stat().st_size} bytes unpack to more than {most}: unpack it, and look"
+                )
+
+
+def _check_once(names: list[Any]) -> None:
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigurationError(
+            f"Table: columns must have different names, and {', '.join(map(repr, twice))} stands twice: "
+            "rename one, or leave it out"
+        )
 
 
 def _check_columns(table: DataFrame, names: list[str], where: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, final
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.image_source import ImageSource, ImageTensors, LoadedImages
+from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
+from fl_lightning.data.sources.source import Loaded
 from fl_lightning.data.transforms import PixelPipeline
 
 
@@ -63,14 +64,16 @@ class TorchvisionSource(ImageSource, ABC):
         if self.download:
             self._read(train=True, download=True)
 
-    def load(self) -> LoadedImages:
+    def load(self) -> Loaded:
         """Read training and test images into memory.
 
         Raises:
             ConfigurationError: if files are missing or damaged.
         """
         train, test = self._read(train=True), self._read(train=False)
-        return LoadedImages(self._images(train), tuple(train.classes), test=self._images(test))
+        return Loaded(
+            self._images(train), test=self._images(test), class_names=tuple(train.classes)
+        )
 
     def _images(self, data_set: Any) -> ImageTensors:
         pixels = torch.as_tensor(data_set.data)  # (N, H, W), or with colours (N, H, W, 3)
@@ -82,7 +85,11 @@ class TorchvisionSource(ImageSource, ABC):
     def _read(self, *, train: bool, download: bool = False) -> Any:
         import torchvision  # a second to import, and only needed here
 
-        name = type(self).__name__
+        name = next(
+            kind.__name__
+            for kind in type(self).__mro__
+            if hasattr(torchvision.datasets, kind.__name__)
+        )
         try:
             return getattr(torchvision.datasets, name)(self.root, train=train, download=download)
         except (RuntimeError, OSError) as error:  # OSError: no network, no right to write

@@ -118,6 +118,9 @@ class Compiled:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # after a colon comes what the compiler's backend has raised
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).strip()
+        # what the first line only names
+        more = [line.strip() for line in lines if line.strip().startswith("Explanation: ")]
+        reason = "; ".join([reason, *(line.removeprefix("Explanation: ") for line in more[:1])])
         message = f"{self._name} is not compiled from here on: {reason}"
         warnings.warn(message, NotCompiled, stacklevel=3)
 

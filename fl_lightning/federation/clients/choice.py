@@ -37,6 +37,7 @@ from fl_lightning.engines import (
 )
 from fl_lightning.federation.clients.engine_options import (
     FULL_PRECISIONS,
+    LEAST_STEPS,
     SHORT_RUN_STEPS,
     most_parameters,
 )
@@ -53,10 +54,8 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages, overridden
 
-# What trains for fewer steps does not repay timing one client.
-LEAST_STEPS = 500
 # A trial of slots takes about a tenth of a second, of speedups about a second each.
-SLOTS_SECONDS, SPEEDUPS_SECONDS = 1.0, 60.0
+SLOTS_SECONDS, SPEEDUPS_SECONDS = 0.5, 60.0
 # Compiling takes 5 to 20 s and makes steps of slots 2 to 6 times as fast; a single step, some per cent.
 COMPILED_SLOTS_SECONDS, COMPILED_STEP_SECONDS = 20.0, 1200.0
 # What slots, or a speedup, must bring, so that it is not noise.
@@ -204,10 +203,11 @@ class EngineChooser:
         Raises:
             CannotStack: if their updates are not those of the sequential engine.
         """
+        compiled = trial.num_steps >= SHORT_RUN_STEPS
         stacking = replace(
             trial.agreeing(self._stacking),
-            num_slots=self._options.num_slots or trial.most_slots(trial.work),
-            compiled=trial.num_steps >= SHORT_RUN_STEPS,
+            num_slots=self._options.num_slots or trial.most_slots(trial.work, compiled=compiled),
+            compiled=compiled,
         )
         return SlotEngine(self._trainer, self._local, stacking), "as asked for"
 
@@ -228,26 +228,33 @@ class EngineChooser:
         began = time.perf_counter()
         stacking = trial.agreeing(self._stacking)
         fitting, share = trial.stackable(stacking)
-        number = self._options.num_slots or without_idle_slots(trial.most_slots(fitting), fitting)
+        number = self._number_of_slots(trial, fitting, compiled=False)
         seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
         sample = sample_of(fitting, number, math.ceil(seconds / one))
         engine, in_slots = trial.seconds_in_slots(replace(stacking, num_slots=number), sample)
         left = num_steps * (min(one, in_slots) * share + one * (1 - share))
         if is_long := left >= COMPILED_SLOTS_SECONDS:
             rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
-            stacking = replace(engine.stacking, compiled=True)
+            number = self._number_of_slots(trial, fitting, compiled=True)
+            stacking = replace(engine.stacking, num_slots=number, compiled=True)
             compiled, seconds = trial.seconds_in_slots(stacking, sample)
             if seconds < in_slots:
                 engine, in_slots = compiled, seconds
         ratio = 1 / (share * in_slots / one + 1 - share)
         spent = time.perf_counter() - began
         if ratio < LEAST_BY_SLOTS:
+            number = engine.stacking.num_slots
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
         why = f"measured at {ratio:.1f} times the sequential speed"
         if engine.stacking.compiled and engine.is_compiled:
             return engine, f"{why}, compiled in {spent:.0f} s"
         how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
         return engine, f"{why}, not compiled, {how}"
+
+    def _number_of_slots(self, trial: Trial, work: Sequence[ClientWork], *, compiled: bool) -> int:
+        if self._options.num_slots is not None:
+            return self._options.num_slots
+        return without_idle_slots(trial.most_slots(work, compiled=compiled), work)
 
     def _remark(self, is_direct: bool) -> str:
         """Say where layers are computed more precisely than asked for."""

@@ -1,14 +1,13 @@
 """The clients' side of a round in a fit: clients train, and what they send is yielded.
 
 One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
-chose. Weights, optimizer state, attributes and the fp16 scale that a client leaves never reach the next
-one; torchmetrics objects pool over the cohort. Nothing here knows the server.
+chose. Nothing here knows the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -73,10 +72,11 @@ class FitClients:
         self.local.renew_space()
         self.engine.renew()
 
-    def start_round(self) -> None:
-        """Note what every client of the round starts from, besides the weights."""
-        self.local.start_round(self._run.round_index)
-        self._scale.start_round()
+    def start_round(self, number: int) -> None:
+        """Note what every client of a round starts from, besides the weights."""
+        self.local.start_round(number)
+        if self._scale.is_at_work:
+            self._scale.start_round()
 
     def add_named_state(self, *, inside: bool) -> bool:
         """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
@@ -125,7 +125,7 @@ class FitClients:
 
     def metrics_kept_apart(self) -> AbstractContextManager[None]:
         """Keep the module's torchmetrics objects from exchanging anything between processes."""
-        return kept_apart(self._metrics)
+        return kept_apart(self._metrics) if self._metrics else nullcontext()
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""
@@ -146,8 +146,9 @@ class FitClients:
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
-        self.local.show_growth()
-        self._scale.wind_back()
+        self.local.show_lists()
+        if self._scale.is_at_work:
+            self._scale.wind_back()
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
@@ -161,6 +162,14 @@ class FitClients:
             work: theirs.
             transaction: of what has been yielded: those in slots count as a whole.
         """
+        if self.engine.slots is None and start.options is None:
+            return self._one_by_one.train(start, work)
+        return self._train_as_of(start, work, transaction)
+
+    def _train_as_of(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Train with the optimizers' options of the start, as many as possible in slots."""
         with self.local.round_start.as_of(start.options):
             while (slots := self.engine.slots) is not None:
                 try:

@@ -36,7 +36,7 @@ from fl_lightning.engines import (
     usable_rows,
 )
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
-from fl_lightning.federation.clients.one_by_one import upload_of
+from fl_lightning.federation.clients.one_by_one import without_buffers
 from fl_lightning.federation.clients.spot_check import SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
@@ -49,6 +49,8 @@ from fl_lightning.federation.visits.local_counts import counts_of
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
+# Without a compiler a step costs milliseconds before it computes anything: so many times the slots.
+_TIMES_NOT_COMPILED = 4
 # On a GPU they may fill this part of its memory: activations need the rest.
 _SHARE_OF_GPU = 1 / 16
 
@@ -205,7 +207,8 @@ class InSlots:
                 slots.leave_out(failure.client_id)
             for failure in refused:
                 yield Missing(start, failure)
-            yield upload_of(usable, start, stages)
+            sent = without_buffers(usable) if stages.is_private else usable
+            yield Upload(start, sent, sent)
             for client_id in usable.client_ids if slots.kept else ():
                 stages.keep(client_id, slots.kept[client_id])
             check.note(usable, slots.kept)
@@ -261,8 +264,11 @@ def raise_if_impossible(
         raise CannotStack("module or data module have hooks around batches")
 
 
-def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
-    """Power of two of slots that fill a core's cache, or their part of a GPU; 1 to 32."""
+def fitting_slots(trainer: Trainer, num_parameters: int, *, compiled: bool) -> int:
+    """Power of two of slots that fill a core's cache, or their part of a GPU; 1 to 32.
+
+    On a CPU four times as many, if they are not compiled.
+    """
     device, room = trainer.strategy.root_device, float(_CACHE_BYTES)
     if device.type == "cuda":
         room = _SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory
@@ -271,7 +277,8 @@ def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
     # a slot holds its parameters, a gradient, the optimizer's state
     num_copies = 2 + max(rule.num_states for rule in rules if rule is not None)
     slots = 2 ** round(math.log2(room / (4 * num_parameters * num_copies)))
-    return int(min(MOST_SLOTS, max(1, slots)))
+    times = 1 if compiled or device.type == "cuda" else _TIMES_NOT_COMPILED
+    return int(min(MOST_SLOTS, max(1, slots))) * times
 
 
 def _clipping(trainer: Trainer) -> dict[str, Any]:
@@ -282,5 +289,7 @@ def _clipping(trainer: Trainer) -> dict[str, Any]:
 
 def cannot_run(error: Exception) -> CannotStack:
     """Why slots cannot run a step that raised something."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return CannotStack("the device has too little memory for so many slots (federation.slots)")
     text = str(error).strip() or type(error).__name__
     return CannotStack(f"vmap cannot run training_step: {text.splitlines()[0][:200]}")

@@ -7,7 +7,7 @@ Torchmetrics objects pool over the cohort; those of a client that fails are woun
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
@@ -54,7 +54,7 @@ class OneByOne:
         Afterwards the module holds whatever the last of them left.
         """
         with self._collector.listening_to(self._module):
-            for client in work:
+            for client in list(work):
                 yield self._train(client, start)
 
     def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
@@ -72,20 +72,26 @@ class OneByOne:
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
         if learnt is not None:
             learnt()
-        if self._growth:
-            self._local.keep_growth(self._growth)
-        return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
+        self._local.keeps_lists = True
+        made = Updates.of(update)
+        updates = without_buffers(made) if self._stages.is_private else made
+        return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
         """A block in which the module is one client's."""
-        with self._counted(turn.work), self._stages.around(turn):
+        with ExitStack() as stack:
+            stack.enter_context(self._counted(turn.work))
+            for stage in self._stages.having["around"]:
+                stack.enter_context(stage.around(turn))
             yield
 
     def take_steps(self, turn: Turn) -> ClientUpdate:
         """Run the local steps of a client."""
         work = turn.work
-        with self._stages.steps(turn):
+        with ExitStack() as stack:
+            for stage in self._stages.having["steps"]:
+                stack.enter_context(stage.steps(turn))
             seed_global_generators(work.seed)
             turn.update = update = self._local.train(
                 turn.start.model,
@@ -94,12 +100,9 @@ class OneByOne:
                 batches=self._plan.steps(work),
                 masks=turn.masks,
             )
-            self._growth = self._local.growth
         return update
 
 
-def upload_of(updates: Updates, start: Start, stages: Stages) -> Upload:
-    """Return updates as they leave their clients, in a private run without buffers."""
-    if stages.is_private:
-        updates = replace(updates, buffers=updates.buffers[:, :0])
-    return Upload.of(updates, start)
+def without_buffers(updates: Updates) -> Updates:
+    """Updates as they leave the clients of a private run."""
+    return replace(updates, buffers=updates.buffers[:, :0])

@@ -257,6 +257,11 @@ class Rounding:
     unit: float
     share: float
 
+    @property
+    def is_coarse(self) -> bool:
+        """True if an operation has far fewer digits than single precision."""
+        return self.unit > 2.0**-20
+
     @classmethod
     def of(cls, precision: str | int | None, module: nn.Module) -> Rounding:
         """Rounding of a module under a Trainer's precision."""

@@ -9,13 +9,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import islice
 
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim.swa_utils import AveragedModel
 
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.client.state.tensors import candidates, known_state, matching
+from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.run import Run
@@ -128,3 +135,56 @@ class StateRehearsal:
             finally:
                 self._scale.go_on_from(scale)
                 local.restore(model)
+
+
+def known_state(module: nn.Module) -> list[str]:
+    """Return the names of what modules of torch change while they train, also if they do not now.
+
+    These are statistics of batch and instance norm (unless their momentum is 0, by which they gather
+    none), the vectors of spectral norm, averaged models.
+
+    Example:
+        >>> known_state(nn.BatchNorm1d(2).eval())
+        ['running_mean', 'running_var']
+    """
+    kept: set[int] = set()
+    for child in module.modules():
+        if isinstance(child, AveragedModel):
+            kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
+        elif isinstance(child, _SpectralNorm) or (
+            isinstance(child, _NormBase) and child.momentum != 0
+        ):
+            kept |= {id(buffer) for buffer in child.buffers(recurse=False)}
+        for hook in child._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                kept |= {id(getattr(child, f"{hook.name}_{part}")) for part in "uv"}
+    return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
+
+
+def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the names that patterns with ``*`` and ``?`` find, whole or after a dot.
+
+    Raises:
+        ConfigurationError: if one finds nothing.
+
+    Example:
+        >>> matching(nn.Sequential(nn.BatchNorm1d(2)), ["running_*"])
+        ['0.running_mean', '0.running_var']
+    """
+    names = list(candidates(module))
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if _matches(name, pattern)}
+        if not matches:
+            shown = ", ".join(names[:20]) or "none"
+            raise ConfigurationError(
+                f"federation.client_state: no buffer and no frozen parameter of real numbers matches "
+                f"{pattern!r}; there are {shown}"
+            )
+        found |= matches
+    return [name for name in names if name in found]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))

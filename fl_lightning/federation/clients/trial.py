@@ -36,8 +36,8 @@ from fl_lightning.engines import (
     reason_against,
     usable_rows,
 )
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
+from fl_lightning.federation.clients.spot_check import Rounding
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 from fl_lightning.kernels import reason_against_direct_layers
 from fl_lightning.server.means.running_mean import RunningMean
@@ -132,9 +132,10 @@ class Trial:
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
         return fitting, steps[0] / steps[1]
 
-    def most_slots(self, work: Sequence[ClientWork]) -> int:
+    def most_slots(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
         """Number of slots that fit the memory and have a client each."""
-        return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
+        size = self.local.space.num_entries
+        return min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
         """Train a client both ways and return how slots give the same.
@@ -221,8 +222,12 @@ class Trial:
         for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
             pairs.append((f"{type(metric).__name__} object", numbers, others))
         for name, value, other in pairs:
-            if not is_close(value, other, self.trainer.precision):
+            if not is_close(value, other, self._rounding):
                 raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+    @property
+    def _rounding(self) -> Rounding:
+        return Rounding.of(self.trainer.precision, self.trainer.lightning_module)
 
     def seconds_of_longest(self) -> float:
         """Seconds of a step of the client with most steps."""
@@ -268,7 +273,7 @@ class Trial:
                 found.append(self.train_one(client.head(2)))
         one, other = found
         for value, changed in ((one.delta, other.delta), (one.buffers, other.buffers)):
-            if not is_close(value, changed, self.trainer.precision):
+            if not is_close(value, changed, self._rounding):
                 return 0.0
         sample = client.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))
         took: dict[tuple[Speedup, ...], list[float]] = {before: [], after: []}
@@ -376,11 +381,15 @@ def _numbers(metric: Metric) -> Tensor:
     return torch.cat([torch.zeros(0), *(s.detach().float().cpu().flatten() for s in states)])
 
 
-def is_close(value: Tensor, other: Tensor, precision: str | int | None) -> bool:
-    """True if numbers differ by rounding: by a small share of the largest, or together of the norm."""
+def is_close(value: Tensor, other: Tensor, rounding: Rounding) -> bool:
+    """True if numbers differ by rounding: by a small share of the largest, or together of the norm.
+
+    Of the norm where rounding is coarse, in half precision or in a GPU's TF32: Adam steps either way
+    where rounding is all there is.
+    """
     if value.shape != other.shape:
         return False
-    if precision not in FULL_PRECISIONS:  # Adam steps either way where rounding is all there is
-        return bool((value - other).norm() <= 0.1 * value.norm() + 1e-12)
+    if rounding.is_coarse:
+        return bool((value - other).norm() <= rounding.share * value.norm() + 1e-12)
     bound = 1e-3 * float(value.abs().max()) if value.numel() else 0.0
     return bool(((value - other).abs() <= bound + 1e-12).all())

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fl_lightning.client.clocks import Clock, Ended, Visit
@@ -338,5 +339,12 @@ class Versions(KeptVersions):
                 "resume with the configuration of the run that wrote it"
             )
         self._present = state["present"]
-        self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
-        self._options = dict(state.get("options", {}))
+        device = model.params.device  # checkpoints are read to the CPU
+        kept = apply_to_collection(state["models"], Tensor, lambda tensor: tensor.to(device))
+        self._models = {version: GlobalModel(**tensors) for version, tensors in kept.items()}
+        # of options, masks are where the parameters are; a learning rate is where it was
+        self._options = apply_to_collection(
+            dict(state.get("options", {})),
+            Tensor,
+            lambda tensor: tensor.to(device) if tensor.ndim else tensor,
+        )

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.wrapped_optimizers import needs_closure
+from fl_lightning.client.optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel

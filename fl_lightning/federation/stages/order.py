@@ -19,6 +19,7 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
+from fl_lightning.federation.stages.adapters import AdapterRounds
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
 from fl_lightning.federation.stages.client_scale import ClientScale
@@ -27,6 +28,7 @@ from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.robust.rule import RobustRule
@@ -68,9 +70,7 @@ def stages_of(
     stages = time.who_sends(run.plan)
     if run.scale.is_at_work:
         stages.append(ClientScale(run.scale))
-    masks = client_masks(run.trainer)
-    if masks is not None:
-        stages.append(MaskedClients(masks))
+    stages += _parts_of_models(run, options)
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
@@ -93,6 +93,15 @@ def stages_of(
         *(partial(stage.enter, run) for stage in stages), partial(_check_own, stages, own)
     )
     return Stages(stages)
+
+
+def _parts_of_models(run: Run, options: Options) -> list[Stage]:
+    """Stages by which clients train parts of the model: entries that a mask allows, ranks of adapters."""
+    masks, given = client_masks(run.trainer), options.aggregator
+    found: list[Stage] = [] if masks is None else [MaskedClients(masks)]
+    if isinstance(given, AdapterAggregator):
+        found.append(AdapterRounds(given, options))
+    return found
 
 
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:

@@ -26,8 +26,8 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.apfl import Mixing
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import CompiledGradients, FasterStep, Forwards, Speedup, StepContext
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
@@ -125,22 +125,18 @@ class LightningStep:
         self._ended.clear()  # of a step that raised
         self.counts.step, self.counts.is_in_step = index, True
         try:
-            return self._step(batches, index)
-        finally:
-            self.counts.is_in_step = False
-
-    def _step(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        if self.examples is not None:
-            return self._private(self.examples, batches[0], index)
-        if self._is_by_hand:
-            loss = self._by_hand(batches[0], index)
-        else:
-            loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
-        if self._ended:
+            if self.examples is not None:
+                return self._private(self.examples, batches[0], index)
+            if self._is_by_hand:
+                loss = self._by_hand(batches[0], index)
+            else:
+                loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
             for ended in self._ended:
                 self._module.on_train_batch_end(*ended)
             self._ended.clear()
-        return loss
+            return loss
+        finally:
+            self.counts.is_in_step = False
 
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
         if self._takes_closure:
@@ -263,7 +259,8 @@ class LightningStep:
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch, index))
-        loss = loss_of(output)
+        # a plain tensor is what it nearly always is
+        loss = output if type(output) is Tensor and output.ndim == 0 else loss_of(output)
         if self.contrast is None or loss is None:
             return loss
         with self._context():

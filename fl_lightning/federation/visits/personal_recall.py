@@ -5,21 +5,19 @@ A few local steps from the global model on a client's examples, outside of any r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_step import loss_of
+from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator
 from fl_lightning.data.federated import FederatedDataModule
@@ -29,7 +27,7 @@ from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.visiting import Visit, visiting
+from fl_lightning.federation.visits.visiting import visiting
 
 
 def recalled_models(
@@ -80,16 +78,6 @@ def state_to_bring_home(rounds: FitRounds | None) -> dict[str, Any]:
     }
 
 
-def own_layers(
-    personal: Personalisation | None, recall: Callable[[], PersonalModels | None]
-) -> Callable[[int], AbstractContextManager[None]] | None:
-    """Return what has the module hold the layers that are a client's own, if there are any."""
-    if personal is None or personal.beside or personal.tuning_steps:
-        return None
-    models = recall()
-    return None if models is None else models.of
-
-
 _PURPOSE = "fine-tuning"
 
 
@@ -132,24 +120,10 @@ class FineTuning:
         ):
             seed_global_generators(derive_seed(self._seed, _PURPOSE, client))
             optimizer = made_optimizer(self._trainer.lightning_module)
+            step = PlainStep(SimpleNamespace(training_step=visit.step), optimizer, visit.logs)
             for index, indices in enumerate(work.batches):
-                _step(visit, optimizer, visit.prepared(self._data.train_batch(indices)), index)
-
-
-def _step(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> None:
-    if takes_closure(optimizer):
-        stepped_with_closure(optimizer, lambda: _gradients(visit, optimizer, batch, index))
-    elif _gradients(visit, optimizer, batch, index) is not None:
-        optimizer.step()
-
-
-def _gradients(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> Tensor | None:
-    optimizer.zero_grad()
-    loss = loss_of(visit.step(batch, index))
-    if loss is None:
-        return None
-    loss.backward()
-    return loss.detach()
+                batch = visit.prepared(self._data.train_batch(indices))
+                step([(batch, len(indices))], index)
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.client.corrections.added_term import AddedTerm
-from fl_lightning.client.wrapped_optimizers import OutermostSteps
+from fl_lightning.client.optimizers import OutermostSteps
 from fl_lightning.core.errors import ConfigurationError
 
 

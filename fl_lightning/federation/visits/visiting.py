@@ -16,7 +16,7 @@ from torch import nn
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.client.state.tensors import ModuleTensors, TrainedFlags
+from fl_lightning.client.state.tensors import ModuleTensors
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
@@ -122,8 +122,7 @@ def visiting(
             who want that, or put it back themselves.
 
     Raises:
-        ConfigurationError: at the end, if the steps advanced a generator that is kept in the
-            module and cannot be wound back.
+        ConfigurationError: if the module keeps an iterator, which cannot be wound back.
     """
     module = trainer.lightning_module
     logs, metrics = LogCollector() if logs is None else logs, metrics_of(module)
@@ -131,9 +130,7 @@ def visiting(
     with ExitStack() as stack:
         if before is not None:
             stack.callback(before.put_back)
-            flags, attributes = TrainedFlags(module), Attributes(module, ignore=NOT_THE_USERS)
-            stack.callback(flags.put_back)
-            stack.callback(attributes.put_back)
+            stack.callback(Attributes(module, ignore=NOT_THE_USERS).put_back)
         stack.callback(MetricStates(metrics).put_back)
         stack.enter_context(kept_apart(metrics))
         stack.enter_context(preserve_global_generators())

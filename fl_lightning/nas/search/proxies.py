@@ -7,7 +7,11 @@
     jacov     -Σ_i (log(v_i + k) + 1 / (v_i + k)), v the eigenvalues of the correlations between
               examples' input gradients, k = 1e-5                   Mellor et al. 2020, version 1
     snip      Σ_θ |θ · ∂L/∂θ|, L the cross entropy of a batch       Lee et al. 2019, ICLR
+    grad_norm Σ_layers ‖∂L/∂θ‖                                      Abdelfattah et al. 2021, ICLR
+    l2_norm   Σ_layers ‖θ‖                                          the same
 
+Several are combined by ranks, which need no common unit: the score of an architecture is the mean, over
+proxies, of the part of some random architectures that it beats (`MeanRank`).
 As scores of architectures: Abdelfattah et al. 2021, ICLR, and its code; θ are the weights of
 convolutions and linear layers. The sizes of a network (`params`, `flops`) are proxies as well: one that
 does not beat them says nothing. All networks see one batch: noise, or images of a folder.
@@ -22,9 +26,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -79,14 +85,43 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     Raises:
         ConfigurationError: for a batch of one whose channels have one value in a batch norm.
     """
+    return _of_loss("snip", network, images, labels, _saliency)
+
+
+def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the sum of the norms of the layers' gradients; arguments and errors as for `snip`.
+
+    Example:
+        >>> network = nn.Linear(1, 2, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = network.weight.zero_()
+        >>> round(grad_norm(network, torch.ones(1, 1), torch.tensor([0])), 4)  # ‖(-1/2, 1/2)‖
+        0.7071
+    """
+    return _of_loss("grad_norm", network, images, labels, partial(_sum_of_norms, of_gradients=True))
+
+
+def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the sum of the norms of the layers' weights; images and labels are ignored."""
+    return _sum_of_norms(network, of_gradients=False)
+
+
+def _of_loss(
+    name: str,
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    score: Callable[[nn.Module], float],
+) -> float:
+    """Return a score of a network with the gradients of the loss of a batch."""
     with _training(network):
         try:
             logits = network(images)
         except ValueError:  # batch norm's
-            _check_batch("snip", images)
+            _check_batch(name, images)
             raise
         cross_entropy(logits, labels).backward()
-        return _saliency(network)
+        return score(network)
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -151,7 +186,14 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float(-(values.log() + 1 / values).sum())
 
 
-PROXIES: dict[str, Proxy] = {"synflow": synflow, "naswot": naswot, "jacov": jacov, "snip": snip}
+PROXIES: dict[str, Proxy] = {
+    "synflow": synflow,
+    "naswot": naswot,
+    "jacov": jacov,
+    "snip": snip,
+    "grad_norm": grad_norm,
+    "l2_norm": l2_norm,
+}
 
 
 def _check_batch(name: str, images: Tensor) -> None:
@@ -162,12 +204,25 @@ def _check_batch(name: str, images: Tensor) -> None:
         )
 
 
+def _layers(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
+    return (m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+
+
+def _sum_of_norms(network: nn.Module, *, of_gradients: bool) -> float:
+    """Return Σ ‖gradient‖ or Σ ‖θ‖ over convolutions and linear layers, and drop the gradients."""
+    weights = [layer.weight for layer in _layers(network)]
+    chosen = [weight.grad if of_gradients else weight.detach() for weight in weights]
+    total = sum(float(tensor.double().norm()) for tensor in chosen if tensor is not None)
+    network.zero_grad(set_to_none=True)
+    return total
+
+
 def _saliency(network: nn.Module) -> float:
     """Return Σ |θ · gradient| over convolutions and linear layers, and drop the gradients."""
     total = 0.0
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear) and module.weight.grad is not None:
-            total += float((module.weight.detach() * module.weight.grad).double().abs().sum())
+    for layer in _layers(network):
+        if layer.weight.grad is not None:
+            total += float((layer.weight.detach() * layer.weight.grad).double().abs().sum())
     network.zero_grad(set_to_none=True)
     return total
 
@@ -244,6 +299,46 @@ class CostScore:
     def __call__(self, architecture: Architecture) -> float:
         """Return the cost."""
         return self.cost(architecture)[self.measure]
+
+
+@final
+class MeanRank:
+    """The mean rank of an architecture by several scores, among random architectures.
+
+    Args:
+        scores: scores of architectures.
+        space: space of the random architectures.
+        num_others: number of different random architectures, at least 1; all of a smaller space.
+        seed: seed of their draws.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import small_resnet
+        >>> space = small_resnet()
+        >>> size = lambda architecture: float(sum(architecture.choices))
+        >>> score = MeanRank([size, lambda one: size(one) ** 2], space, num_others=20)
+        >>> score(space.smallest), score(space.largest)
+        (0.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        scores: Sequence[Callable[[Architecture], float]],
+        space: SearchSpace,
+        *,
+        num_others: int = 64,
+        seed: int = 0,
+    ) -> None:
+        generator = torch_generator(seed, "mean rank")
+        drawn = dict.fromkeys(space.sample(generator) for _ in range(4 * num_others))
+        others = list(drawn)[:num_others]
+        self._scores = [(score, sorted(map(score, others))) for score in scores]
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the mean part of the random architectures below this one, in [0, 1]."""
+        ranks = [
+            bisect_left(known, score(architecture)) / len(known) for score, known in self._scores
+        ]
+        return sum(ranks) / len(ranks)
 
 
 @final

@@ -340,7 +340,7 @@ def sources() -> Iterator[Row]:
     )  # fmt: skip
     yield from refused(at, f"{DATA}.Digits", at_start=["classes"], classes=([99],))
     yield from refused(
-        at, f"{DATA}.Iris", batch_size=COUNT, test_fraction=(*part, 0), val_fraction=part, seed=SEED
+        at, f"{DATA}.Iris", batch_size=COUNT, test_fraction=part, val_fraction=part, seed=SEED
     )
     for name in ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST"):
         yield from refused(

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import refused_classes
 import refused_options
-from refused_rows import SWITCH, imported
+from refused_rows import imported
 from refused_runs import problems, said_by, words_of
 
 from fl_lightning import ConfigurationError
@@ -68,16 +68,14 @@ def test_a_sentence_with_faults_is_found_out():
     assert f"does not say {row.option}" in problems(row, 1, "fl-lightning: it must be otherwise")
 
 
-def of_the_right_type(row):
-    """Whether the constructor itself must refuse: neither another type, nor a seed that is read later."""
-    other_type = row.value in SWITCH[1:] or row.value in (1.5, 3, 5) or isinstance(row.value, str)
-    if row.python is None or other_type or row.option.endswith("source.init_args.seed"):
-        return False
-    return not row.python[0].startswith("torch.")
+def is_for_a_constructor(row):
+    """Whether the constructor itself must refuse: not a seed that is read later."""
+    is_late = row.option.endswith("source.init_args.seed") and not isinstance(row.value, str)
+    return row.python is not None and not is_late and not row.python[0].startswith("torch.")
 
 
 IN_PYTHON = {}
-for a_row in filter(of_the_right_type, ROWS):
+for a_row in filter(is_for_a_constructor, ROWS):
     IN_PYTHON.setdefault(a_row.python[0], []).append(a_row)
 
 

@@ -1,0 +1,285 @@
+"""Optimizers of clients, of any kind: what is inside of them, how often they step, what their masks let move.
+
+Optimizers that are not torch's own may hold another one (SAM, Lookahead), which has options and
+state too, and may evaluate the loss more than once, for which they ask for a closure. Some say so
+in the signature of ``step``, others fail without one: so each that can take a closure is given
+one, as Lightning does. torch's own optimizers but LBFGS, and our masked ones, need none.
+
+Steps are counted without waiting for the device (`OptimizerSteps`). None is taken where ``training_step``
+returned None to skip the batch, where a gradient scaler found gradients that are not finite, and where the
+module's own ``optimizer_step`` leaves it out. Where ``training_step`` steps the optimizers by hand, each of
+their steps on a gradient counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
+
+# Called before a step with the optimizer and the step's arguments, of which it may return others.
+Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def and_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those that it holds, each once, itself first.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> outer = torch.optim.SGD([weight], lr=0.1)
+        >>> outer.base = torch.optim.Adam([weight])
+        >>> [type(each).__name__ for each in and_inner(outer)]
+        ['SGD', 'Adam']
+    """
+    found = [optimizer]
+    for each in found:  # grows meanwhile
+        values = vars(each).values()
+        found += [v for v in values if isinstance(v, Optimizer) and all(v is not f for f in found)]
+    return found
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step is one of `torch.optim`."""
+    step: Any = optimizer.step
+    return str(getattr(step, "__module__", "")).startswith("torch.optim")
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step is to be given a closure that computes loss and gradients.
+
+    Example:
+        >>> weights = [torch.nn.Parameter(torch.ones(1))]
+        >>> takes_closure(torch.optim.SGD(weights, lr=0.1)), takes_closure(LBFGS(weights))
+        (False, True)
+    """
+    if isinstance(optimizer, LBFGS):
+        return True
+    if is_torchs(optimizer) or isinstance(optimizer, MaskedOptimizer):
+        return False
+    parameters = inspect.signature(optimizer.step).parameters
+    return "closure" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step without a closure is known to fail."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def stepped_with_closure(
+    optimizer: Optimizer, gradients: Callable[[], Tensor | None]
+) -> Tensor | None:
+    """Step an optimizer that takes a closure, and return the loss that it found last.
+
+    Args:
+        optimizer: evaluates the closure as often as it likes.
+        gradients: computes them anew and returns the loss; None if there is none.
+    """
+    found: list[Tensor | None] = [None]
+
+    @torch.enable_grad()
+    def closure() -> Tensor | None:
+        found[0] = gradients()
+        return found[0]
+
+    optimizer.step(closure=closure)  # type: ignore[arg-type]
+    return found[0]
+
+
+class OutermostSteps:
+    """Calls back at the steps of optimizers, inside a ``with`` block.
+
+    A step that an inner optimizer takes inside one of its outer one is part of that; one that it
+    takes by itself counts as the outer one's.
+
+    Args:
+        optimizers: the outer ones.
+        before: what to do before a step, given the outer optimizer; see `Before`.
+        after: what to do after a step, given the outer optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        before: Before | None = None,
+        after: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        self._outer = {each: outer for outer in optimizers for each in and_inner(outer)}
+        self._before, self._after = before, after
+        is_nested = any(each is not outer for each, outer in self._outer.items())
+        self._sees_begin = is_nested or before is not None  # a hook costs a microsecond
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth = 0
+        self._handles = [each.register_step_post_hook(self._end) for each in self._outer]
+        if self._sees_begin:
+            self._handles += [each.register_step_pre_hook(self._begin) for each in self._outer]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        if self._before is None or self._depth > 1:
+            return None
+        return self._before(self._outer[optimizer], args, kwargs)
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= self._sees_begin
+        if self._after is not None and self._depth == 0:
+            self._after(self._outer[optimizer])
+
+
+class OptimizerSteps:
+    """Counts inside a ``with`` block, from 0.
+
+    Args:
+        optimizers: the client's.
+        by_hand: whether each of their steps counts, and not the local step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> with OptimizerSteps([optimizer]) as steps:
+        ...     for loss in (weight.square().sum(), None):
+        ...         optimizer.zero_grad()
+        ...         if loss is not None:
+        ...             loss.backward()
+        ...         optimizer.step()
+        ...         steps.end_step(loss)
+        >>> steps.taken
+        1
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
+        self._optimizers, self._by_hand = list(optimizers), by_hand
+        self._watched = OutermostSteps(self._optimizers, after=self._note)
+
+    def __enter__(self) -> Self:
+        self._counts = dict.fromkeys(self._optimizers, 0)
+        self._has_stepped: set[Optimizer] = set()
+        self._overflows: dict[Optimizer, list[Tensor]] = {each: [] for each in self._optimizers}
+        self._watched.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watched.__exit__(None, None, None)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if self._by_hand:
+            self._counts[optimizer] += _has_gradient(optimizer)
+        else:
+            self._has_stepped.add(optimizer)
+        # a scaler always calls fused ones, which then look at this by themselves
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None:
+            self._overflows[optimizer].append(overflow)
+
+    def end_step(self, loss: Tensor | None) -> None:
+        """Count a local step, given its loss, if it was taken."""
+        for optimizer in self._has_stepped:
+            # private steps keep their loss for themselves, those that were skipped have no gradient
+            self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
+        self._has_stepped.clear()
+
+    @property
+    def taken(self) -> int | tuple[int, ...]:
+        """Number of steps of the optimizer, or of each of several."""
+        totals = [
+            count - (int(torch.stack(found).count_nonzero()) if found else 0)
+            for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
+        ]
+        return totals[0] if len(totals) == 1 else tuple(totals)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    return any(param.grad is not None for group in groups for param in group["params"])
+
+
+class OptimizerMasks:
+    """The masks of one or several optimizers of a module, taken together.
+
+    Args:
+        module: has the parameters' names.
+        optimizers: over its parameters; those that have masks keep to them.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
+        self._noted: list[Any] = []
+
+    def set(self, masks: Mapping[str, Tensor]) -> None:
+        """Give every optimizer the masks of its own parameters, by parameter name.
+
+        Raises:
+            ConfigurationError: if no optimizer has masks.
+        """
+        if not self._masked:
+            raise ConfigurationError(
+                f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
+                f"{', '.join(type(each).__name__ for each in self._optimizers)}"
+            )
+        params = dict(self._module.named_parameters())
+        given = {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
+        owned = [_parameters(each) for each in self._masked]
+        owned[0] |= given.keys() - set().union(*owned)  # it refuses what belongs to none
+        for optimizer, own in zip(self._masked, owned, strict=True):
+            optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
+
+    def active(self) -> dict[Tensor, Tensor]:
+        """Return which entries may move of parameters with frozen ones, as indices.
+
+        Raises:
+            ConfigurationError: if one optimizer would move what another one's mask freezes.
+        """
+        active = {p: indices for each in self._masked for p, indices in each.active.items()}
+        for optimizer in self._optimizers if len(self._optimizers) > 1 else ():
+            own = optimizer.active if isinstance(optimizer, MaskedOptimizer) else {}
+            for param in _parameters(optimizer) & active.keys():
+                if param not in own or not torch.equal(own[param], active[param]):
+                    raise ConfigurationError(
+                        "a mask freezes entries of a parameter that another optimizer of the module, "
+                        f"{type(optimizer).__name__}, would move: give a masked parameter to one "
+                        "optimizer alone"
+                    )
+        return active
+
+    def note(self) -> None:
+        """Note the present masks, for `are_new`."""
+        self._noted = self._present()
+
+    @property
+    def are_new(self) -> bool:
+        """True if masks were set since they were noted."""
+        # a callback may have added a parameter group, which the next round's start tells of
+        return bool(self._masked) and not all(map(is_, self._noted, self._present()))
+
+    def _present(self) -> list[Any]:
+        groups = (group for each in self._masked for group in each.param_groups)
+        return [group.get("active") for group in groups]
+
+
+def _parameters(optimizer: Optimizer) -> set[Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]}

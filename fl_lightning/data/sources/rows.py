@@ -1,0 +1,262 @@
+"""Sets of rows in memory, with columns for natural partitions.
+
+A column of targets becomes class numbers or real numbers, see `Targets`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fl_lightning.core.errors import ConfigurationError
+
+
+def as_tensor(values: Any, name: str) -> Tensor:
+    """Convert an array to a tensor; floating-point numbers become float32.
+
+    Raises:
+        ConfigurationError: if values are no numbers, or there are none.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
+        ) from error
+    if not tensor.ndim or not len(tensor):
+        raise ConfigurationError(
+            f"{name} must have one row for each example, at least one, got shape {tuple(tensor.shape)}"
+        )
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+class MemoryRows(Dataset[Any], ABC):
+    """A data set in memory that returns whole batches, with columns for partitions.
+
+    Args:
+        columns: functions by name that return one value per row, for partitions; not in batches.
+        places: rows of the columns that are the rows of this set, shape (N,); None for all.
+    """
+
+    is_deterministic: ClassVar = True
+
+    def __init__(
+        self,
+        columns: Mapping[str, Callable[[], Any]] | None = None,
+        places: Tensor | None = None,
+    ) -> None:
+        self._columns, self._places = dict(columns or {}), places
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Any:
+        """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> MemoryRows:
+        """Return these rows only, in this order."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns for partitions; ``targets`` is always the last part instead."""
+        return [name for name in self._columns if name != "targets"]
+
+    def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
+        """Return an example for a number, a batch for several, a column for a name."""
+        if isinstance(index, str):
+            values = np.asarray(self._columns[index]())
+            return values if self._places is None else values[self._places.numpy()]
+        indices = torch.as_tensor(index, dtype=torch.long)
+        if indices.ndim:
+            return self.gather(indices)
+        place = range(len(self))[int(indices)]  # IndexError past the end, -1 is the last
+        batch = self.gather(torch.tensor([place]))
+        if isinstance(batch, dict):
+            return {name: part[0] for name, part in batch.items()}
+        return tuple(part[0] for part in batch)
+
+    def _chosen(self, indices: Tensor) -> Tensor:
+        return indices if self._places is None else self._places[indices]
+
+
+@final
+class TensorRows(MemoryRows):
+    """A data set that returns whole batches: rows of each of its tensors.
+
+    Args:
+        parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
+        columns: functions by name that return one value per row, for partitions; not in batches.
+        pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
+        places: rows of the columns, see `MemoryRows`.
+
+    Raises:
+        ConfigurationError: if parts have different lengths.
+
+    Example:
+        >>> rows = TensorRows([torch.eye(3), torch.arange(3)], {"who": lambda: np.array(["al", "bo", "al"])})
+        >>> rows.gather(torch.tensor([2]))
+        (tensor([[0., 0., 1.]]), tensor([2]))
+        >>> rows.column_names, rows["who"]
+        (['who'], array(['al', 'bo', 'al'], dtype='<U2'))
+        >>> rows.select(torch.tensor([1]))["who"]
+        array(['bo'], dtype='<U2')
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Tensor] | Sequence[Tensor],
+        columns: Mapping[str, Callable[[], Any]] | None = None,
+        *,
+        pixels: bool = False,
+        places: Tensor | None = None,
+    ) -> None:
+        super().__init__(columns, places)
+        self._names = list(parts) if isinstance(parts, Mapping) else None
+        self._parts = list(parts.values() if isinstance(parts, Mapping) else parts)
+        lengths = {len(part) for part in self._parts}
+        if len(lengths) != 1:
+            raise ConfigurationError(
+                f"inputs and targets must have one row an example, got {sorted(lengths)} rows"
+            )
+        self._pixels = pixels
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets, which are the last part."""
+        return self._parts[-1]
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+    def gather(self, indices: Tensor) -> Any:
+        """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
+        parts = [part.index_select(0, indices) for part in self._parts]
+        if self._pixels:
+            parts[0] = parts[0].float().div_(255)
+        return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
+
+    def select(self, indices: Tensor) -> TensorRows:
+        """Return these rows only, in this order."""
+        parts = [part.index_select(0, indices) for part in self._parts]
+        named = parts if self._names is None else dict(zip(self._names, parts, strict=True))
+        return TensorRows(named, self._columns, pixels=self._pixels, places=self._chosen(indices))
+
+
+TargetKind: TypeAlias = Literal["class", "number"]
+MOST_WHOLE_CLASSES = 100  # more distinct integers may be quantities
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The kind of a column of targets: classes or real numbers.
+
+    Attributes:
+        name: name of the column, for errors.
+        classes: values of the classes in order, shape (C,); None for real numbers.
+
+    Example:
+        >>> kind = Targets.of(np.array(["no", "yes", "no"]), None, "paid")
+        >>> kind.encode(np.array(["yes", "no"]), "test"), kind.class_names
+        (tensor([1, 0]), ('no', 'yes'))
+        >>> Targets.of(np.array([0.5, 2.0]), None, "price").encode(np.array([1.5]), "test")
+        tensor([1.5000])
+    """
+
+    name: str
+    classes: npt.NDArray[Any] | None
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any], kind: TargetKind | None, name: str) -> Self:
+        """Determine the kind from the training values.
+
+        Args:
+            values: shape (N,).
+            kind: kind set by the user; if None, real numbers are numbers, and strings and up to 100
+                distinct integers are classes.
+            name: name of the column.
+
+        Raises:
+            ConfigurationError: if the kind is ambiguous, or a value is missing.
+        """
+        _check_present(values, name)
+        is_real = values.dtype.kind == "f"
+        if kind == "number" or (kind is None and is_real):
+            if values.dtype.kind not in "biuf":
+                raise ConfigurationError(
+                    f"{name}: target_type is number, and there are strings such as {values[0]!r}"
+                )
+            return cls(name, None)
+        classes = np.unique(values)
+        if kind is None and values.dtype.kind in "iu" and len(classes) > MOST_WHOLE_CLASSES:
+            raise ConfigurationError(
+                f"{name}: {len(classes)} different whole numbers may be classes or quantities: set "
+                "target_type to class or to number"
+            )
+        return cls(name, classes)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes by number; empty for real numbers."""
+        return () if self.classes is None else tuple(map(str, self.classes.tolist()))
+
+    def encode(self, values: npt.NDArray[Any], where: str) -> Tensor:
+        """Return targets of shape (N,): class numbers in int64, or numbers in float32.
+
+        Raises:
+            ConfigurationError: for a class that the training examples do not have.
+        """
+        _check_present(values, f"{self.name} in {where}")
+        if self.classes is None:
+            return torch.from_numpy(values.astype(np.float32))
+        known = np.isin(values, self.classes)
+        if not known.all():
+            raise ConfigurationError(
+                f"{self.name}: {where} holds the class {values[~known].tolist()[0]!r}, which no training "
+                "example has"
+            )
+        return torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
+
+
+def column_of(values: Any) -> npt.NDArray[Any]:
+    """Convert a column to an array of numbers or strings, or of objects if values are missing.
+
+    Example:
+        >>> column_of(["b", "a"]), column_of([1, 2])
+        (array(['b', 'a'], dtype='<U1'), array([1, 2]))
+    """
+    if isinstance(values, list) and any(map(_is_missing, values)):
+        return np.array(values, dtype=object)
+    array = np.asarray(values)
+    if array.dtype == object and not any(map(_is_missing, array.ravel())):
+        array = np.asarray(array.tolist())
+    return array
+
+
+def _is_missing(value: Any) -> bool:
+    """True if a value is None, not a finite number, or pandas' missing value."""
+    if isinstance(value, (float, np.floating)):
+        return not np.isfinite(value)
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _check_present(values: npt.NDArray[Any], name: str) -> None:
+    if values.dtype.kind == "f":
+        num_missing = int((~np.isfinite(values)).sum())
+    else:
+        num_missing = sum(map(_is_missing, values.ravel())) if values.dtype == object else 0
+    if num_missing:
+        raise ConfigurationError(
+            f"{name}: {num_missing} of {len(values)} examples have no finite target: leave them out of "
+            "the data"
+        )
