@@ -2,7 +2,7 @@
 
     python -m benchmarks.cell_search --root cifar10 --table table.csv --seeds 6 7 8
 
-The runs of `configs/experiments/nas_bench_201.yaml` in one process, without files, logs and evaluations, on images
+The settings of `configs/experiments/nas_bench_201.yaml` in one process, without logs and evaluations, on images
 that are read once. Each found cell is looked up in a table of NAS-Bench-201. A line of JSON is printed per run,
 at the end a table in Markdown: mean and standard deviation over seeds of the table's accuracy on CIFAR-10.
 """

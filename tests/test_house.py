@@ -71,7 +71,7 @@ CAPS = {
 MOST_FILES_IN_CIRCLES = 0
 MOST_NAMES_TWICE = 4
 MOST_WITH_ONE_IMPORTER = 0.26
-MOST_OLD_MANNER = 150
+MOST_OLD_MANNER = 18
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

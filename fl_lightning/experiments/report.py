@@ -119,7 +119,7 @@ def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> I
 
 
 def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
-    """What bands, whiskers and lines are."""
+    """Caption that explains bands, whiskers and lines."""
     seeds = len({result.seed for result in results})
     if experiment.over is not None:
         return "Bars are means over seeds. A line a seed: each has its own times."
