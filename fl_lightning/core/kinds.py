@@ -216,6 +216,8 @@ def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     if isinstance(value, str) and value in public_paths():
         package = public_paths()[value].rpartition(".")[0]
         return f": write {name}={value}(…), from {package} import {value}"
+    if isinstance(value, str) and any(get_origin(one) in (list, Sequence) for one in allowed):
+        return f": write {name}=[{value!r}]"
     is_whole = isinstance(value, float) and value.is_integer()
     if int in allowed and (is_whole or (isinstance(value, str) and value.lstrip("-").isdigit())):
         return f": write {name}={int(value)}"

@@ -52,7 +52,7 @@ class GradientScale:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Have the next round begin with a scale."""
+        """Set the scale with which the next round begins."""
         if self._scaler is not None:
             self._scaler.load_state_dict(state)
 

@@ -104,7 +104,7 @@ def check_clients(clients: Any) -> None:
 
 
 def is_stage_tensor(name: str) -> bool:
-    """Whether a tensor's name is ``stage/<key>/<name>``.
+    """True if a tensor's name is ``stage/<key>/<name>``.
 
     Example:
         >>> is_stage_tensor("stage/corrector/layers.0.weight"), is_stage_tensor("stage/corrector")
@@ -132,7 +132,7 @@ def digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
-    """What the server asks of a site.
+    """Order of the server to a site.
 
     Attributes:
         kind: ``hello`` asks for versions and clients, ``calibrate`` for scores or sums for a mask or a
@@ -342,7 +342,7 @@ NO_RUN = "0" * 32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """What a site answers to an order.
+    """Answer of a site to an order.
 
     Attributes:
         kind: of the order; ``refusal`` if the order could not be read, see `refusal`.

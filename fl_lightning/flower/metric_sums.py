@@ -24,7 +24,7 @@ _PREFIX = "stage/metrics/"
 
 @dataclass(frozen=True)
 class MetricSums:
-    """What a site tells of its metrics.
+    """Sums of a site's metrics, as they leave it.
 
     Attributes:
         logged: name, name per epoch and place in the module of each.

@@ -190,7 +190,7 @@ def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str,
 
 
 def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Have a module hold what `model_tensors` returned.
+    """Copy what `model_tensors` returned into a module.
 
     Raises:
         OrderRefused: if it is of another module; then nothing is written.

@@ -29,7 +29,7 @@ _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a site is and what it allows.
+    """Policy of a site: its clients, and what it allows.
 
     Attributes:
         name: of the site.
@@ -161,7 +161,7 @@ class Policy:
         return merged
 
     def allows_metric(self, name: str) -> bool:
-        """Whether a metric or fact of this name may leave."""
+        """True if a metric or fact of this name may leave the site."""
         return any(fnmatchcase(name, pattern) for pattern in self.metrics)
 
     def check_secure_sum(self, num_clients: int) -> None:

@@ -32,7 +32,7 @@ _MOST_EXAMPLES = 10**9  # of a client: the server makes room for all
 
 @dataclass(frozen=True, kw_only=True)
 class SiteFacts:
-    """What a site says of itself.
+    """Facts that a site reports of itself.
 
     Attributes:
         clients: numbers of examples by client.

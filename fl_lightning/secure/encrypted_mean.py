@@ -121,7 +121,7 @@ class EncryptedMean(Aggregator):
 
     @property
     def hides(self) -> str:
-        """What the server sees, in words."""
+        """Description of what the server sees."""
         part = "" if self.fraction == 1 else f" of {self.fraction:.3g} of the coordinates"
         return (
             f"updates{part} are encrypted with a key that all clients have and the server has not; "
@@ -218,7 +218,7 @@ class EncryptedMean(Aggregator):
 
     @property
     def agreed_sum(self) -> EncryptedSum:
-        """What the configuration says of sums that sites encrypt."""
+        """Options of the sums that sites encrypt."""
         return EncryptedSum(self._parameters.degree)
 
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
@@ -233,7 +233,7 @@ class EncryptedMean(Aggregator):
         return values
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Have updates encrypted, and their sum opened, where they are."""
+        """Encrypt updates at their sites, and open their sum there."""
         self._adds = adds
 
     def exchange(
@@ -252,7 +252,7 @@ class EncryptedMean(Aggregator):
         """Do nothing: those who sent nothing are in no sum."""
 
     def close(self) -> Tensor:
-        """Have a client decrypt the sum, and return the mean.
+        """Return the mean, of the sum that a client decrypts.
 
         Raises:
             RoundFailure: if so few updates arrived that their mean would show them.
@@ -302,7 +302,7 @@ class EncryptedMean(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self._total, self._counted = state["total"], dict(state["counted"])
         vars(self._expenses).update(state["expenses"])
 

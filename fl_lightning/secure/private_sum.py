@@ -128,7 +128,7 @@ class SecurePrivateSum(PrivateAggregator):
 
     @property
     def hides(self) -> str:
-        """What the server sees, in words."""
+        """Description of what the server sees."""
         if self._rounds.secure_sum.protocol == "count":
             return (
                 "protocol 'count' protects nothing and gives what a secure sum would, in which the "
@@ -186,13 +186,13 @@ class SecurePrivateSum(PrivateAggregator):
         return to_ring(whole, self._ring)
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Have vectors added where they are."""
+        """Add vectors at their sites."""
         self._rounds.adds_at_sites = adds
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
+        """Gather the updates of all processes in each; called by all of them."""
         self._rounds.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
@@ -200,7 +200,7 @@ class SecurePrivateSum(PrivateAggregator):
         return [self._unclipped]
 
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the counts of all processes."""
+        """Restore the counts of all processes."""
         [self._unclipped] = sums
 
     def miss(self, clients: Iterable[int]) -> None:

@@ -74,7 +74,7 @@ class CKKSRound:
 
 @dataclass(frozen=True)
 class EncryptedSum:
-    """What a configuration says of sums that sites encrypt.
+    """Options of an encrypted sum over sites.
 
     Attributes:
         degree: N of CKKS.
@@ -87,7 +87,7 @@ class EncryptedSum:
 
 @dataclass(frozen=True)
 class OpenedSum:
-    """What comes of a sum over sites.
+    """Result of a sum over sites.
 
     Attributes:
         values: Σ a_k Δ_k of those who are in it, float64 of shape (k,).

@@ -122,7 +122,7 @@ class SecureMean(Aggregator):
 
     @property
     def hides(self) -> str:
-        """What the server sees, in words."""
+        """Description of what the server sees."""
         if self.protocol == "count":
             told = (
                 "protocol 'count' protects nothing and gives what a secure sum would, in which the "
@@ -235,7 +235,7 @@ class SecureMean(Aggregator):
         self._rounds.open(self._sent_size(), like.device, self._round_index)
 
     def add(self, update: ClientUpdate) -> None:
-        """Take in one update as integers.
+        """Add one update, as integers.
 
         Raises:
             ConfigurationError: if it is under a mask of the client's own.
@@ -264,13 +264,13 @@ class SecureMean(Aggregator):
         return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Have vectors added where they are."""
+        """Add vectors at their sites."""
         self._rounds.adds_at_sites = adds
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
+        """Gather the updates of all processes in each; called by all of them."""
         self._rounds.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
@@ -316,7 +316,7 @@ class SecureMean(Aggregator):
         return {**self._rounds.state_dict(), "quantiser": vars(self._quantiser).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             ConfigurationError: if the integers are of other steps than this run's.

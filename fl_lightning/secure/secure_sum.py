@@ -268,7 +268,7 @@ class RoundSum:
         self._vectors: list[RingIntegers] = []
 
     def take(self, client: int, vector: Callable[[], RingIntegers]) -> None:
-        """Take in one client's integers, which are asked for unless they are at its site."""
+        """Add one client's integers; a callable that makes them is not called if they are at its site."""
         self.clients.append(client)
         if self.adds_at_sites is None:
             self._take(vector())
@@ -284,7 +284,7 @@ class RoundSum:
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> None:
-        """Take the vectors of all processes for one's own; to be called by all of them."""
+        """Gather the vectors of all processes in each; called by all of them."""
         if self._keeps_vectors:
             parts = gather((self.clients, self._vectors))
             self.clients = [client for clients, _ in parts for client in clients]
@@ -358,6 +358,6 @@ class RoundSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self.clients = list(state["clients"])
         self._vectors = [v.cpu().numpy().view(self._ring.dtype).copy() for v in state["vectors"]]

@@ -21,7 +21,7 @@ from fl_lightning.secure.ring import RingIntegers
 
 @dataclass
 class Costs:
-    """What a secure sum has cost.
+    """Costs of a secure sum.
 
     Attributes:
         bytes_up: sent by each client, by place.

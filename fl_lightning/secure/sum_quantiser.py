@@ -90,7 +90,7 @@ class SumQuantiser:
 
     @property
     def step(self) -> float:
-        """What one level is worth."""
+        """Width of one level."""
         return 2 * self.clip / self.levels
 
     def levels_of(self, delta: Tensor, draw: Draws) -> RingIntegers:

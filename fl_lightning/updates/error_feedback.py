@@ -97,7 +97,7 @@ class ErrorFeedback(UpdateStep):
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether one of the transforms looks at tensors."""
+        """True if one of the transforms needs the shapes of tensors."""
         return self._chain.needs_shapes
 
     def with_shapes(self, shapes: Shapes) -> ErrorFeedback:

@@ -137,7 +137,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What the receiver of a message knows beforehand; a message that differs is refused.
+    """Properties that a receiver expects of a message; one that differs is refused.
 
     Attributes:
         kind: whether an update or a model is waited for.

@@ -58,7 +58,7 @@ Step = UpdateTransform | ErrorFeedback
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came of an update on its way.
+    """Update as it arrives at the server, with its costs.
 
     Attributes:
         update: as the server has it.
@@ -133,7 +133,7 @@ class UpdatePath:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is done to a delta, in order, as the message's header says it."""
+        """Names of the transforms of a delta, in order, as in the message's header."""
         return self._before.names + (self._feedback.names if self._feedback else ())
 
     def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
@@ -219,7 +219,7 @@ class UpdatePath:
 
 
 def _check_order(steps: Sequence[UpdateStep]) -> None:
-    """Have a small update go through, which tells what cannot follow what."""
+    """Send a small update through, which raises if a transform cannot follow another."""
     chain = Chain(tuple(part for step in steps for part in step.parts))
     try:
         chain.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
@@ -234,7 +234,7 @@ def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
 
 
 class SentModel(NamedTuple):
-    """What the clients of a round get.
+    """Model as the clients of a round receive it.
 
     Attributes:
         params: of the global model as they have it, shape (k,).
@@ -277,7 +277,7 @@ class Broadcast:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is done to a model, in order."""
+        """Names of the transforms of a model, in order."""
         return self._chain.names
 
     def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:

@@ -81,7 +81,7 @@ class Dense:
 
     @property
     def is_half(self) -> bool:
-        """Whether they are rounded to half precision."""
+        """True if the values are rounded to half precision."""
         return self.values.dtype in (torch.float16, torch.bfloat16)
 
     def to_dense(self) -> Tensor:
@@ -192,7 +192,7 @@ class Sparse:
 
     @property
     def is_half(self) -> bool:
-        """Whether the values are rounded to half precision."""
+        """True if the values are rounded to half precision."""
         return isinstance(self.values, Dense) and self.values.is_half
 
     def to_dense(self) -> Tensor:

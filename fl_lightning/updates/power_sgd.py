@@ -69,7 +69,7 @@ class PowerSGD(Transform):
 
     @property
     def name(self) -> str:
-        """What it is; iterations are the client's own business."""
+        """Name in the message's header; iterations are not part of it."""
         return f"low rank {self.rank}"
 
     @property
@@ -91,7 +91,7 @@ class PowerSGD(Transform):
         return sum(part.num_sent for part in self._parts_of(size))
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Take matrices apart."""
+        """Factor each matrix of the delta."""
         values = only_dense(payload, self.name)
         parts = self._parts_of(values.numel())
         if not any(part.rank for part in parts):

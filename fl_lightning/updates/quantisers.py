@@ -61,7 +61,7 @@ BlockOption = Block | Literal["tensor"]
 
 
 class InBlocks(Transform):
-    """What transforms have in common that round numbers block by block; subclasses are dataclasses.
+    """Base of transforms that round numbers block by block; subclasses are dataclasses.
 
     Attributes:
         block: neighbours that share a scale, ``tensor`` for those of each tensor, None for all.
@@ -71,7 +71,7 @@ class InBlocks(Transform):
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether the blocks are tensors that are not known yet."""
+        """True if the blocks are tensors whose shapes are not known yet."""
         return self.block == "tensor"
 
     def with_shapes(self, shapes: Shapes) -> Self:
@@ -162,7 +162,7 @@ class Cast(Transform):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return self.dtype
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -206,7 +206,7 @@ class Affine(InBlocks):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return f"affine {self.bits} bits{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -261,7 +261,7 @@ class QSGD(InBlocks):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -318,11 +318,11 @@ class Sign(InBlocks):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return f"sign{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Take signs and means."""
+        """Return the sign of each number, and the mean magnitude of each block."""
         return with_values(payload, self._quantised, self.name)
 
     def _quantised(self, values: Tensor) -> Quantised:

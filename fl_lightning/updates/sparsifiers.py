@@ -55,7 +55,7 @@ class TopK(Transform):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return f"top-k {self.fraction:g}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -120,7 +120,7 @@ class RandomK(Transform):
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """Name and options, as in the message's header."""
         return f"random-k {self.fraction:g}{'' if self.unbiased else ' unscaled'}"
 
     @property

@@ -33,7 +33,7 @@ class UpdateTransform(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is and with which options."""
+        """Name and options."""
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers the payload stands for that is made of ``size`` numbers."""
@@ -72,16 +72,16 @@ _OF_TENSORS = Traits(
 
 
 class UpdateStep(ABC):
-    """What a federation's `updates` consist of; what a leaf does not need it inherits."""
+    """Base of the transforms in a federation's `updates`."""
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Transform, ...]:
-        """What a client applies, in order."""
+        """Transforms that a client applies, in order."""
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether it looks at tensors, and not at one vector, so that it must be told their shapes."""
+        """True if the transform needs the shapes of tensors, because it does not act on one vector."""
         return False
 
     def with_shapes(self, shapes: Shapes) -> Self:
@@ -113,7 +113,7 @@ class Transform(UpdateStep):
 
     @property
     def name(self) -> str:
-        """What it is and with which options, as the message's header has it."""
+        """Name and options, as in the message's header."""
         return type(self).__name__
 
     @property
@@ -123,12 +123,12 @@ class Transform(UpdateStep):
 
     @property
     def scaling(self) -> Transform | None:
-        """What of it makes numbers larger, so that error feedback around it diverges; None if nothing."""
+        """Option that makes numbers larger, with which error feedback diverges; None if there is none."""
         return None
 
     @property
     def approximates(self) -> bool:
-        """Whether more is lost of all numbers together than by rounding each."""
+        """True if the transform loses more than rounding each number does."""
         return False
 
     def sent_size(self, size: int) -> int:
@@ -219,7 +219,7 @@ class Chain(Transform):
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether one of them looks at tensors."""
+        """True if one of the transforms needs the shapes of tensors."""
         return any(step.needs_shapes for step in self._steps)
 
     def with_shapes(self, shapes: Shapes) -> Chain:
@@ -233,7 +233,7 @@ class Chain(Transform):
 
     @property
     def approximates(self) -> bool:
-        """Whether one of them does."""
+        """True if one of the transforms approximates."""
         return any(step.approximates for step in self._steps)
 
     def sent_size(self, size: int) -> int:

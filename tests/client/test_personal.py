@@ -51,7 +51,7 @@ def frozen():
         (lambda: Personal(norms=True).names(ToyModule()), "ToyModule has no normalisation layer"),
         (lambda: Personal(head=True).names(ToyModule()), "ToyModule does not say which layer"),
         (lambda: Personal(["4.*"]).names(frozen()), "net.4.weight and all else .* does not train"),
-        (lambda: Personal("head.*"), r"write \[head.\*\]"),
+        (lambda: Personal("head.*"), r"write parameters=\['head.\*'\]"),
         (lambda: Personal(["4.*"], own_epochs=-1), "own_epochs must be at least 0"),
         (lambda: Personal(own_epochs=1), "parameters must name what stays with a client"),
         (lambda: Ditto(pull=-1), "pull must be at least 0 and finite, got -1"),

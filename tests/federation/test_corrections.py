@@ -723,7 +723,7 @@ class TestRefusals:
         [
             (lambda: FedProx(mu=-1), "mu must be at least 0 and finite, got -1"),
             (lambda: FedDyn(alpha=0), "alpha must be above 0 and finite, got 0"),
-            (lambda: Scaffold("III"), "option must be I or II, got 'III'"),
+            (lambda: Scaffold("III"), "option must be one of 'I', 'II', got the text 'III'"),
             (lambda: Moon(temperature=0), "temperature must be above 0 and finite, got 0"),
             (lambda: Federation(client_memory_gb=-1), "client_memory_gb must be at least 0"),
         ],

@@ -228,7 +228,12 @@ def test_a_short_run_is_plain():
     [
         (Attention, "channels_last", {}, "no convolution"),
         (Conv, "fused_optimizer", {"gradient_clip_val": 1.0}, "clipping"),
-        (Conv, "turbo", {}, "speedups must be some of direct_layers, channels_last"),
+        (
+            Conv,
+            "turbo",
+            {},
+            "speedups must be a list, each entry one of 'direct_layers', 'channels_last'",
+        ),
     ],
 )
 def test_what_does_not_apply_is_refused(module, speedup, options, message):

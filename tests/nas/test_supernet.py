@@ -296,7 +296,7 @@ def test_a_round_without_a_step_of_alpha_is_refused():
         fitted(supernet(TwoLayers(), alpha_every=2), data(vectors(), 1, 60))
 
 
-@pytest.mark.parametrize("rule", [Softmax(), BinaryGates()], ids=str)
+@pytest.mark.parametrize("rule", [Softmax(), BinaryGates()], ids=["Softmax", "BinaryGates"])
 def test_draws_that_cannot_be_averaged_are_refused(rule):
     with pytest.raises(ConfigurationError, match="alpha_draws is 2"):
         supernet(TwoLayers(), rule, alpha_draws=2)

@@ -67,7 +67,7 @@ def test_a_part_of_a_round_has_its_own_count():
 def test_a_negative_rate_is_refused():
     with pytest.raises(ConfigurationError, match=r"refresh_rate must be .* at least 0"):
         RoundProgressBar(-1)
-    with pytest.raises(ConfigurationError, match="level must be one of debug, info"):
+    with pytest.raises(ConfigurationError, match="level must be one of 'debug', 'info'"):
         RunLog("loud")
 
 

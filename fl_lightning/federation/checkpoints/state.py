@@ -73,7 +73,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
 
 
 def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
-    """Go on from a checkpoint, taken between rounds or inside one.
+    """Restore a run from a checkpoint, taken between rounds or inside one.
 
     Raises:
         ConfigurationError: if the checkpoint is of another model or of another seed.

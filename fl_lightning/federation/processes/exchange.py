@@ -76,7 +76,7 @@ class Meeting:
         self.failure = self.failure or failure
 
     def hold(self, record: RoundRecord, server: Server) -> tuple[RoundRecord, float]:
-        """Have what each process did become what all did.
+        """Merge the processes' results, so that all hold the same.
 
         Returns:
             The record of all together, and when this process began to work on.

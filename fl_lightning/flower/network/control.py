@@ -115,7 +115,7 @@ class Control:
         )
 
     def stop(self, run: str) -> None:
-        """Have a run ended.
+        """End a run.
 
         Args:
             run: its number.

@@ -49,7 +49,7 @@ def carry_out(
     configuration: str = "",
     run: str = SERVER_RUN,
 ) -> None:
-    """Have a server carry out a run, and tell of it; a run that is lost is started again.
+    """Start a run at a server and print its log; a run that is lost is started again.
 
     Args:
         control: of the server.

@@ -62,7 +62,7 @@ def _passed(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def main(host: str, port: str, server: str, authority: str, certificate: str, key: str) -> None:
-    """Be the door until SIGTERM.
+    """Serve the network's one port until SIGTERM.
 
     Args:
         host: address to listen at.

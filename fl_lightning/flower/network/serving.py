@@ -29,7 +29,7 @@ _START_SECONDS = 120.0
 def serving(
     network: NetworkFolder, supervisor: Supervisor, *, bind: str, control_port: int
 ) -> Iterator[Control]:
-    """Have a network's server run, with all sites' keys registered.
+    """Run a network's server inside the block, with all sites' keys registered.
 
     Args:
         network: whose.
@@ -185,7 +185,7 @@ def reach(site: SiteFolder, say: Callable[[str], None]) -> None:
 
 
 def join(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Be a site of a network until a signal.
+    """Run a site of a network until a signal.
 
     Args:
         site: which.

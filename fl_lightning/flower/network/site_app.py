@@ -120,7 +120,7 @@ def _put(module: Any, **functions: Any) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Take the tasks of a site's node.
+    """Run the tasks of a site's node.
 
     Args:
         words: the site's folder and the node's address.

@@ -74,7 +74,7 @@ Place = tuple[str, ...]
 
 
 class Refused(ConfigurationError):  # noqa: N818 - says what happened
-    """What a site's policy does not allow; nothing of it was imported, built or run."""
+    """Raised for what a site's policy does not allow; nothing of it was imported, built or run."""
 
 
 def checked(configuration: Any, patterns: Sequence[str]) -> Any:
@@ -224,7 +224,7 @@ def _read(text: str) -> Any:
 
 @cache
 def _exists(module: str) -> bool:
-    """Whether this machine has a module, which is not imported."""
+    """True if this machine has a module; it is not imported."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -232,7 +232,7 @@ def _exists(module: str) -> bool:
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern covers a path: exactly, or of which no part is private."""
+    """True if a pattern covers a path, exactly or as one without private parts."""
     if path in patterns:
         return True
     is_public = not any(part.startswith("_") for part in path.split("."))
@@ -244,7 +244,7 @@ def _is_below(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a path is of a class of a kind that is built from configurations.
+    """True if a path names a class of a kind that is built from configurations.
 
     Only allowed modules are imported. What a class is called does not count, but where it is defined:
     an allowed module has names of others too.

@@ -131,7 +131,7 @@ class VersionsAtSites(KeptVersions):
             check_same("federation.asynchronous", state.get("sizes"), self._sizes)
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Go on from there; who is at work by the record is asked again."""
+        """Restore the state; clients that were at work get their orders again."""
         self._begin([Ended(*ended) for ended in state["record"]])
         self._num_closed = len(self._clock.record)
         self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
@@ -169,7 +169,7 @@ class AsynchronousSites(Sites):
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Have clients at work until the buffer is full, and yield what it holds."""
+        """Train clients until the buffer is full, and yield the updates in it."""
         packing = self._packing()
         self._versions.note(*self._common(start, packing))
         step = self._versions.arrivals.step(self._run.round_index)
@@ -208,7 +208,7 @@ class AsynchronousSites(Sites):
         return self._order("train", (visit.client,), options, told, visit.version)
 
     def _do_without(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
-        """Let somebody else be started in place of a client whose answer does not come.
+        """Start another client in place of one whose answer does not come.
 
         Args:
             client: whose.

@@ -20,7 +20,7 @@ _OF_RESTARTED = ("run", "stopped", "mask", "busy", "lost")
 
 @dataclass(frozen=True)
 class Reply:
-    """What has come back from a site.
+    """Reply of a site.
 
     Attributes:
         site: which.
@@ -140,7 +140,7 @@ class Correspondence:
         return self._posted.popleft()
 
     def forget_posted(self) -> None:
-        """Take no interest any more in what was posted: what is in line is not sent."""
+        """Drop what was posted: orders still in line are not sent."""
         self._lines.clear()
         self._posted.clear()
 
@@ -160,7 +160,7 @@ class Correspondence:
         self._channel.send(asked.site, asked.sent, self._deadline)
 
     def _take_out(self, asked: _Asked) -> None:
-        """Have the next of a site's line be sent, if this one was on its way."""
+        """Remove an order; if it was on its way, the next one in the site's line is sent."""
         line = self._lines.get(asked.site, deque())
         if asked not in line:
             return

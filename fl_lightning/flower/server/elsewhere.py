@@ -22,7 +22,7 @@ _AT_SITES = (
 
 
 class DataElsewhere(FederatedDataModule):
-    """What a server knows of data that sites have; evaluation loaders are its own.
+    """Data module of a server whose examples are at sites; its evaluation loaders are its own.
 
     Args:
         data: of the configuration; its training set is never asked for.
@@ -89,7 +89,7 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def drop_last(self) -> bool:
-        """Whether clients leave out a smaller last batch."""
+        """True if clients leave out a smaller last batch."""
         return self._drops
 
     @property

@@ -122,6 +122,6 @@ class Counted(Stage):
         return {"run": self.run, "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Go on with the run of a checkpoint."""
+        """Resume the run of a checkpoint."""
         if state:
             self.run, self.rounds = state["run"], dict(state["rounds"])

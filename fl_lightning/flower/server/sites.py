@@ -51,7 +51,7 @@ from fl_lightning.server.server import as_aggregator
 
 
 class _Came(NamedTuple):
-    """What has come from a client.
+    """Result of a client: its update, or why there is none.
 
     Attributes:
         answer: its; None if there is none.
@@ -127,7 +127,7 @@ class Sites(FitClients):
             )
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
-        """Take for state what is known to be without training, and what the configuration names."""
+        """Settle which tensors are state, from the configuration and without training."""
         if self.local.state_names is not None:
             return False
         self.local.settle_state(self._rehearsal.known)
@@ -198,7 +198,7 @@ class Sites(FitClients):
                 rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
-        """Take what a site tells of logged torchmetrics objects."""
+        """Add a site's sums of logged torchmetrics objects."""
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
@@ -274,7 +274,7 @@ class Sites(FitClients):
 
     @property
     def _mask(self) -> str:
-        """What both sides call the present mask; empty if there is none."""
+        """Name of the current mask on both sides; empty if there is none."""
         mask = self._greeting.mask
         return "" if mask is None else str(mask)
 

@@ -21,7 +21,7 @@ from fl_lightning.flower.rules.class_paths import Refused
 
 @dataclass(frozen=True)
 class Done:
-    """What has become of an order.
+    """Outcome of an order.
 
     Attributes:
         answers: of its clients.
@@ -69,11 +69,11 @@ class Desk:
         return self._done.get()
 
     def close(self) -> None:
-        """Have the Trainer end its fit."""
+        """Make the Trainer end its fit."""
         self._orders.put(None)
 
     def start_clock(self) -> None:
-        """Have `OutOfTime` raised in this thread, unless there is an answer before the time is over."""
+        """Raise `OutOfTime` in this thread, unless there is an answer before the time is over."""
         main = threading.main_thread()
         if threading.current_thread() is not main or not math.isfinite(self._most_minutes):
             return

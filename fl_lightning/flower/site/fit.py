@@ -70,7 +70,7 @@ class AtSite(Callback):
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the fit loop ask for orders instead of batches."""
+        """Replace the fit loop's batches by orders."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._options = options_at_site(self._given, len(data.clients))
         plan_rounds(trainer, self._num_rounds)  # for schedules of rates, which are built next
@@ -125,7 +125,7 @@ class AtSite(Callback):
         self._desk.answer(self._masks.calibrated(order))
 
     def _follow_mask(self, order: Order) -> None:
-        """Go on under the mask of an order, and have what clients remember follow."""
+        """Adopt the mask of an order, for what clients remember as well."""
         mask = told_mask(order)
         if self._masks is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")

@@ -132,7 +132,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class RunAccount:
-    """What one run under one configuration spends at a site.
+    """Privacy account of one run under one configuration at a site.
 
     Attributes:
         ledger: of the site.

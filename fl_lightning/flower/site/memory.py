@@ -49,13 +49,13 @@ class SiteMemory:
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
     def serve(self, memory: RunMemory) -> None:
-        """Be that of a fit that starts; what is on disk is there again."""
+        """Attach the memory to a fit that starts, and read what is on disk."""
         self._memory = memory.clients
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
 
     def begin(self, order: Order) -> None:
-        """Let count what the server says has counted, and forget what else waits of these clients.
+        """Keep the states that the server has accepted, and drop others that wait of these clients.
 
         Raises:
             ConfigurationError: if clients remember a later round than the server: it has gone back.
@@ -97,7 +97,7 @@ class SiteMemory:
         )
 
     def follow_mask(self, mask: RunMask) -> None:
-        """Know whose coordinates vectors have from here on, also on disk."""
+        """Convert vectors to the coordinates of another mask, also those on disk."""
         self.mask = mask
         self._write()
 
@@ -122,11 +122,11 @@ class PutsMasks(Protocol):
     """Puts masks on a module and its optimizer."""
 
     def apply(self, mask: Mask) -> None:
-        """Let the mask's entries move."""
+        """Make the mask's entries trainable."""
 
 
 class Calibrates(Protocol):
-    """What the configuration says of masks."""
+    """Interface of a callback that calibrates masks."""
 
     def what_moves(self, trainer: Trainer) -> PutsMasks:
         """Return what puts masks on a Trainer's module."""
@@ -156,7 +156,7 @@ class SiteMasks:
         return self._calibrates.answer(self._trainer, order)
 
     def take(self, order: Order, mask: RunMask) -> None:
-        """Have the module be an order's, and keep to a mask."""
+        """Load an order's model into the module, and keep to a mask."""
         hold_model(self._trainer.lightning_module, order.tensors)
         self._moves.apply(mask.mask)
         self.mask = mask

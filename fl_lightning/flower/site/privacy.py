@@ -92,7 +92,7 @@ class SitePrivacy:
         self._account.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
-        """Have clients pay for a turn, before anything of it leaves."""
+        """Charge clients for a turn, before anything of it leaves."""
         self._account.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:

@@ -53,7 +53,7 @@ NORM, ERROR = "round/client_update_norm", "round/compression_error"
 
 
 class SiteRounds:
-    """What Lightning's loop drives at a site.
+    """Rounds of a site, driven by Lightning's loop.
 
     Args:
         run: in whose module they train.
@@ -99,7 +99,7 @@ class SiteRounds:
         self.sums = MetricSums([], {})
 
     def obey(self, order: Order | None) -> None:
-        """Be given the next order; None to do nothing in the round that begins."""
+        """Set the next order; None to do nothing in the round that begins."""
         self._order = order
         self.answers, self.tensors, self.vectors, self.failures = [], {}, {}, []
         self.sums = MetricSums([], {})
@@ -132,13 +132,13 @@ class SiteRounds:
         """Leave the module with the model of the order: the server steps elsewhere."""
 
     def hold(self, order: Order) -> None:
-        """Have the module hold the model of an order, to be evaluated."""
+        """Load the model of an order into the module, to be evaluated."""
         self._settle(order)
         model = self._packing.opened_whole_model(order.tensors["model"], order.round)
         self._clients.restore(model)
 
     def follow_mask(self) -> None:
-        """Have other coordinates travel and be remembered from here on, if the mask is another."""
+        """Send and remember other coordinates from here on, if the mask is another."""
         local = self.run.local
         if not local.has_new_masks:
             return
@@ -151,7 +151,7 @@ class SiteRounds:
         self._constants_agree = False
 
     def _settle(self, order: Order) -> None:
-        """Know what travels, and that what does not is the server's."""
+        """Settle what travels; the rest of the model is the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.settle_state(options["state"])
@@ -167,7 +167,7 @@ class SiteRounds:
         self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
 
     def _begin(self, order: Order) -> GlobalModel:
-        """Have everything be as where the round begins in the server's process."""
+        """Restore the state of a round's start, as in the server's process."""
         self._settle(order)
         if self._privacy is not None:
             self._privacy.check_order(order)
@@ -192,7 +192,7 @@ class SiteRounds:
         return Transaction([], RoundRecord(), self.run.memory.clients)
 
     def _pack(self, sent: Upload) -> None:
-        """Have updates go their way as far as they are here, and pack them."""
+        """Apply the client's part of each update's path, and pack the updates."""
         pairs = (zip(u.made, u.arrived, strict=True) for u in self._ahead.up(sent))
         for made, update in chain.from_iterable(pairs):
             if self._sums is None:
@@ -226,7 +226,7 @@ class SiteRounds:
         )
 
     def pay(self) -> None:
-        """Have the clients whose updates are about to leave pay for them."""
+        """Charge the clients whose updates are about to leave."""
         if self._privacy is not None:
             self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
 

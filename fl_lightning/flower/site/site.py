@@ -274,7 +274,7 @@ class Site:
         partial.replace(file)
 
     def _recall(self, folder: Path) -> None:
-        """Know the last answer of a run."""
+        """Read the last answer of a run."""
         self._round, self._last = -1, ("", b"")
         file = folder / "answer"
         if file.exists():

@@ -221,7 +221,7 @@ class EncryptedAgreed:
 
 
 def is_encrypted(options: Mapping[str, Any]) -> bool:
-    """Whether an order's options are of an encrypted sum."""
+    """True if an order's options are those of an encrypted sum."""
     return options.get("scheme") == SCHEME
 
 

@@ -198,7 +198,7 @@ class EncryptedOverSites:
         self._key = b""
 
     def __call__(self, layout: CKKSLayout, clients: Sequence[int]) -> OpenedSum:
-        """Have a round's vectors encrypted, add them up, and have the sum opened.
+        """Add up a round's vectors, which sites encrypt, and let a site open the sum.
 
         Args:
             layout: of the round.
@@ -308,7 +308,7 @@ class EncryptedOverSites:
 
 
 class _Costs:
-    """What a sum costs, while it grows.
+    """Costs of a sum, added up while it runs.
 
     Args:
         first: client that the opener's own messages count for.

@@ -78,7 +78,7 @@ class SiteSums:
         rules: Mapping[str, Any],
         order: Order,
     ) -> None:
-        """Have vectors ready for the sum of a round, by the rules of the configuration.
+        """Prepare vectors for the sum of a round, by the rules of the configuration.
 
         Args:
             vectors: by client.

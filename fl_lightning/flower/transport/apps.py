@@ -62,7 +62,7 @@ def make_server_app(run: Run | str, folder: Path) -> ServerApp:
 
 
 def _forward(message: Message, context: Context) -> Message:
-    """Have the resident process answer an order.
+    """Pass an order to the resident process, and return its answer.
 
     Nothing is raised here: Flower would send the error's text to the server.
     """

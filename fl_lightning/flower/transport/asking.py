@@ -132,7 +132,7 @@ _PIECE = 2**20
 
 
 class FrameError(ConnectionError):
-    """What came is no frame."""
+    """Raised for bytes that are no frame."""
 
 
 def send_frame(to: socket.socket, kind: bytes, content: bytes = b"") -> None:

@@ -193,7 +193,7 @@ class GridChannel:
             self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
 
     def _doubt(self, id_: str, *, is_idle: bool) -> None:
-        """Take an order as lost whose site says twice that it has nothing to do."""
+        """Count an order as lost if its site says twice that it has nothing to do."""
         self._pull_answers()  # its own comes ahead of that to the query
         if (sent := self._orders.get(id_)) is None:
             return
@@ -262,7 +262,7 @@ def registered_names() -> dict[int, str] | None:
 
 
 def _wait_for_server(error: httpx.HTTPError) -> None:
-    """Take it that the server comes back, unless it is there and refuses.
+    """Log that the server does not answer, and assume that it comes back.
 
     Raises:
         HTTPError: if it refuses.

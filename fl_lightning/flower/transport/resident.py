@@ -90,7 +90,7 @@ class Resident:
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def begin(self, handler: Handler) -> None:
-        """Have orders answered, those that are waiting first.
+        """Start to answer orders, those that are waiting first.
 
         Args:
             handler: answers an order; what it raises is logged, and the asker learns that it failed.
@@ -240,7 +240,7 @@ def _own(path: Path) -> TextIO:
 
 @contextmanager
 def raising_at_signals() -> Iterator[None]:
-    """Have SIGTERM and Ctrl-C raise `Interrupted`, the first of them: others would disturb the end."""
+    """Raise `Interrupted` at the first SIGTERM or Ctrl-C; later ones would disturb the end."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         for one in (signal.SIGTERM, signal.SIGINT):

@@ -50,7 +50,7 @@ MOST_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
 
 @dataclass(frozen=True, kw_only=True)
 class CKKSParameters:
-    """What all parties agree on.
+    """Parameters of CKKS that all parties agree on.
 
     Args:
         degree: N, a power of two from 1024 to 32768; a ciphertext holds N / 2 numbers.
@@ -267,7 +267,7 @@ class Sender:
 
     @property
     def identity(self) -> bytes:
-        """What its pads are made of."""
+        """Bytes from which a message's pads are derived."""
         return f"{self.client} {self.nonce.hex()} {self.fewest}".encode()
 
 
@@ -299,7 +299,7 @@ class LinearTags:
     def are_of_sum(
         self, ciphertexts: Iterable[Numbers], tags: Iterable[Tags], senders: Iterable[Sender]
     ) -> bool:
-        """Whether ciphertexts and tags are the sums of what these senders have sent, and of all of it."""
+        """True if ciphertexts and tags are the sums of all that these senders have sent."""
         parts, given = list(ciphertexts), list(tags)
         pads = np.zeros((len(parts), NUM_TAGS, len(self._primes)), object)
         for sender in senders:

@@ -49,7 +49,7 @@ FLOOD = 2.0**-30
 
 @dataclass(frozen=True)
 class CKKSKeys:
-    """What all clients have, and the server has nothing of.
+    """Keys of CKKS that all clients share and the server never has.
 
     Attributes:
         tags: 32 bytes, the key of tags.

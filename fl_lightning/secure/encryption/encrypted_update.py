@@ -173,7 +173,7 @@ class CKKSLayout:
 
     @cached_property
     def identity(self) -> bytes:
-        """What all messages of the round are bound to, 32 bytes."""
+        """Identity to which all messages of the round are bound, 32 bytes."""
         chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
         settings = (
             f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()

@@ -381,7 +381,7 @@ client has taken part in round 3
         return {"kind": "used rounds", "latest": dict(self._latest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was kept; of rounds used meanwhile none is forgotten.
+        """Restore the state; rounds used meanwhile stay used.
 
         Raises:
             ValueError: if it is another kind of state.

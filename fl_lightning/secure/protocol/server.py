@@ -93,7 +93,7 @@ class SecureServer:
         return self._total[: self._session.size]
 
     def receive(self, data: bytes, sender: int | None = None) -> int:
-        """Take a client's message; return the client's place.
+        """Check and store a client's message, and return the client's place.
 
         Args:
             data: the message.

@@ -42,7 +42,7 @@ def new_run_id() -> str:
 
 
 class ProtocolStage(IntEnum):
-    """What clients are to send next; rounds 0 to 4 of the paper."""
+    """Stage of the protocol: the message that clients send next; rounds 0 to 4 of the paper."""
 
     ADVERTISE = 0
     SHARE = 1

@@ -36,7 +36,7 @@ KINDS = ("keys", "seeds")  # in the order of their hashes
 
 @dataclass(frozen=True)
 class Unmasking:
-    """What the server knows of a session when shares arrive.
+    """State of a session at the server when shares arrive.
 
     Args:
         session: whose pads they are.
@@ -53,7 +53,7 @@ class Unmasking:
     survivors: Places
 
     def remove_pads(self, total: RingIntegers, answers: Mapping[int, RevealedShares]) -> None:
-        """Take all pads out of the sum, in place.
+        """Subtract all pads from the sum, in place.
 
         Args:
             total: of the survivors' masked vectors.
@@ -77,7 +77,7 @@ class Unmasking:
             )
 
     def _remove_pads_of(self, place: int, key: AgreementKey, total: RingIntegers) -> None:
-        """Take out what the survivors near a dropped client have added for it."""
+        """Subtract the pads that a dropped client's neighbours have added for it."""
         for peer in self.graph[place] & self.survivors:
             secret = key.secret_with(
                 self._pad_key(peer), "pads", self.session.identity, me=place, peer=peer
