@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fl_lightning.experiments.curves import curves
+from fl_lightning.experiments.results import curves
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.optuna_extra import optuna_for
 from fl_lightning.experiments.compare import split
 from fl_lightning.experiments.plan import Resolve
-from fl_lightning.experiments.sweeps.search import Search
+from fl_lightning.experiments.space import Search
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def sweep(
     own, options = split(words)
     given = parser.parse_args(own)
     optuna_for("a sweep", "sweep")
-    from fl_lightning.experiments.sweeps.sweep import sweep as run  # imports Optuna
+    from fl_lightning.experiments.sweep import sweep as run  # imports Optuna
 
     search = Search(**{key: getattr(given, key) for key in Search.__dataclass_fields__})
     name = given.name or _name(given)

@@ -14,13 +14,19 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
-from fl_lightning.experiments.figure import write_picture
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
-from fl_lightning.experiments.report import REPORT, write_comparison
-from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
-from fl_lightning.experiments.schedule import train_all
-from fl_lightning.experiments.table import matrix_table, results_cells, results_table
-from fl_lightning.experiments.training import is_finished
+from fl_lightning.experiments.report import REPORT, write_comparison, write_picture
+from fl_lightning.experiments.results import (
+    RunResult,
+    curves_table,
+    head_and_rows,
+    matrix_table,
+    read_result,
+    results_cells,
+    results_table,
+    runs_table,
+)
+from fl_lightning.experiments.runs import is_finished, train_all
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.screen import in_blocks
 
@@ -132,15 +138,14 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     text = results_table(results)
     if len(axes) == 2:
         text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
-    write_csv(out / "results.csv", results)
-    write_curves(out / "curves.csv", results)
+    runs_table(results).to_csv(out / "results.csv", index=False)
+    curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
     write_picture(out / "results.png", results, experiment)
     write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # the whole table is in the file
-        head, lines = results_cells(results)
-        shown = in_blocks(head, lines, width_of(sys.stdout) - 1)
+        shown = in_blocks(*head_and_rows(results_cells(results)), width_of(sys.stdout) - 1)
     files = "results.csv, curves.csv, results.md, results.tex, results.png"
     print(f"\n{shown}\n\nresults:    {out}/\n            {files}")
     print(f"report:     {out}/{REPORT}")

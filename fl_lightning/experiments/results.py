@@ -1,24 +1,27 @@
-"""Results of a run, and of the runs of a variant together.
+"""Results of runs: what each logged, mean and standard deviation over seeds, tables of both.
 
 mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std of one run
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.curves import curves
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.plan import PlannedRun
-from fl_lightning.experiments.training import seconds_of
-from fl_lightning.reports.history import Curve
+from fl_lightning.experiments.runs import seconds_of
+from fl_lightning.federation import logged_once
+from fl_lightning.reports.history import Curve, History
+from fl_lightning.reports.screen import markdown
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 BEST = " (best round)"
 # What clients sent and got in sum: in rounds, and once, ahead of them or between them.
@@ -48,6 +51,11 @@ class RunResult:
     columns: Mapping[str, float]
     clock: Curve | None = None
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """Variant, names on the axes of a grid, and seed: the first cells of its rows."""
+        return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
+
     def curve_over_clock(self, metric: str) -> list[tuple[float, float]]:
         """Return one metric's curve as points (time, value), in order of rounds.
 
@@ -61,23 +69,17 @@ class RunResult:
         return [(float(r) if clock is None else clock[r], curve[r]) for r in rounds]
 
 
-class Spread(NamedTuple):
-    """Mean and standard deviation of n numbers; the latter is nan for one.
+def curves(run: Path) -> dict[str, Curve]:
+    """Return every metric of a run's folder, by name.
 
-    Example:
-        >>> Spread.of([1.0, 3.0])
-        Spread(mean=2.0, std=1.4142135623730951, n=2)
+    Rounds are counted from 1; a central run has epochs instead. What was logged once, as the test's
+    metrics are, has the number of a round more than there were; ``epoch`` has those of the rounds.
     """
-
-    mean: float
-    std: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return those of at least one number."""
-        std = statistics.stdev(values) if len(values) > 1 else float("nan")
-        return cls(statistics.fmean(values), std, len(values))
+    history = History.read(run)
+    rounds = {line.number: line.number - 1.0 for line in history.rounds}
+    afterwards = max(rounds, default=0) + 1
+    once = {name: {afterwards: value} for name, value in logged_once(run).items()}
+    return {**once, **{name: history.curve(name) for name in history.names}, "epoch": rounds}
 
 
 def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
@@ -118,39 +120,141 @@ def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     return groups
 
 
-def spreads(results: Sequence[RunResult]) -> dict[str, Spread]:
-    """Return mean and spread over one variant's runs of every column that all of them have."""
-    shared = [name for name in results[0].columns if all(name in r.columns for r in results)]
-    return {name: Spread.of([r.columns[name] for r in results]) for name in shared}
+def runs_table(results: Sequence[RunResult]) -> DataFrame:
+    """Return a row a run, with as many digits as there are."""
+    import pandas  # half a second to import
+
+    return pandas.DataFrame([{**r.place, **r.columns} for r in results])
 
 
-def write_csv(path: Path, results: Sequence[RunResult]) -> None:
-    """Write one row a run, with as many digits as there are."""
-    columns = list(dict.fromkeys(name for r in results for name in r.columns))
-    rows = [(r, [r.columns.get(name, "") for name in columns]) for r in results]
-    _write(path, columns, rows)
+def curves_table(results: Sequence[RunResult]) -> DataFrame:
+    """Return a row a round of every run: its metrics, empty where one was not logged."""
+    import pandas
 
-
-def write_curves(path: Path, results: Sequence[RunResult]) -> None:
-    """Write one row a round of every run: the reported metrics, empty where one was not logged."""
-    metrics = list(dict.fromkeys(name for r in results for name in r.curves))
     rows = [
-        (r, [number, *(r.curves.get(name, {}).get(number, "") for name in metrics)])
+        {**r.place, "round": n, **{name: c[n] for name, c in r.curves.items() if n in c}}
         for r in results
-        for number in sorted(set().union(*r.curves.values()))
+        for n in sorted(set().union(*r.curves.values()))
     ]
-    _write(path, ["round", *metrics], rows)
+    return pandas.DataFrame(rows)
 
 
-def _write(path: Path, columns: Sequence[str], rows: Sequence[tuple[RunResult, list[Any]]]) -> None:
-    """Write numbers in columns, each row after the run that it is of."""
-    axes = list(dict.fromkeys(axis for r, _ in rows for axis in r.variant.coordinates))
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["variant", *axes, "seed", *columns])
-        for r, numbers in rows:
-            place = [r.variant.coordinates.get(axis, "") for axis in axes]
-            writer.writerow([r.variant.name, *place, r.seed, *numbers])
+def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]:
+    """Return mean and standard deviation over seeds, a row a variant, and numbers of runs.
+
+    Where not all runs of a variant have a number, it is nan; so is the deviation of one run.
+    """
+    columns = list(dict.fromkeys(name for r in results for name in r.columns))
+    groups = runs_table(results).groupby("variant", sort=False)
+    runs = groups.size()
+    is_known = groups[columns].count().eq(runs, axis=0)
+    return groups[columns].mean().where(is_known), groups[columns].std().where(is_known), runs
+
+
+def results_cells(results: Sequence[RunResult]) -> DataFrame:
+    """Return the table of results as text: a row a variant, mean ± std over seeds.
+
+    The last column counts runs. Bytes are totals over rounds and clients, seconds those of a run.
+    """
+    mean, std, runs = spreads(results)
+    cells = mean.astype(object)
+    for column in mean.columns:
+        pairs = zip(mean[column], std[column], strict=True)
+        cells[column] = [_cell(column, *pair) for pair in pairs]
+    cells["runs"] = runs.astype(str)
+    return cells
+
+
+def matrix_cells(
+    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
+) -> DataFrame:
+    """Return the final values of one metric as text: rows the first axis, columns the second."""
+    (down, rows), (across, columns) = axes.items()
+    places = runs_table(results).drop_duplicates("variant").set_index("variant")
+    places["cell"] = results_cells(results)[metric]
+    matrix = places.pivot(index=down, columns=across, values="cell")
+    return matrix.reindex(index=rows, columns=columns).fillna("-")
+
+
+def results_table(results: Sequence[RunResult]) -> str:
+    """Return the table of results as Markdown."""
+    return markdown(*head_and_rows(results_cells(results)))
+
+
+def matrix_table(
+    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the final values of one metric over two axes as Markdown."""
+    down, across = axes
+    cells = head_and_rows(matrix_cells(results, metric, axes), f"{down} \\ {across}")
+    return f"{metric}: {down} by {across}\n\n{markdown(*cells)}"
+
+
+def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:
+    """Return a table's head, whose first cell is the corner, and its rows, names first."""
+    rows = [[str(name), *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
+    return [corner, *map(str, cells.columns)], rows
+
+
+def latex(results: Sequence[RunResult], metrics: Sequence[str], goals: Mapping[str, str]) -> str:
+    r"""Return a table of the reported metrics for LaTeX, with the rules of the package booktabs.
+
+    Args:
+        results: of all runs.
+        metrics: a column each: mean ± standard deviation over seeds.
+        goals: metric to ``max`` or ``min``: its best mean is bold. Of others no number is.
+
+    Example:
+        >>> runs = [RunResult(Variant("top_k", ()), 0, {}, {"test/loss": 0.5})]
+        >>> print(latex(runs, ["test/loss"], {}))
+        % needs \usepackage{booktabs}
+        \begin{tabular}{lr}
+        \toprule
+         & test/loss \\
+        \midrule
+        top\_k & $0.500$ \\
+        \bottomrule
+        \end{tabular}
+    """
+    mean, std, _ = spreads(results)
+    cells = mean[list(metrics)].astype(object).rename_axis(None)
+    for metric in metrics:
+        best = {"max": mean[metric].max(), "min": mean[metric].min()}.get(goals.get(metric, ""))
+        pairs = zip(mean[metric], std[metric], strict=True)
+        cells[metric] = [
+            _latex_cell(*pair, is_best=pair[0] == best and len(mean) > 1) for pair in pairs
+        ]
+    escaped = cells.style.format_index(escape="latex").format_index(escape="latex", axis=1)
+    form = f"l{'r' * len(metrics)}"
+    text = str(escaped.to_latex(hrules=True, column_format=form)).rstrip()
+    return f"% needs \\usepackage{{booktabs}}\n{text}"
+
+
+def _latex_cell(mean: float, std: float, *, is_best: bool) -> str:
+    if math.isnan(mean):
+        return "--"
+    digits = 3 if abs(mean) < 100 else 0
+    shown = f"{mean:.{digits}f}"
+    shown = rf"\mathbf{{{shown}}}" if is_best else shown
+    return f"${shown}$" if math.isnan(std) else rf"${shown} \pm {std:.{digits}f}$"
+
+
+def _cell(column: str, mean: float, std: float) -> str:
+    """Return a mean with its deviation, in the units of its column.
+
+    Example:
+        >>> _cell("test/accuracy", 0.51234, 0.01), _cell("bytes up", 2e6, 0)
+        ('0.512 ± 0.010', '2 MB')
+    """
+    if math.isnan(mean):
+        return "-"
+    if column in BYTES:
+        unit, size = ("MB", 1e6) if mean >= 1e6 else ("kB", 1e3)
+        return f"{mean / size:,.4g} {unit}" if mean < 1e9 else f"{mean / size:,.0f} {unit}"
+    if column in ("seconds", "best round"):
+        return f"{mean:.0f}"
+    digits = 3 if abs(mean) < 100 else 0
+    return f"{mean:.{digits}f}" + ("" if math.isnan(std) else f" ± {std:.{digits}f}")
 
 
 def _last(curve: Curve) -> float:

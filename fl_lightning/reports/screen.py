@@ -53,23 +53,30 @@ def plain(renderable: RenderableType, width: int = 10_000) -> str:
     return "\n".join(line.rstrip() for line in printed.splitlines()).strip("\n")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, is_markdown: bool = False) -> str:
-    """Format a table: the first column aligned to the left, the others to the right.
-
-    Args:
-        head: names of the columns.
-        rows: cells.
-        is_markdown: whether to draw the rules of Markdown.
-
-    Example:
-        >>> print(table(["variant", "runs"], [["dense", "3"]], is_markdown=True))
-        | variant | runs |
-        |---------|------|
-        | dense   |    3 |
-    """
-    made = Table(box=MARKDOWN if is_markdown else None, pad_edge=is_markdown)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table: the first column aligned to the left, the others to the right."""
+    made = Table(box=None, pad_edge=False)
     for number, name in enumerate(head):
         made.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    return _filled(made, rows)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table as Markdown, padded so that it can be read unrendered.
+
+    Example:
+        >>> print(markdown(["variant", "runs"], [["dense", "3"]]))
+        | variant | runs |
+        |---------|------|
+        | dense   | 3    |
+    """
+    made = Table(box=MARKDOWN)
+    for name in head:
+        made.add_column(Text(name), no_wrap=True)
+    return _filled(made, rows)
+
+
+def _filled(made: Table, rows: Iterable[Sequence[str]]) -> str:
     for row in rows:
         made.add_row(*map(Text, row))
     return plain(made)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fl_lightning.cli import main
-from fl_lightning.experiments.curves import curves
+from fl_lightning.experiments.results import curves
 
 BASE = {
     "model": {"class_path": "toys.ToyModule"},

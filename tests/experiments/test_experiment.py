@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from torch.utils.tensorboard import SummaryWriter
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
-from fl_lightning.experiments.figure import _curves, draw
 from fl_lightning.experiments.plan import PlannedRun, plan_runs
+from fl_lightning.experiments.report import _curves, write_picture
 from fl_lightning.experiments.results import (
     RunResult,
-    Spread,
+    curves_table,
+    matrix_table,
     read_result,
-    write_csv,
-    write_curves,
+    results_table,
+    runs_table,
+    spreads,
 )
-from fl_lightning.experiments.table import matrix_table, results_table
+from fl_lightning.reports.history import RoundLine, append
 
 BASE = {"trainer": {}}
 
@@ -96,10 +98,13 @@ def test_a_checkpoint_of_no_run_or_of_oneself_is_refused(tmp_path):
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9))
 def test_mean_and_spread_are_those_of_numpy(values):
-    spread = Spread.of(values)
-    assert spread.mean == pytest.approx(np.mean(values), abs=1e-9)
-    assert spread.std == pytest.approx(np.std(values, ddof=1), abs=1e-9)
-    assert spread.n == len(values)
+    runs = [result("a", seed, value) for seed, value in enumerate(values)]
+    runs += [result("b", 0, 1.0), RunResult(Variant("b", ()), 1, {}, {"seconds": 2.0})]
+    mean, std, num = spreads(runs)
+    assert mean["test/accuracy"]["a"] == pytest.approx(np.mean(values), abs=1e-9)
+    assert std["test/accuracy"]["a"] == pytest.approx(np.std(values, ddof=1), abs=1e-9)
+    assert num.to_dict() == {"a": len(values), "b": 2}
+    assert math.isnan(mean["test/accuracy"]["b"]), "one of its runs has none"
 
 
 def result(name, seed, accuracy, coordinates=None, **more):
@@ -125,12 +130,11 @@ def test_the_table_has_mean_spread_and_number_of_runs():
 def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
     run = PlannedRun(Variant("sparse", ()), 0, "text", tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": run.fingerprint, "seconds": 1}))
-    with SummaryWriter(tmp_path) as writer:
-        for round_ in range(3):
-            writer.add_scalar("val/accuracy", 0.5, round_)
-            writer.add_scalar("round/total_bytes_up", 1e6, round_)
-        for round_ in (0, 2):  # calibrated twice
-            writer.add_scalar("calibration/total_bytes_up", 2e6, round_)
+    for number in (1, 2, 3):
+        logged = {"val/accuracy": 0.5, "round/total_bytes_up": 1e6}
+        if number != 2:  # calibrated twice
+            logged["calibration/total_bytes_up"] = 2e6
+        append(tmp_path, RoundLine(number, logged))
     report = {"report": ["val/accuracy"], "monitor": "val/accuracy"}
     found = read_result(run, Experiment(base=BASE, variants={"sparse": None}, **report))
     assert found.columns["bytes up"] == 3e6
@@ -153,7 +157,8 @@ def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
 
 def test_the_csv_keeps_every_digit(tmp_path):
     value = math.pi / 10
-    write_csv(tmp_path / "r.csv", [result("a / b", 3, value, {"x": "a", "y": "b"})])
+    run = result("a / b", 3, value, {"x": "a", "y": "b"})
+    runs_table([run]).to_csv(tmp_path / "r.csv", index=False)
     (row,) = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
     assert float(row["test/accuracy"]) == value
     assert (row["variant"], row["x"], row["y"], row["seed"]) == ("a / b", "a", "b", "3")
@@ -162,7 +167,7 @@ def test_the_csv_keeps_every_digit(tmp_path):
 def test_the_csv_of_curves_has_a_row_a_round(tmp_path):
     curves = {"val/loss": {1: 3.0, 2: math.pi}, "val/accuracy": {2: 0.5}}
     results = [RunResult(Variant("a", (), {"x": "b"}), 7, curves, {}), result("none", 0, 0.1)]
-    write_curves(tmp_path / "c.csv", results)
+    curves_table(results).to_csv(tmp_path / "c.csv", index=False)
     rows = list(csv.reader((tmp_path / "c.csv").read_text().splitlines()))
     assert rows == [
         ["variant", "x", "seed", "round", "val/loss", "val/accuracy"],
@@ -183,5 +188,9 @@ def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
     _curves("val/loss", results, "round/total_virtual_seconds")(panel)
     assert [line.get_xdata()[-1] for line in panel.lines] == [30.0, 30.0, 6.0, 6.0]
     assert panel.get_legend_handles_labels()[1] == ["waits", "buffer"]
-    draw(tmp_path / "f.png", results, ["val/loss"], {}, "round/total_virtual_seconds")
+    over = {"over": "round/total_virtual_seconds", "monitor": "val/loss"}
+    two = {"waits": {}, "buffer": {}}
+    results = [replace(r, columns={"val/loss": 1.0}) for r in results]
+    experiment = Experiment(base=BASE, variants=two, report=["val/loss"], **over)
+    write_picture(tmp_path / "f.png", results, experiment)
     assert (tmp_path / "f.png").stat().st_size > 0

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.sweeps.parameters import Choices, Range, read_parameters
-from fl_lightning.experiments.sweeps.places import place_of, short_names, with_values
-from fl_lightning.experiments.sweeps.plan import plan_search
-from fl_lightning.experiments.sweeps.samplers import SeededByTrial
-from fl_lightning.experiments.sweeps.search import Search
+from fl_lightning.experiments.space import Choices, Range, Search, read_parameters
+from fl_lightning.experiments.study import SeededByTrial
+from fl_lightning.experiments.sweep_plan import place_of, plan_search, short_names, with_values
 
 BASE = {
     "model": {"class_path": "toys.ToyModule"},

@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from fl_lightning.cli.main import main
-from fl_lightning.experiments.curves import curves
+from fl_lightning.experiments.results import curves
 
 ROOT = Path(__file__).parents[2]
 BASE = {

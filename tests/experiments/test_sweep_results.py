@@ -8,19 +8,18 @@ import pytest
 import yaml
 from optuna.trial import TrialState, create_trial
 
-from fl_lightning.experiments.sweeps.figures import draw_importance, draw_trials, importances
-from fl_lightning.experiments.sweeps.parameters import Choices, Range
-from fl_lightning.experiments.sweeps.places import short_names
-from fl_lightning.experiments.sweeps.plan import Plan
-from fl_lightning.experiments.sweeps.results import (
-    best_of,
-    fitting_table,
+from fl_lightning.experiments.space import Choices, Range
+from fl_lightning.experiments.sweep_plan import Plan, short_names
+from fl_lightning.experiments.sweep_results import (
+    cells,
+    draw_importance,
+    draw_trials,
+    importances,
     ranked,
-    table,
+    told,
+    trials_table,
     write_best,
-    write_csv,
 )
-from fl_lightning.experiments.sweeps.screen import told
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
 PARAMETERS = {LR: Range(1e-3, 1.0, log=True), STEPS: Choices({1: 1, 4: 4})}
@@ -66,37 +65,30 @@ def mixed(direction="maximize"):
 
 
 def test_the_best_come_first_and_the_stopped_ones_last():
-    trials = mixed().trials
-    assert [one.number for one in ranked(trials, maximised=True)] == [2, 3, 0, 5, 1, 4]
-    assert [one.number for one in ranked(trials, maximised=False)] == [5, 0, 2, 3, 1, 4]
-    assert best_of(trials, maximised=True).number == 2  # of equal ones the earliest
-    assert best_of([trials[1]], maximised=True) is None
+    study = mixed()
+    assert [one.number for one in ranked(study)] == [2, 3, 0, 5, 1, 4]
+    assert [one.number for one in ranked(mixed("minimize"))] == [5, 0, 2, 3, 1, 4]
+    assert study.best_trial.number == 2  # of equal ones the earliest
 
 
-def test_a_table_fits_the_terminal_and_says_what_it_leaves_out():
-    trials = mixed().trials
-    whole = table(trials, "val/accuracy", NAMES)
-    assert fitting_table(trials, "val/accuracy", NAMES, 200) == whole
-    narrow = fitting_table(trials, "val/accuracy", NAMES, 52)
-    assert max(map(len, narrow.splitlines())) <= 52
-    assert narrow.endswith("not shown: local_steps")
-    assert "| 2     | 0.9000       | 9      | 9       | 0.2   |" in narrow
-    assert "| 1     | stopped      | 2      | 8       | 0.9   |" in narrow
+def test_a_table_has_values_or_states():
+    head, rows = cells(mixed().trials, "val/accuracy", NAMES)
+    assert head == ["trial", "val/accuracy", "rounds", "seconds", "lr", "local_steps"]
+    assert rows[2] == ["2", "0.9000", "9", "9", "0.2", "4"]
+    assert rows[1] == ["1", "stopped", "2", "8", "0.9", "4"]
 
 
 def test_a_line_for_every_trial():
     trials = mixed().trials
-    line = told(trials[2], trials[2], 3, 6, None)
+    line = told(trials[2], 3, 6, None, is_best=True)
     assert line == "[3/6] trial 2: 0.9000, best so far, 9 s"
-    line = told(trials[1], trials[2], 4, 6, "stopped after round 2")
+    line = told(trials[1], 4, 6, "stopped after round 2", is_best=False)
     assert line == "[4/6] trial 1: stopped after round 2, 8 s"
 
 
 def test_the_csv_has_every_digit_and_no_value_of_what_was_stopped(tmp_path):
-    trials = study_of(
-        [(TrialState.COMPLETE, 1 / 3, 0.1, 1), (TrialState.PRUNED, 0.5, 0.2, 4)]
-    ).trials
-    write_csv(tmp_path / "t.csv", trials, [LR, STEPS])
+    study = study_of([(TrialState.COMPLETE, 1 / 3, 0.1, 1), (TrialState.PRUNED, 0.5, 0.2, 4)])
+    trials_table(study, [LR, STEPS]).to_csv(tmp_path / "t.csv", index=False)
     with (tmp_path / "t.csv").open() as file:
         first, second = csv.DictReader(file)
     assert float(first["value"]) == 1 / 3

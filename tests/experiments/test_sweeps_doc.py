@@ -9,8 +9,8 @@ import yaml
 from readme import ROOT
 
 from fl_lightning.cli.commands import parser_of, resolve
-from fl_lightning.experiments.sweeps.places import place_of, value_at
-from fl_lightning.experiments.sweeps.search import Search
+from fl_lightning.experiments.space import Search
+from fl_lightning.experiments.sweep_plan import place_of, value_at
 
 DOC = (ROOT / "docs" / "sweeps.md").read_text()
 QUICKSTART = ROOT / "configs" / "sweeps" / "quickstart.yaml"

@@ -29,7 +29,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.experiments import ReportRounds
-from fl_lightning.experiments.curves import curves
+from fl_lightning.experiments.results import curves
 from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.history import History, RoundLine, append, begin
 from fl_lightning.reports.overview import RunOverview

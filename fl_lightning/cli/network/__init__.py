@@ -13,8 +13,8 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.table import markdown
 from fl_lightning.flower.transport.resident import raising_at_signals
+from fl_lightning.reports.screen import markdown
 
 _DEMO_SITES = "hospital_a,hospital_b,hospital_c"
 

@@ -20,7 +20,6 @@ from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
 from fl_lightning.experiments.compare import split
-from fl_lightning.experiments.table import markdown
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
@@ -46,6 +45,7 @@ from fl_lightning.nas.search.proxies import (
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.reports.screen import markdown
 
 StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
 _SIZES = ("params", "flops")

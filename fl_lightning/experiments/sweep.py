@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,26 +13,24 @@ from optuna.trial import TrialState
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
 from fl_lightning.experiments.plan import Resolve
-from fl_lightning.experiments.sweeps.figures import draw_importance, draw_trials, importances
-from fl_lightning.experiments.sweeps.places import short_names
-from fl_lightning.experiments.sweeps.plan import Plan, plan_search
-from fl_lightning.experiments.sweeps.results import (
-    best_of,
-    fitting_table,
+from fl_lightning.experiments.space import Search
+from fl_lightning.experiments.study import open_study
+from fl_lightning.experiments.sweep_plan import Plan, plan_search, short_names
+from fl_lightning.experiments.sweep_results import (
+    Screen,
+    cells,
+    draw_importance,
+    draw_trials,
+    importances,
     ranked,
     shown_values,
-    table,
-    wrapped,
+    trials_table,
     write_best,
-    write_csv,
 )
-from fl_lightning.experiments.sweeps.screen import Screen
-from fl_lightning.experiments.sweeps.search import Search
-from fl_lightning.experiments.sweeps.study import is_maximised, open_study
-from fl_lightning.experiments.sweeps.trial_run import Fit
-from fl_lightning.experiments.sweeps.trials import Trials
-from fl_lightning.experiments.sweeps.workers import TrialsFail, Workers, prepare_processes
-from fl_lightning.reports.layout import in_lines
+from fl_lightning.experiments.trial import Fit
+from fl_lightning.experiments.workers import Trials, TrialsFail, Workers, prepare_processes
+from fl_lightning.reports.layout import in_lines, width_of
+from fl_lightning.reports.screen import in_blocks, markdown
 
 _MOST_ROWS = 10
 
@@ -108,16 +105,13 @@ def _pruner(search: Search) -> str:
 def _report(search: Search, plan: Plan, trials: Trials, out: Path, names: dict[str, str]) -> None:
     """Write what was found, and print the best of it."""
     study = trials.study
-    everything = study.get_trials(deepcopy=False)
-    maximised = is_maximised(study)
-    order = ranked([one for one in everything if one.state.is_finished()], maximised=maximised)
-    best = best_of(everything, maximised=maximised)
-    write_csv(out / "trials.csv", order, list(plan.parameters))
-    shown = [one for one in order if one.state != TrialState.FAIL]
-    (out / "trials.md").write_text(table(shown, search.metric, names) + "\n")
-    if best is None:
+    trials_table(study, list(plan.parameters)).to_csv(out / "trials.csv", index=False)
+    told = [one for one in ranked(study) if one.state != TrialState.FAIL]
+    (out / "trials.md").write_text(markdown(*cells(told, search.metric, names)) + "\n")
+    if not trials.completed():
         print(f"\nno trial was completed, so that none is the best: see {out}/trials.csv")
         return
+    best = study.best_trial
     draw_trials(out / "trials", study, search.metric, plan.parameters, names)
     shares = importances(study)
     if shares:
@@ -125,14 +119,13 @@ def _report(search: Search, plan: Plan, trials: Trials, out: Path, names: dict[s
     by_importance = {path: names[path] for path in [*shares, *names]}
     files = ["trials.csv", "trials.md", "trials.png", *(["importance.png"] if shares else [])]
     write_best(out / "best.yaml", best, plan, search.metric)
-    width = shutil.get_terminal_size().columns
-    print(f"\n{fitting_table(shown[:_MOST_ROWS], search.metric, by_importance, width)}\n")
+    width = width_of(sys.stdout)
+    rows = cells(told[:_MOST_ROWS], search.metric, by_importance)
+    print(f"\n{in_blocks(*rows, width)}\n")
     if elsewhere := trials.elsewhere():
         print(f"running:  {elsewhere} more in other processes")
-    print(
-        f"best:     {search.metric} {best.value:.4f}, trial {best.number}{_than(plan, everything)}"
-    )
-    print(wrapped(" " * 10, shown_values(best.params, names), width, " " * 10))
+    print(f"best:     {search.metric} {best.value:.4f}, trial {best.number}{_than(plan, told)}")
+    print(f"          {shown_values(best.params, names)}")
     print(f"results:  {out}/\n          {', '.join(files)}")
     print(f"next:     fl-lightning fit --config {out}/best.yaml")
 

@@ -1,1 +1,0 @@
-"""Hyper-parameter search: many trials of one configuration, with options of it varied."""
