@@ -127,7 +127,8 @@ def main() -> None:
                 module = found(search, clients, images, seed)
                 truth = table.lookup(module.architecture)
                 accuracies.setdefault((search, clients), []).append(truth["cifar10"])
-                result = {"search": search, "clients": clients, "seed": seed, **truth}
+                result: dict[str, Any] = {"search": search, "clients": clients, "seed": seed}
+                result.update(truth.items())
                 result |= {"standard_errors": round(module.signal.standard_errors, 2)}
                 result |= {"seconds": round(time.process_time() - began, 1)}
                 print(json.dumps(result | {"cell": str(module.architecture)}), flush=True)

@@ -8,14 +8,14 @@ would be found rounds later, or never. So constructors of exported classes check
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from typing_extensions import get_protocol_members, is_protocol
 
@@ -160,7 +160,8 @@ def _fits(value: Any, hint: Any) -> bool:
         )
     if not is_protocol(plain) and isinstance(value, plain):
         return True
-    needed = _methods(plain)  # of a type of others only what is Python's own is known not to fit
+    # of a type of others only what is Python's own is known not to fit
+    needed = _methods(cast(Hashable, plain))
     is_pythons = type(value) in (list, tuple, set, object, complex)
     return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
 

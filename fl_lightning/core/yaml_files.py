@@ -105,9 +105,10 @@ line 3: keep one of them
             inside.pop()
         if not isinstance(event, yaml.NodeEvent):
             continue
+        line = _line(event)
         if inside and (first := inside[-1].line_before(event)):
             path = ".".join(place.name for place in inside)
-            again = "" if (line := event.start_mark.line + 1) == first else f" in line {line}"
+            again = "" if line == first else f" in line {line}"
             raise ConfigurationError(
                 f"{path} stands in line {first} and again{again}: keep one of them"
             )
@@ -126,6 +127,10 @@ def _events(text: str) -> Iterator[Any]:
         raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels") from None
 
 
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
 class _Place:
     """Place in a mapping, whose names and values alternate, or in a list."""
 
@@ -141,7 +146,7 @@ class _Place:
             self.name = str(count)
         if not self._is_mapping or count % 2 or not isinstance(event, yaml.ScalarEvent):
             return None
-        self.name, line = event.value, event.start_mark.line + 1
+        self.name, line = event.value, _line(event)
         first = self._lines.get(self.name)
         self._lines[self.name] = line
         return first

@@ -141,12 +141,14 @@ class AdapterRounds(Stage):
 
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Mark what clients of a rank send."""
-        kept = self._kept(upload.start.model, self._aggregator.rank_of(upload.client_ids[0]))
+        kept = self._kept(
+            upload.start.model, self._aggregator.rank_of(upload.arrived.client_ids[0])
+        )
         if kept is None:
             return (upload,)
         return (
             upload._replace(
-                arrived=replace(upload.arrived, active=[kept] * len(upload.client_ids))
+                arrived=replace(upload.arrived, active=[kept] * len(upload.arrived.client_ids))
             ),
         )
 
