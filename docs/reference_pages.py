@@ -68,6 +68,8 @@ def public() -> dict[str, list[str]]:
             found = getattr(import_module(package), name)
             if not (inspect.isclass(found) or inspect.isfunction(found)) or found in seen:
                 continue  # an alias of a type, or listed above
+            if found.__module__ == "fl_lightning.core.kinds":
+                continue  # of the doors themselves
             seen.add(found)
             if found.__module__.startswith("fl_lightning."):
                 pages[_page(found.__module__.removeprefix("fl_lightning."))].append(

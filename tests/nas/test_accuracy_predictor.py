@@ -110,7 +110,7 @@ def test_it_begins_after_its_part_of_the_rounds(guided):
 def test_scores_are_the_share_of_training_examples_that_are_right(space, federated):
     """Clients' counts add up to what one who has all examples counts, with statistics of all."""
     module, trainer = run(UNIFORM, *[Federation(local_steps=2)] * federated, rounds=1, space=space)
-    generator = torch_generator(1, "test")  # of a head that tells images apart
+    generator = torch_generator(3, "test")  # of a head that tells images apart
     head = module.network.get_classifier().weight.data
     head.copy_(torch.randn(head.shape, generator=generator))
     drawn = [space.smallest, space.largest, *(space.sample(generator) for _ in range(4))]
