@@ -52,7 +52,7 @@ CAPS = {
     "core": (2537, 18),
     "data": (7227, 35),
     "engines": (4631, 22),
-    "experiments": (3110, 15),
+    "experiments": (3111, 15),
     "federation": (12851, 67),
     "flower": (8990, 53),
     "kernels": (1659, 10),

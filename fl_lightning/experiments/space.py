@@ -6,6 +6,7 @@ federation.aggregator: {choices: {mean: {class_path: ...}, median: {class_path: 
 data.batch_size: [8, 16, 32]
 """
 
+# mypy: disable-error-code="type-arg"
 from __future__ import annotations
 
 import math
