@@ -120,7 +120,7 @@ class FitRounds:
             min_replies=options.min_replies,
             processes=run.ranks,
         )
-        self.clients.lose = self._round.skip
+        self.clients.lose = self._round.raise_or_skip
         self._meeting = Meeting(run)
         self._has_come = self._cost_is_told = False
 

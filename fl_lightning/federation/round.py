@@ -109,7 +109,7 @@ class Round:
             ):
                 for sent in sent_by_clients:
                     if isinstance(sent, Missing):
-                        self.skip(sent.failure)
+                        self.raise_or_skip(sent.failure)
                         ended = [sent.failure.client_id]
                     else:
                         self._receive(sent)
@@ -124,7 +124,7 @@ class Round:
             self.server.receive(upload.arrived)
             self.record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)
 
-    def skip(self, failure: ClientFailure) -> None:
+    def raise_or_skip(self, failure: ClientFailure) -> None:
         """Note why a client's update cannot be used, or raise it."""
         located = f"round {self.server.round_index}, {failure}"
         if not self._skips_failures:

@@ -111,7 +111,7 @@ class ExampleRounds(PrivateStage):
             RoundFailure: if it would exceed the budget.
         """
         self.ledger.check_open(round_index)
-        self.ledger.release(round_index)
+        self.ledger.count_round(round_index)
 
     def close(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""

@@ -169,7 +169,7 @@ class PrivacyLedger(Generic[M]):
                 f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
             )
 
-    def release(self, round_index: int) -> None:
+    def count_round(self, round_index: int) -> None:
         """Count a round and those before it, of which some may have been broken off."""
         self.released = max(self.released, round_index + 1)  # it may be trained again
 

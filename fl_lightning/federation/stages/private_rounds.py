@@ -138,7 +138,7 @@ class PrivateRounds(PrivateStage):
             )
         self.ledger.check_open(round_index)
         if self._privacy.clients_add_noise:
-            self.ledger.release(round_index)
+            self.ledger.count_round(round_index)
         self._round_index, self._facts = round_index, {}
         self.aggregator.clip_norm = self._clip_norm
         if (mean := self._in_clear) is not None:
@@ -162,11 +162,11 @@ class PrivateRounds(PrivateStage):
         if mean is not None and mean.grid is not None:
             for broken_off in range(self.ledger.released, self._round_index):
                 # what later rounds release may depend on it
-                self._released(torch.zeros_like(mean.total), broken_off)
-            steps = self._released(mean.total, self._round_index)
+                self._with_noise(torch.zeros_like(mean.total), broken_off)
+            steps = self._with_noise(mean.total, self._round_index)
             total = mean.grid.value(steps)
             aggregate = (total / mechanism.expected).to(aggregate)
-        self.ledger.release(self._round_index)
+        self.ledger.count_round(self._round_index)
         self._facts = {
             "privacy/clip_norm": clip_norm,
             "privacy/noise_stddev": self._noise_stddev(),
@@ -186,7 +186,7 @@ class PrivateRounds(PrivateStage):
     def _has_server_noise(self) -> bool:
         return not self._privacy.clients_add_noise and self._mechanism.noise_multiplier > 0
 
-    def _released(self, total: Tensor, round_index: int) -> Tensor:
+    def _with_noise(self, total: Tensor, round_index: int) -> Tensor:
         """Return a sum with a round's noise, in steps, shape (k,): everywhere the same."""
         grid, size = Grid.of(self._clip_norm, len(total)), len(total)
 
