@@ -103,7 +103,7 @@ def way_on(folders: Iterable[Path]) -> str:
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Model of every checkpoint that is to be told of, in words, by path; the last one first."""
+    """Describe the model of each reported checkpoint, by path, the last one first."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:

@@ -122,7 +122,7 @@ def check_string(value: Any, what: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a sentence, shortened.
+    """Return a value's text for an error message, shortened.
 
     Example:
         >>> shown("a" * 100)

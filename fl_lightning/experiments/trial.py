@@ -97,7 +97,7 @@ Cause = Literal["setting", "training", "crash"]
 
 
 class Told(NamedTuple):
-    """The metric so far, round to value; the answer is whether to go on."""
+    """A trial's message: its metric by round; the reply says whether to go on."""
 
     values: dict[int, float]
 

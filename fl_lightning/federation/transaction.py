@@ -50,7 +50,7 @@ class Transaction:
             self.roll_back()
 
     def begin(self) -> None:
-        """Count what comes from here on as a whole."""
+        """Start a transaction: what follows counts wholly or not at all."""
         self._states = [_copied(part.round_state()) for part in self._parts]
         self._noted = self._record.state_dict()
         self._waiting: frozenset[Key] = self._memory.waiting_keys

@@ -176,7 +176,7 @@ _FIELDS = ("version", "hash", "shapes")  # the version is that of the layout of 
 
 
 def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and buffers as the tensors of an order.
+    """Return parameters and buffers as the tensors of the server's message to a site.
 
     Args:
         module: whose.

@@ -186,7 +186,7 @@ _MOST_BITS = 51
 
 
 def banded_factor(num_rounds: int, bands: int) -> Matrix:
-    """Columns of C: entry (j, i) is C[j + i, j], shape (num_rounds, bands).
+    """Return the columns of C, the banded factor, shape (num_rounds, bands): C[j + i, j] at (j, i).
 
     Args:
         num_rounds: n ≥ 1.

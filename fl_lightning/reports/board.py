@@ -49,7 +49,7 @@ _LAYOUT: dict[str, dict[str, str]] = {
 
 
 class Charts:
-    """Keeps from TensorBoard what is no curve: ``epoch``, and numbers that have not changed so far.
+    """Withholds from TensorBoard the epoch's number, and values until they change.
 
     A number that changes becomes a chart with all that was held back. Other loggers have everything.
 

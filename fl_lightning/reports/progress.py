@@ -145,7 +145,7 @@ class RoundProgressBar(ProgressBar):
         self._count_batch()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say nothing of it any more."""
+        """Remove validation from the progress bar."""
         self._inner = None
         self._draw()
 

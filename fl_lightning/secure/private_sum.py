@@ -196,7 +196,7 @@ class SecurePrivateSum(PrivateAggregator):
         self._rounds.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
-        """Return what adds up over processes besides the vectors, see `exchange`."""
+        """Return the numbers to add over processes besides the vectors, see `exchange`."""
         return [self._unclipped]
 
     def load_sums(self, sums: list[Tensor]) -> None:

@@ -168,7 +168,7 @@ def best_code(gaps: Integers) -> RiceCode:
 
 
 def low_size(count: int, num_low_bits: int) -> int:
-    """Return the bytes of ``count`` remainders: whole bytes of each first, then what is left."""
+    """Return how many bytes the low bits of ``count`` Rice-coded numbers take."""
     whole, rest = divmod(num_low_bits, 8)
     return count * whole + packed_size(count, rest)
 

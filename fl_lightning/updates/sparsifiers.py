@@ -130,7 +130,7 @@ class RandomK(Transform):
 
     @property
     def traits(self) -> Traits:
-        """Those of a step; a secure sum can draw the same coordinates for all clients."""
+        """Traits of a transform; a secure sum can draw the same coordinates for all clients."""
         return super().traits | _AS_OPTION
 
     def sent_size(self, size: int) -> int:

@@ -109,7 +109,7 @@ def _checked(loader: Any) -> DataLoader[Any]:
 
 
 def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
-    """Return the positions of the owners that this process visits, increasing.
+    """Return the sorted positions of the clients that this process handles.
 
     Args:
         trainer: whose processes.

@@ -104,7 +104,7 @@ class DrawnRows:
 
     @property
     def axes(self) -> list[int | None]:
-        """For each draw the axis of examples, after that of clients has been taken: 0 or None."""
+        """Return each draw's axis of examples, without the clients' axis: 0 or None."""
         return [None if rows.axis is None else 0 for rows in self._rows]
 
     def fill(self, slot: int, size: int) -> None:

@@ -186,7 +186,7 @@ class SlotRows:
         self._rows: dict[int, list[Tensor]] = {}
 
     def following(self, tensors: Sequence[Tensor]) -> SlotRows:
-        """Return the rows of these tensors: this object, if they are the ones that it has."""
+        """Return the rows of these tensors; this object if it holds them already."""
         have = self._tensors
         is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
         return self if is_same else SlotRows(tensors)

@@ -118,7 +118,7 @@ def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Findings of `rehearse`.
+    """Findings of a step's trial run: its random draws, the metrics it updates and logs.
 
     Attributes:
         draws: the step's random numbers.

@@ -222,7 +222,7 @@ class Corrector(Correcting, SpansNetwork):
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Send the mean of memories along, where clients need it."""
+        """Send the mean of clients' correction states with the model, where clients need it."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 

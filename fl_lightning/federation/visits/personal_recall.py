@@ -82,7 +82,7 @@ _PURPOSE = "fine-tuning"
 
 
 class FineTuning:
-    """Takes plain steps under a Trainer's precision; draws depend on seed and client alone.
+    """Fine-tunes the model on a client's examples; draws depend on seed and client alone.
 
     Args:
         trainer: with its module on its device.

@@ -84,7 +84,7 @@ def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> 
 
 
 def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
-    """Return what runs the server's apps.
+    """Return the program (flower-superexec) that runs the server's Flower apps.
 
     Args:
         network: whose server it is.

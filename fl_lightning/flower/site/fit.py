@@ -41,7 +41,7 @@ from fl_lightning.server.server import as_aggregator
 
 
 class AtSite(Callback):
-    """Has a fit train on orders.
+    """Makes a site's fit train when the server's messages ask for it.
 
     Args:
         options: of the federation.

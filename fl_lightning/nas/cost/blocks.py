@@ -182,7 +182,7 @@ class SizeBlocks(Blocks):
         return kinds
 
     def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        """Yield networks as deep as they get, of kinds that stood in the fewest before."""
+        """Yield the deepest networks, of the kinds used least so far."""
         missing = set(self.kinds())
         while missing:
             architecture = self._covering(missing, generator)

@@ -127,7 +127,7 @@ class LinearPenalty(Penalty):
 @final
 @dataclass(frozen=True)
 class AbsolutePenalty(Penalty):
-    """TuNAS: CE + β |E / r - 1|.
+    """Adds β |cost / reference - 1| to the loss, as TuNAS does.
 
     Attributes:
         reference: r > 0, the cost to meet.

@@ -131,7 +131,7 @@ def seed_pad_key(session: Session, place: int, seed: bytes) -> bytes:
 
 
 def share_hash(session: Session, what: str, dealer: int, holder: int, share: bytes) -> bytes:
-    """Return what a client publishes of one share.
+    """Return the hash of one secret share, which its dealer publishes.
 
     Args:
         session: of the secret.
