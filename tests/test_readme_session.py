@@ -82,7 +82,9 @@ NOT_TYPED = {
     **dict.fromkeys(
         (c for c in commands() if "configs/sparse.yaml" in c), "test_configs runs it on small data"
     ),
-    **dict.fromkeys((c for c in commands() if "accelerator gpu" in c), "needs a GPU"),
+    **dict.fromkeys(
+        (c for c in commands() if "accelerator gpu" in c or "benchmarks.gpu" in c), "needs a GPU"
+    ),
     "uv run python -m benchmarks.network": "starts a network twice; test_real_network starts one",
     first_with("benchmarks.calibration"): "test_calibration_benchmark runs it at a tiny scale",
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",

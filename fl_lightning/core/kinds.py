@@ -29,6 +29,7 @@ _IN_WORDS = {
     str: "a text",
     type(None): "None",
     list: "a list",
+    tuple: "a list",
     dict: "a mapping",
 }
 # what else may stand for a type of Python's; others, such as tensors, are not looked at
@@ -136,9 +137,12 @@ def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
     if any(_fits(value, each) for each in allowed):
         return None
     words = list(dict.fromkeys(map(_in_words, allowed)))
-    return (
-        f"{name} must be {' or '.join(words)}, got {_shown(value)}{_instead(name, value, allowed)}"
-    )
+    got = _shown(value)
+    if got == _of_class(value):  # else the value itself tells why
+        lacks = (n for kind in allowed for n in _methods(get_origin(kind) or kind))
+        missing = [n for n in dict.fromkeys(lacks) if n.isidentifier() and not hasattr(value, n)]
+        got += f", which lacks {', '.join(missing)}" if missing else ""
+    return f"{name} must be {' or '.join(words)}, got {got}{_instead(name, value, allowed)}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -196,7 +200,7 @@ def _in_words(hint: Any) -> str:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     plain = get_origin(hint) or hint
     if plain in (list, Sequence) and (inner := get_args(hint)):
-        return f"a list, each entry {' or '.join(map(_in_words, _alternatives(inner[0])))}"
+        return f"a list (each entry {' or '.join(map(_in_words, _alternatives(inner[0])))})"
     name = getattr(plain, "__name__", str(plain))
     return _IN_WORDS.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
 
@@ -206,18 +210,24 @@ def _shown(value: Any) -> str:
         return f"the class {value.__name__}"
     shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
     if " object at 0x" in shown:
-        return f"an object of the class {type(value).__name__}"
+        return _of_class(value)
     return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}…"
+
+
+def _of_class(value: Any) -> str:
+    return f"an object of the class {type(value).__name__}"
 
 
 def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     """Return the call to write, if it can be told."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
+    is_list = any(get_origin(one) in (list, Sequence) for one in allowed)
     if isinstance(value, str) and value in public_paths():
         package = public_paths()[value].rpartition(".")[0]
-        return f": write {name}={value}(…), from {package} import {value}"
-    if isinstance(value, str) and any(get_origin(one) in (list, Sequence) for one in allowed):
+        made = f"[{value}(…)]" if is_list else f"{value}(…)"
+        return f": write {name}={made}, from {package} import {value}"
+    if isinstance(value, str) and is_list:
         return f": write {name}=[{value!r}]"
     is_whole = isinstance(value, float) and value.is_integer()
     if int in allowed and (is_whole or (isinstance(value, str) and value.lstrip("-").isdigit())):

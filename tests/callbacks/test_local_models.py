@@ -85,7 +85,7 @@ def test_looking_changes_nothing(tmp_path):
 def test_every_nth_round_in_one_table_that_the_report_draws(tmp_path):
     _, _, path = fit(tmp_path, rounds=4, every=2, callbacks=[RunReport()])
     assert {number for number, _ in losses(path)} == {2, 4}
-    assert (path.parent / "figures" / "local_models.svg").exists()
+    assert (path.parent / "figures" / "local_models_and_the_global_one-test_loss.svg").exists()
     with (path.parent / "metrics.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row.get("local/test/loss_mean")]
     own = [losses(path)[4, client] for client in "012"]

@@ -428,7 +428,7 @@ def test_a_privacy_of_ones_own_says_what_it_is():
         def mechanism(self, run, source, noise_multiplier=None):
             raise NotImplementedError
 
-    with pytest.raises(ConfigurationError, match=r"Mine lacks .* derive it from .*ClientPrivacy"):
+    with pytest.raises(ConfigurationError, match=r"the class Mine, which lacks .*check_cohort"):
         Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
 
 

@@ -286,5 +286,5 @@ def test_what_does_not_go_together_is_said(module, options, words):
 
 @pytest.mark.parametrize("ranks", [[], [0, 2], 3])
 def test_ranks_are_a_list_of_positive_numbers(ranks):
-    with pytest.raises(ConfigurationError, match="HetLoRA: ranks must be a list"):
+    with pytest.raises(ConfigurationError, match="ranks must be a list"):
         HetLoRA(ranks)

@@ -357,11 +357,11 @@ def finish_settings(space: SearchSpace) -> None:
         >>> from fl_lightning.nas.spaces.resnet import ResNet
         >>> ResNet(widths=[0.5, 1]).widths
         (0.5, 1)
-        >>> ResNet(stem="eight")
+        >>> ResNet(stem=0)
         Traceback (most recent call last):
         ...
         fl_lightning.core.errors.ConfigurationError: resnet: stem must be a whole number of at \
-least 1, got 'eight'
+least 1, got 0
     """
     kinds: dict[str, Any] = get_type_hints(type(space))
     for field in fields(space):  # type: ignore[arg-type]

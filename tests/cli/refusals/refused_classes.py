@@ -406,9 +406,7 @@ def callbacks() -> Iterator[Row]:
     )
     yield from refused(at, f"{FL}.PartitionReport")
     yield from refused(at, f"{FL}.RoundProgressBar", refresh_rate=("x", 1.5, -1))
-    yield from refused(
-        at, f"{FL}.BackdoorSuccess", {"trigger": {"class_path": f"{DATA}.Trigger"}}, trigger=(5,)
-    )
+    yield from refused(at, f"{FL}.BackdoorSuccess", {"trigger": {"class_path": f"{DATA}.Trigger"}})
     for name, options in {
         "RidgeHead": {"regularisation": AT_LEAST_ZERO, "temperature": ABOVE_ZERO},
         "LinearHead": {
