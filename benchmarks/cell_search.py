@@ -23,9 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedDataModule, Federation, UniformCohort
 from fl_lightning.data import ImageFolder, LabelShards
+from fl_lightning.models import Schedule
 from fl_lightning.nas import HardGumbel, NASBench201, PartialChannels, Reward, SinglePath, Supernet
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 
+_EPOCHS, _STEPS_OF_AN_EPOCH = 4, 80  # in one place
 _SIDE, _ROUNDS, _CLIENTS, _STEPS, _BATCH = 16, 7, 3, 10, 32
 _ENAS = {"rule": SinglePath, "learn": Reward, "alpha_draws": 15}
 _GDAS = {"rule": partial(HardGumbel, 10.0, 10.0, others="all"), "warm_up": "all"}
@@ -34,6 +36,18 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "PC-DARTS": {"rule": PartialChannels},
     "GDAS": _GDAS,
     "ENAS": _ENAS,
+}
+# Over clients the mean gradient at equal weights decides; in one place α moves from the first step.
+_HELD: dict[str, Any] = {
+    "architecture_optimizer": partial(torch.optim.SGD, lr=1.0),
+    "alpha_held": True,
+    "alpha_from": 0.5,
+}
+_MOVING: dict[str, Any] = {
+    "architecture_optimizer": partial(
+        torch.optim.Adam, lr=0.01, betas=(0.5, 0.999), weight_decay=1e-3
+    ),
+    "schedule": Schedule("cosine"),
 }
 CLIENTS = ("IID", "2 labels", "central")
 
@@ -81,19 +95,17 @@ def found(search: str, clients: str, images: Images, seed: int) -> Supernet:
         channels=8,
         cells=1,
         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=3e-4),
-        architecture_optimizer=partial(torch.optim.SGD, lr=1.0),
-        alpha_held=True,
-        alpha_from=0.5,
         seed=seed,
+        **(_MOVING if clients == "central" else _HELD),
         **options,
     )
-    where: dict[str, Any] = {"limit_train_batches": _CLIENTS * _STEPS}
+    where: dict[str, Any] = {"limit_train_batches": _STEPS_OF_AN_EPOCH, "max_epochs": _EPOCHS}
     if clients != "central":
         cohort = UniformCohort(fraction=_CLIENTS / 10)
-        where = {"callbacks": [Federation(cohort=cohort, local_steps=_STEPS, seed=seed)]}
+        federation = Federation(cohort=cohort, local_steps=_STEPS, seed=seed)
+        where = {"callbacks": [federation], "max_epochs": _ROUNDS}
     trainer = Trainer(
         **where,
-        max_epochs=_ROUNDS,
         limit_val_batches=0,
         accelerator="cpu",
         devices=1,

@@ -51,6 +51,7 @@ def test_a_search_that_trains(files, monkeypatch, capsys, strategy, clients):
 def test_searches_of_cells_are_looked_up(files, monkeypatch, capsys):
     monkeypatch.setattr(cell_search, "_ROUNDS", 2)
     monkeypatch.setattr(cell_search, "_STEPS", 1)
+    monkeypatch.setattr(cell_search, "_STEPS_OF_AN_EPOCH", 1)
     words = [*files, "--seeds", "0", "--searches", "GDAS", "--clients", "2 labels", "central"]
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
     cell_search.main()
