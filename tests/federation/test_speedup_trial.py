@@ -232,7 +232,7 @@ def test_a_short_run_is_plain():
             Conv,
             "turbo",
             {},
-            "speedups must be a list, each entry one of 'direct_layers', 'channels_last'",
+            r"speedups must be a list \(each entry one of 'direct_layers', 'channels_last'",
         ),
     ],
 )
