@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -185,8 +184,13 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ((bool, type(None)), lambda own, plain: plain is own),
     (Integral, lambda own, plain: plain in (int, float, complex)),
     (Real, lambda own, plain: plain is float),
-    # of a dataclass the options alone may be given, as in YAML
-    (dict, lambda own, plain: is_dataclass(plain) or issubclass(own, plain) or plain is Mapping),
+    # options stand for an object only where its class says so
+    (
+        dict,
+        lambda own, plain: (
+            issubclass(own, plain) or plain is Mapping or getattr(plain, "from_options", False)
+        ),
+    ),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
 

@@ -1,4 +1,4 @@
-"""What a search shows: its progress, its table, ``trials.csv``, ``best.yaml``, and charts of its trials.
+"""Results of a search: progress, the table, ``trials.csv``, ``best.yaml``, and charts of its trials.
 
 Importance: the share of the variance of the values over the whole space that an option explains alone,
 of a forest fitted to the trials (fANOVA), as shares of a sum of 1. Stopped trials are no better than the

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -194,6 +194,8 @@ class AdaptiveClip:
         >>> round(AdaptiveClip().next_norm(0.1, unclipped=0.2), 8)
         0.10618365
     """
+
+    from_options: ClassVar[bool] = True  # YAML gives its options without its class
 
     quantile: float = 0.5
     learning_rate: float = 0.2

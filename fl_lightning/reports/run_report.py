@@ -268,7 +268,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def _provenance(folder: Path) -> dict[str, str]:
-    """What is kept of a run; none of one that kept nothing."""
+    """Return the provenance that a run has stored; empty if it stored none."""
     path = folder / PROVENANCE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {str(name): str(fact) for name, fact in known.items()}

@@ -87,6 +87,8 @@ def test_others_are_refused_with_what_to_write(given, says):
             {"aggregator": {"class_path": "Krum"}},
             "aggregator must be an Aggregator or a RobustRule",
         ),
+        ({"attackers": {"fraction": 0.3}}, "attackers must be an Attackers or None, got {"),
+        ({"devices": {"speeds": 1}}, "devices must be a Devices or a RecordedArrivals or None"),
         ({"pad_batches": 1}, "pad_batches must be True or False or None, got 1"),
     ],
 )

@@ -430,7 +430,7 @@ def _function_in(value: Any) -> Any:
 
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a function of the user's finds in closures and globals: where, and how it is read."""
+    """Yield the values that a user's function reads from closures and globals: place and reader."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         yield f"{name} around {function.__qualname__}", partial(_content, cell)
