@@ -312,9 +312,8 @@ class Supernet(SharedWeights):
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return the rule's edge weights for architecture parameters."""
-        beta = alphas.get("beta")
-        shares = None if beta is None else self.space.edge_shares(beta)
-        return self.rule.weights(alphas["alpha"], step, edge_shares=shares)
+        weights, beta = self.rule.weights(alphas["alpha"], step), alphas.get("beta")
+        return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
 
     # Training: α on one half of a batch, then w on the other.
 
