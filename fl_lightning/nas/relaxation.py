@@ -73,12 +73,7 @@ class EdgeWeights:
 
 
 class MixedEdge(nn.Module):
-    """All candidate operations of one edge; a step runs only those that it needs.
-
-    Args:
-        row: row of α.
-        operations: operations in the order of α's columns.
-    """
+    """All candidate operations of one edge; a step runs only those that it needs."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -256,13 +251,7 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
 
 
 class PartialEdge(nn.Module):
-    """An edge that mixes operations on its first 1/K of the channels.
-
-    Args:
-        mixed: mixed edge of these channels.
-        part: K.
-        stride: stride of the edge.
-    """
+    """An edge that mixes operations on its first 1/K of the channels."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
         super().__init__()
