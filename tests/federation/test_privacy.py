@@ -331,6 +331,9 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
         run(5, ckpt_path=path, **options)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler:UserWarning"
+)  # of an empty cohort
 def test_where_cohorts_are_known_both_epsilons_are_told(caplog):
     caplog.set_level("INFO")
     cohort = PoissonCohort(fraction=0.5)
