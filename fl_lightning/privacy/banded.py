@@ -35,7 +35,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
@@ -84,10 +84,7 @@ class BandedMatrixDP(Privacy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bands is not None and self.bands < 1:
-            raise ConfigurationError(
-                f"federation.privacy: bands must be at least 1, got {self.bands}"
-            )
+        check_range("federation.privacy: bands", self.bands, "at least 1")
 
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None

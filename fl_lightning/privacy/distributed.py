@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.whole_numbers import Draw, Integers, Words
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.accountant import noise_for_budget
@@ -68,10 +68,7 @@ class DistributedDP(Privacy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_shares is not None and self.min_shares < 1:
-            raise ConfigurationError(
-                f"federation.privacy: min_shares must be at least 1, got {self.min_shares}"
-            )
+        check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
 
     def check_cohort(self, cohort: CohortSampler) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
@@ -130,11 +130,12 @@ class Budgeted:
     log_unprotected: bool = False
 
     def __post_init__(self) -> None:
-        if not self.clip_norm > 0:  # also NaN
-            raise ConfigurationError(
-                f"federation.privacy: clip_norm must be above 0, got {self.clip_norm}: it is the largest "
-                "L2 norm of a client's update; inf does not clip and protects nobody"
-            )
+        check_range(
+            "federation.privacy: clip_norm",
+            self.clip_norm,
+            "above 0",
+            ": it is the largest L2 norm of a client's update; inf does not clip and protects nobody",
+        )
         noise, epsilon = self.noise_multiplier, self.epsilon
         if noise is None and epsilon is None:
             raise ConfigurationError(
@@ -146,16 +147,18 @@ class Budgeted:
                 "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
                 f"{noise}"
             )
-        if epsilon is not None and not 0 < epsilon < float("inf"):
-            raise ConfigurationError(
-                f"federation.privacy: epsilon must be above 0 and finite, got {epsilon}: leave it out "
-                "for no budget"
-            )
-        if not 0 < self.delta < 1:
-            raise ConfigurationError(
-                f"federation.privacy: delta must be in (0, 1), got {self.delta}: it is the probability "
-                "that ε does not hold; well below 1 / number of clients, e.g. 1.0e-5"
-            )
+        check_range(
+            "federation.privacy: epsilon",
+            epsilon,
+            "above 0 and finite",
+            ": leave it out for no budget",
+        )
+        check_range(
+            "federation.privacy: delta",
+            self.delta,
+            "in (0, 1)",
+            ": it is the probability that ε does not hold; well below 1 / number of clients, e.g. 1.0e-5",
+        )
         if noise != 0 and self.clip_norm == float("inf"):  # None: noise is to be found
             raise ConfigurationError(
                 "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "

@@ -15,7 +15,7 @@ from typing import Self, final
 
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
@@ -207,10 +207,7 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 
 def checked_fraction(fraction: float) -> None:
     """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
-    if not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of numbers that is sent"
-        )
+    check_range("fraction", fraction, "in (0, 1]", ": it is the share of numbers that is sent")
 
 
 def num_kept(size: int, fraction: float) -> int:

@@ -101,7 +101,7 @@ def test_clients_without_weight_leave_the_model_where_it_is():
 
 
 def test_refuses():
-    with pytest.raises(ConfigurationError, match="AFL: step must be at least 0, got -1"):
+    with pytest.raises(ConfigurationError, match="AFL: step must be at least 0 and finite, got -1"):
         AFL(-1)
     with pytest.raises(RoundFailure, match="no train/loss"):
         opened(AFL(), [([0.0, 0.0], None, 1)])

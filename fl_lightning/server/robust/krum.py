@@ -29,7 +29,7 @@ from typing import final
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows
 from fl_lightning.server.robust.passes import (
     combined,
@@ -86,10 +86,7 @@ class MultiKrum(RobustRule):
 
     def __post_init__(self) -> None:
         check_num_attackers(self, self.num_attackers)
-        if self.num_kept is not None and self.num_kept < 1:
-            raise ConfigurationError(
-                f"MultiKrum: num_kept must be at least 1 update, got {self.num_kept}"
-            )
+        check_range("MultiKrum: num_kept", self.num_kept, "at least 1 update")
 
     @property
     @override

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.server.robust.matrix import Floats, MixedRows, Rows
 from fl_lightning.server.robust.passes import squared_distances
@@ -78,10 +78,7 @@ class Bucketing(RobustRule):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_size < 1:
-            raise ConfigurationError(
-                f"Bucketing: bucket_size must be at least 1 update, got {self.bucket_size}"
-            )
+        check_range("Bucketing: bucket_size", self.bucket_size, "at least 1 update")
         check_seed("Bucketing", self.seed)
         check_mixable(self.rule)
 

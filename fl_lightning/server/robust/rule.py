@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.server.robust.matrix import Floats, Rows
 
 
@@ -55,7 +55,4 @@ class RobustRule(ABC):
 
 def check_num_attackers(rule: object, num_attackers: int) -> None:
     """Raise ConfigurationError, naming the rule, if the number of attackers is negative."""
-    if num_attackers < 0:
-        raise ConfigurationError(
-            f"{type(rule).__name__}: num_attackers must be at least 0 clients, got {num_attackers}"
-        )
+    check_range(f"{type(rule).__name__}: num_attackers", num_attackers, "at least 0 clients")
