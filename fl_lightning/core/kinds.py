@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -175,7 +176,9 @@ def _methods(kind: type) -> tuple[str, ...]:
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
-        return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+        has_fields = is_dataclass(kind)  # and so more than methods
+        abstract = () if has_fields else tuple(getattr(kind, "__abstractmethods__", ()))
+        return abstract or ("is an instance",)
     return _METHODS.get(kind, ())
 
 

@@ -40,8 +40,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import Aggregator, KeptUpdates
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows, RowsAndOne
 from fl_lightning.server.robust.passes import combined, mean_and_std, squared_distances
 

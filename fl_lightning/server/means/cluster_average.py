@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 from fl_lightning.server.robust.matrix import UpdateRows
 
 Points = npt.NDArray[np.float64]

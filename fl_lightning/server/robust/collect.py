@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import RoundFailure, check_range
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
@@ -40,7 +40,7 @@ class Collected(KeptUpdates):
 
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
-        >>> from fl_lightning.server.robust.median import Median
+        >>> from fl_lightning.server.robust.rule import Median
         >>> aggregator = Collected(Median())
         >>> aggregator.open(torch.empty(1))
         >>> for client, value in enumerate((1.0, 2.0, 1e9)):

@@ -37,12 +37,12 @@ from fl_lightning.server.robust.passes import (
     sorted_blocks,
     squared_distances,
 )
-from fl_lightning.server.robust.rule import RobustRule, RuleContext, check_num_attackers
+from fl_lightning.server.robust.rule import AgainstAttackers, RuleContext
 
 
 @final
 @dataclass(frozen=True)
-class Krum(RobustRule):
+class Krum(AgainstAttackers):
     """The one update that is nearest to its n - f - 2 nearest others.
 
     Args:
@@ -52,15 +52,7 @@ class Krum(RobustRule):
         ConfigurationError: if it is negative.
     """
 
-    num_attackers: int
-
-    def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
-
-    @property
-    @override
-    def min_updates(self) -> int:
-        return 2 * self.num_attackers + 3
+    needed = 2, 3
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -70,7 +62,7 @@ class Krum(RobustRule):
 
 @final
 @dataclass(frozen=True)
-class MultiKrum(RobustRule):
+class MultiKrum(AgainstAttackers):
     """The mean of the updates with the lowest scores of `Krum`.
 
     Args:
@@ -81,17 +73,18 @@ class MultiKrum(RobustRule):
         ConfigurationError: for values out of range.
     """
 
-    num_attackers: int
+    needed = 2, 3
+
     num_kept: int | None = None
 
     def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
+        super().__post_init__()
         check_range("MultiKrum: num_kept", self.num_kept, "at least 1 update")
 
     @property
     @override
     def min_updates(self) -> int:
-        return max(2 * self.num_attackers + 3, self.num_kept or 0)
+        return max(super().min_updates, self.num_kept or 0)
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -122,7 +115,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 
 @final
 @dataclass(frozen=True)
-class Bulyan(RobustRule):
+class Bulyan(AgainstAttackers):
     """The mean of Krum's choices around their median, coordinate by coordinate.
 
     Args:
@@ -132,15 +125,7 @@ class Bulyan(RobustRule):
         ConfigurationError: if it is negative.
     """
 
-    num_attackers: int
-
-    def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
-
-    @property
-    @override
-    def min_updates(self) -> int:
-        return 4 * self.num_attackers + 3
+    needed = 4, 3
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
