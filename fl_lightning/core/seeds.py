@@ -7,6 +7,8 @@ the order of the clients, on the number of processes, or on where a run was inte
 
 A root of 2**64 or more is a secret of 256 bits: the key of the hash. Streams from it reveal nothing
 about its other streams.
+
+Types of integer arrays and of a source of random words.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import random
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b, shake_256
 
 import numpy as np
@@ -196,3 +198,9 @@ def seed_global_generators(seed: int) -> None:
         torch.mps.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+# maps a count to that many random words, uniform on 64 bits
+Draw = Callable[[int], Words]

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 
 from fl_lightning.core.errors import raise_together
-from fl_lightning.core.freed_memory import keep_freed_memory
+from fl_lightning.core.processes import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule

@@ -36,7 +36,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.mechanism import Mechanism, Privacy

@@ -17,7 +17,7 @@ from typing import final
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource

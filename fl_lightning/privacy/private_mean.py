@@ -32,8 +32,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Draw
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.means.running_mean import new_mean

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator, check_whole

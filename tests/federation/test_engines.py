@@ -28,7 +28,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import Interrupted
-from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.core.metrics import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients import choice, trial

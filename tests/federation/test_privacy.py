@@ -431,7 +431,10 @@ def test_a_privacy_of_ones_own_says_what_it_is():
         def mechanism(self, run, source, noise_multiplier=None):
             raise NotImplementedError
 
-    with pytest.raises(ConfigurationError, match=r"privacy must be a Privacy or an ExampleDP .*, got an object of the class Mine"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"privacy must be a Privacy or an ExampleDP .*, got an object of the class Mine",
+    ):
         Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
 
 
