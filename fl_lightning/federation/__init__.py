@@ -3,7 +3,6 @@
 This is the room's door: what other rooms use stands here, and they import nothing past it.
 """
 
-from fl_lightning.federation.calendar import Calendar as Calendar
 from fl_lightning.federation.checkpoints.files import LAST as LAST
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO as AtomicCheckpointIO
 from fl_lightning.federation.checkpoints.memory import RunMemory as RunMemory
@@ -73,6 +72,7 @@ from fl_lightning.federation.stages.attackers import Attackers as Attackers
 from fl_lightning.federation.stages.client_masks import MaskOfClient as MaskOfClient
 from fl_lightning.federation.stages.secure_rounds import SecureRounds as SecureRounds
 from fl_lightning.federation.stages.transport import Transport as Transport
+from fl_lightning.federation.start import Calendar as Calendar
 from fl_lightning.federation.start import begin_at_site as begin_at_site
 from fl_lightning.federation.start import check_begun as check_begun
 from fl_lightning.federation.start import prepare as prepare
