@@ -153,7 +153,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if not inspect.isclass(plain) or plain in (Any, object):  # a type variable, say
         return True
     if inspect.isclass(value):  # for a function, a class does
-        return plain is type or ("__call__" in vars(plain) and _is_abstract(plain))
+        is_abstract = inspect.isabstract(plain) or is_protocol(plain)
+        return plain is type or ("__call__" in vars(plain) and is_abstract)
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
@@ -196,10 +197,6 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
-
-
-def _is_abstract(kind: type) -> bool:
-    return inspect.isabstract(kind) or is_protocol(kind)
 
 
 def _in_words(hint: Any) -> str:

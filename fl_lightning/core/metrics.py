@@ -193,8 +193,12 @@ class MetricStates:
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         # a metric's states, its number of updates and its computed value are plain attributes
+        names = "_update_count", "_computed"
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written later
-            self._saved = [(metric, _attributes(metric)) for metric in metrics]
+            self._saved = [
+                (each, {n: copy.deepcopy(getattr(each, n)) for n in (*each.metric_state, *names)})
+                for each in metrics
+            ]
 
     def put_back(self) -> None:
         """Restore the state of every object."""
@@ -216,16 +220,12 @@ def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
     """
     found = [(metric, metric.distributed_available_fn) for metric in metrics]
     for metric, _ in found:
-        metric.distributed_available_fn = _alone
+        metric.distributed_available_fn = lambda: False
     try:
         yield
     finally:
         for metric, available in found:
             metric.distributed_available_fn = available
-
-
-def _alone() -> bool:
-    return False
 
 
 def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
@@ -252,8 +252,3 @@ def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
         setattr(metric, name, pooled)
     metric._update_count = max(1, metric._update_count)
     metric._computed = None
-
-
-def _attributes(metric: Metric) -> dict[str, Any]:
-    names = [*metric.metric_state, "_update_count", "_computed"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names}

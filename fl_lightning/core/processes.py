@@ -4,8 +4,6 @@ The system ties a program to its parent (PR_SET_PDEATHSIG, Linux only). A proces
 may be forked by a server of processes, so it watches its parent itself. A lock is held by the
 processes that have its file open: after a kill there is nothing to clean up.
 
-Keep memory that a training step frees in the process, for the next step.
-
 The GNU C library returns freed memory to the system: blocks of more than 32 MB at once, others as soon as
 some tens of megabytes are free at the end of its heap. A step frees everything it has computed, so the next
 step gets the same memory again, page by page, each cleared by the system first: to subtract two vectors of
@@ -132,15 +130,12 @@ def keep_freed_memory() -> bool:
         >>> keep_freed_memory() in (True, False)
         True
     """
-    if not _is_glibc() or any(name.startswith(_VARIABLES) for name in os.environ):
+    try:
+        is_glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError):  # Windows; other systems
+        is_glibc = False
+    if not is_glibc or any(name.startswith(_VARIABLES) for name in os.environ):
         return False
     library = ctypes.CDLL(None)
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, MOST_KEPT))  # no block comes from the system
     return all(library.mallopt(option, value) for option, value in settings)
-
-
-def _is_glibc() -> bool:
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (AttributeError, ValueError):  # Windows; other systems
-        return False

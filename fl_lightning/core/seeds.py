@@ -7,8 +7,6 @@ the order of the clients, on the number of processes, or on where a run was inte
 
 A root of 2**64 or more is a secret of 256 bits: the key of the hash. Streams from it reveal nothing
 about its other streams.
-
-Types of integer arrays and of a source of random words.
 """
 
 from __future__ import annotations
