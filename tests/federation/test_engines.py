@@ -600,7 +600,7 @@ class Breaking(ToyModule):
 @pytest.mark.parametrize(
     ("kind", "compiler_seconds", "how"),
     [
-        (ToyModule, 0.0, r"compiled in \d+ s"),
+        pytest.param(ToyModule, 0.0, r"compiled in \d+ s", marks=pytest.mark.slow),
         (Breaking, 0.0, r"not compiled, tried for \d+ s"),
         (ToyModule, 1e9, r"not compiled, for \d+ s of training"),
     ],
