@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.client.corrections.added_term import AddedTerm
-from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import AddedTerm, Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError

@@ -23,17 +23,17 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.correction import AddedTerm
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
-from fl_lightning.client.personal.apfl import Mixing
+from fl_lightning.client.personal.beside import Mixing
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import FasterStep, Speedup, StepContext, compiled_step
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
-from fl_lightning.federation.visits.batches import batch_preparation, takes_index
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
+from fl_lightning.federation.visits.visiting import batch_preparation, takes_index
 from fl_lightning.kernels import Forwards, direct_layers
 
 # Sets the gradients of a batch, given its size and its number, and returns the loss if it may be known.
