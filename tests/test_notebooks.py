@@ -51,6 +51,7 @@ SHORTER = {
     },
     "09": {"max_epochs: 5": "max_epochs: 2"},
     "10": {"NUM_ROUNDS = 10": "NUM_ROUNDS = 2"},
+    "11": {"NUM_ROUNDS = 20": "NUM_ROUNDS = 1", "max_epochs=60": "max_epochs=1"},
 }
 
 
@@ -85,6 +86,7 @@ WITH_OUTPUTS = (
     "07",
     "09",
     "10",
+    "11",
 )  # by docs/notebook_outputs.py; the others have none so far
 MOST_BYTES = 300_000
 
