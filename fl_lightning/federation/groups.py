@@ -207,11 +207,7 @@ class RoundGroups:
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Refuse what is no cohort: somebody who is in it twice would count twice.
-
-    Raises:
-        ConfigurationError: with what the sampler has returned.
-    """
+    """Refuse what is no cohort: somebody who is in it twice would count twice."""
     if not len(ids):
         return
     is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)

@@ -194,11 +194,7 @@ def choose(
 
 
 def refuse(run: EarlierRun, found: Sequence[str]) -> None:
-    """Refuse to go on with another configuration.
-
-    Raises:
-        ConfigurationError: if there are differences.
-    """
+    """Refuse to go on with another configuration."""
     if not found:
         return
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""

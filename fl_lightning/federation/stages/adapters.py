@@ -50,11 +50,7 @@ class AdapterRounds(Stage):
             self.one_at_a_time = "the server changes the frozen weights (federation.aggregator)"
 
     def enter(self, run: Run) -> None:
-        """Find the adapters.
-
-        Raises:
-            ConfigurationError: for a server optimizer, or adapters that do not travel whole.
-        """
+        """Find the adapters."""
         if self._options.server_optimizer is not fedavg_optimizer:
             raise ConfigurationError(
                 f"{self._name} sets adapters to what its equation says, and server_optimizer would step "

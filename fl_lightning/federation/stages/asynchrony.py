@@ -255,11 +255,7 @@ class KeptVersions(Stage):
         )
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Refuse other coordinates while clients are at work.
-
-        Raises:
-            ConfigurationError: if there are such clients.
-        """
+        """Refuse other coordinates while clients are at work."""
         if positions is not None and self._models:
             raise ConfigurationError(
                 "federation: asynchronous does not work with masks that change during the run: clients at "
@@ -322,11 +318,7 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Restore it.
-
-        Raises:
-            ConfigurationError: if others would have arrived by now.
-        """
+        """Restore it."""
         if "present" not in state:
             raise ConfigurationError(
                 "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "

@@ -125,11 +125,7 @@ class PrivateRounds(PrivateStage):
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm; warn once of buffers that clients change.
-
-        Raises:
-            RoundFailure: if the round would exceed the budget.
-        """
+        """Set the round's clip norm; warn once of buffers that clients change."""
         if (num_buffers := model.buffers.numel()) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
