@@ -54,7 +54,7 @@ from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.server.server import Server, as_aggregator
 

@@ -28,11 +28,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
+    ErrorFeedback,
     Shapes,
     Transform,
     UpdateStep,

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.audits.canaries import canary_scores, epsilon_lower_bound
 from fl_lightning import AllClients, CentralDP
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.mechanism import AccountedRun
 
 
 def scores(sigma, seed, shift):

@@ -20,9 +20,9 @@ from fl_lightning import (
 )
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, gaussian_epsilon
 from fl_lightning.privacy.distributed import _tail_table, skellam_noise
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 
 @pytest.mark.parametrize("variance", [0.3, 7.0, 900.0])

@@ -12,8 +12,8 @@ from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFai
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.distributed import DistributedSkellam, largest_noise, skellam_noise
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.session import SparseGraph

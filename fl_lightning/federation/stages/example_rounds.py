@@ -32,9 +32,9 @@ from fl_lightning.federation.stage import Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
 from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
-from fl_lightning.privacy.run import AccountedRun
 
 # What tells the words for a step's noise from those for its batch.
 _NOISE = 1

@@ -23,8 +23,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import AroundFit, Stage
 from fl_lightning.privacy.accounting.accountant import most_rounds
 from fl_lightning.privacy.central import CentralGaussian
-from fl_lightning.privacy.mechanism import Accounted, Budgeted
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted
 from fl_lightning.server.aggregator import Aggregator
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
