@@ -56,17 +56,12 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every cohort a process trains.
+    """Which part of every cohort a process trains."""
 
-    Attributes:
-        work: of every client of the population, e.g. local batches; shape (num_clients,).
-        rank: of this process, in [0, num_ranks).
-        num_ranks: number of processes.
-    """
-
+    # of every client of the population, e.g. local batches; shape (num_clients,)
     work: npt.NDArray[np.int64]
-    rank: int
-    num_ranks: int
+    rank: int  # of this process, in [0, num_ranks)
+    num_ranks: int  # number of processes
 
 
 class RoundGroups:

@@ -246,12 +246,6 @@ def check_fixed_in_advance(cohort: CohortSampler) -> None:
 class Participation:
     """Number and distance of the rounds in which clients are sampled.
 
-    Attributes:
-        most: largest number of times that any client is sampled in the first r rounds, for r from 0 to
-            the number of rounds, shape (num_rounds + 1,).
-        separation: smallest distance, in rounds, between two rounds of the same client; the number of
-            rounds if no client is sampled twice.
-
     Example:
         >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
         >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
@@ -260,7 +254,11 @@ class Participation:
         ([0, 1, 1, 1, 2, 2, 2, 3], 3)
     """
 
+    # largest number of times that any client is sampled in the first r rounds, for r from 0 to the
+    # number of rounds, shape (num_rounds + 1,)
     most: npt.NDArray[np.int64]
+    # smallest distance, in rounds, between two rounds of the same client; the number of rounds if
+    # no client is sampled twice
     separation: int
 
 
@@ -268,19 +266,15 @@ class Participation:
 class LocalSampling:
     """Poisson sampling of the examples of local steps: each example independently.
 
-    Attributes:
-        num_examples: number of examples of every client, shape (num_clients,).
-        batch_size: expected number of examples in a local step, B ≥ 1, if a client has that many.
-        num_steps: number of local steps of every client per round, shape (num_clients,).
-
     Example:
         >>> local = LocalSampling(np.array([4, 100]), 10, np.array([2, 2]))
         >>> local.rates, local.expected
         (array([1. , 0.1]), array([ 4, 10]))
     """
 
-    num_examples: npt.NDArray[np.int64]
-    batch_size: int
+    num_examples: npt.NDArray[np.int64]  # number of examples of every client, shape (num_clients,)
+    batch_size: int  # expected number of examples in a local step, B ≥ 1, if a client has that many
+    # number of local steps of every client per round, shape (num_clients,)
     num_steps: npt.NDArray[np.int64]
 
     @property
@@ -296,25 +290,16 @@ class LocalSampling:
 
 @dataclass(frozen=True)
 class AccountedRun:
-    """The facts about a run that its privacy mechanism needs.
+    """The facts about a run that its privacy mechanism needs."""
 
-    Attributes:
-        cohort: sampler of the cohorts.
-        num_clients: number of all clients.
-        num_rounds: planned number of rounds; None if there is no end.
-        seed: seed of the cohorts.
-        num_coordinates: length k of an update, or an upper bound.
-        fewest_survivors: smallest number of replies for which there is a sum; None if there always is.
-        local: sampling of the local steps, if the mechanism needs it.
-    """
-
-    cohort: CohortSampler
-    num_clients: int
-    num_rounds: int | None
-    seed: int
-    num_coordinates: int = 1
+    cohort: CohortSampler  # sampler of the cohorts
+    num_clients: int  # number of all clients
+    num_rounds: int | None  # planned number of rounds; None if there is no end
+    seed: int  # seed of the cohorts
+    num_coordinates: int = 1  # length k of an update, or an upper bound
+    # smallest number of replies for which there is a sum; None if there always is
     fewest_survivors: int | None = None
-    local: LocalSampling | None = None
+    local: LocalSampling | None = None  # sampling of the local steps, if the mechanism needs it
 
     @property
     def planned_rounds(self) -> int:
