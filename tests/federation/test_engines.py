@@ -28,7 +28,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import Interrupted
-from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.core.metrics import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.federation.clients import choice, trial
 from fl_lightning.federation.clients.engine_options import EngineOptions, trains_in_large_groups
@@ -576,7 +576,7 @@ class Breaking(ToyModule):
 @pytest.mark.parametrize(
     ("kind", "compiler_seconds", "how"),
     [
-        (ToyModule, 0.0, r"compiled in \d+ s"),
+        pytest.param(ToyModule, 0.0, r"compiled in \d+ s", marks=pytest.mark.slow),
         (Breaking, 0.0, r"not compiled, tried for \d+ s"),
         (ToyModule, 1e9, r"not compiled, for \d+ s of training"),
     ],
