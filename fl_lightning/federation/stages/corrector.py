@@ -22,7 +22,7 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import NO_TRAITS
-from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -64,11 +64,7 @@ class Corrector(Correcting, SpansNetwork):
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and who remembers.
-
-        Raises:
-            ConfigurationError: if the correction refuses module or optimizer.
-        """
+        """Learn whose module trains, and who remembers."""
         for optimizer in run.optimizers:
             self.correction.check(run.module, optimizer)
         if any_maximises(run.optimizers):
@@ -100,11 +96,7 @@ class Corrector(Correcting, SpansNetwork):
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return a client's term for this round.
-
-        Raises:
-            ConfigurationError: if it has another pull than the correction says, which slots go by.
-        """
+        """Return a client's term for this round."""
         term = self.correction.term(self._recalled(client), self._mean)
         if term.pull != self.correction.pull:
             name = type(self.correction).__name__
@@ -209,7 +201,7 @@ class Corrector(Correcting, SpansNetwork):
         num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
         return (upload._replace(num_bytes=num_bytes),)
 
-    def _bytes_up(self, like: Tensor | LazyDeltas) -> int:
+    def _bytes_up(self, like: Tensor) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory."""
         rule = self.correction
         travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
@@ -304,7 +296,7 @@ def _any(num_steps: int | tuple[int, ...]) -> bool:
     return num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
 
 
-def _num_bytes(like: Tensor | LazyDeltas) -> int:
+def _num_bytes(like: Tensor) -> int:
     return like.shape[-1] * like.dtype.itemsize
 
 

@@ -39,11 +39,7 @@ class SecureRounds(Stage):
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Refuse a model of which more than the update would travel; say once what the server sees.
-
-        Raises:
-            ConfigurationError: if there is such.
-        """
+        """Refuse a model of which more than the update would travel; say once what the server sees."""
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
@@ -63,7 +59,7 @@ class SecureRounds(Stage):
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Count no deltas: what travels instead is told by the aggregator when it is done."""
         whole, arrived = bytes_up(upload.arrived), upload.arrived
-        rest = bytes_up(replace(arrived, deltas=arrived.whole[:, :0]))
+        rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
