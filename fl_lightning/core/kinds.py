@@ -175,7 +175,10 @@ def _methods(kind: type) -> tuple[str, ...]:
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
-        return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+        methods = (
+            () if getattr(kind, "is_nominal", False) else getattr(kind, "__abstractmethods__", ())
+        )
+        return tuple(methods) or ("is an instance",)
     return _METHODS.get(kind, ())
 
 

@@ -10,7 +10,6 @@ from fl_lightning.data.cohorts.availability import Diurnal as Diurnal
 from fl_lightning.data.cohorts.availability import Stretches as Stretches
 from fl_lightning.data.cohorts.cohort import AllClients as AllClients
 from fl_lightning.data.cohorts.cohort import Cohort as Cohort
-from fl_lightning.data.cohorts.cohort import CohortSampler as CohortSampler
 from fl_lightning.data.cohorts.cohort import PoissonCohort as PoissonCohort
 from fl_lightning.data.cohorts.cohort import SizedCohort as SizedCohort
 from fl_lightning.data.cohorts.cohort import UniformCohort as UniformCohort
@@ -35,7 +34,6 @@ from fl_lightning.data.partitions.label_shards import McMahanShards as McMahanSh
 from fl_lightning.data.partitions.partition import IID as IID
 from fl_lightning.data.partitions.partition import NaturalPartition as NaturalPartition
 from fl_lightning.data.partitions.partition import Partition as Partition
-from fl_lightning.data.partitions.partition import PartitionRule as PartitionRule
 from fl_lightning.data.partitions.partition import check_sizes as check_sizes
 from fl_lightning.data.partitions.partition import shards_of as shards_of
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes as DirichletSizes

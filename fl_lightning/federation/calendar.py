@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import raise_together
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
@@ -106,7 +105,7 @@ class Calendar:
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
-        fixed = as_cohort(options.cohort).has_fixed_size
+        fixed = options.cohort.has_fixed_size
         most = groups.num_clients if fixed else population.num_clients
         raise_together(
             lambda: check_validation_interval(trainer, len(groups)),

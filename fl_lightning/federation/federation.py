@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
@@ -108,7 +107,7 @@ class Federation(Options, Callback):
         clients = None if self.rounds.run.by_step else trainer.optimizers[0]
         for line in idle_lines(number, self, self._calendar, clients, server):
             rank_zero_info(line)
-        if as_cohort(self.cohort).needs_fresh_losses:
+        if self.cohort.needs_fresh_losses:
             population = self.rounds.run.groups.population
             personal = self.personal
             has_layers = personal and not (personal.beside or personal.tuning_steps)

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
@@ -176,7 +175,7 @@ def _private_rounds(
     aggregator = as_aggregator(options.aggregator)
     secure = aggregator.noise_shares
     fewest = None
-    if secure is not None and as_cohort(options.cohort).has_fixed_size:
+    if secure is not None and options.cohort.has_fixed_size:
         fewest = secure.fewest_survivors(calendar.groups.num_clients)
     run = _accounted(trainer, options, fewest_survivors=fewest)
     return PrivateRounds(

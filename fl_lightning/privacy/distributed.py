@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers, Words
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.mechanism import (
@@ -120,10 +120,10 @@ class DistributedDP(ClientPrivacy):
                 f"federation.privacy: min_shares must be at least 1, got {self.min_shares}"
             )
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
         super().check_cohort(cohort)
-        if not as_cohort(cohort).has_fixed_size and self.min_shares is None:
+        if not cohort.has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
                 f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
                 "that clients add: set min_shares to the smallest number of replies to release"

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
     Method,
@@ -109,7 +109,7 @@ class ExampleDP:
         """True if there is neither clipping nor noise."""
         return self.clip_norm == float("inf") and self.noise_multiplier == 0
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run."""
         check_fixed_in_advance(cohort)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import AdaptiveClip, Release
@@ -175,7 +175,7 @@ class Budgeted(Protocol):
     def log_unprotected(self) -> bool:
         """True to log values that the noise does not cover."""
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this cohort sampler is unknown."""
 
 
@@ -268,7 +268,7 @@ class ClientPrivacy:
         """None: the noise is not shared."""
         return None
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run."""
         check_fixed_in_advance(cohort)
 

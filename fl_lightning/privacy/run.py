@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
-def check_fixed_in_advance(cohort: CohortSampler) -> None:
+def check_fixed_in_advance(cohort: Cohort) -> None:
     """Raise ConfigurationError, with a list of alternatives, if cohorts depend on events of the run."""
-    if not as_cohort(cohort).is_fixed_in_advance:
+    if not cohort.is_fixed_in_advance:
         raise ConfigurationError(
             f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
             "client is sampled: set federation.cohort to one of AllClients, PoissonCohort, "
@@ -89,7 +89,7 @@ class AccountedRun:
         local: sampling of the local steps, if the mechanism needs it.
     """
 
-    cohort: CohortSampler
+    cohort: Cohort
     num_clients: int
     num_rounds: int | None
     seed: int
@@ -114,7 +114,7 @@ class AccountedRun:
     @property
     def expected_cohort(self) -> float:
         """Expected number of clients in a round, > 0; it may be fractional."""
-        coin = as_cohort(self.cohort).coin
+        coin = self.cohort.coin
         if coin is not None:
             return coin * self.num_clients
         return float(self.cohort.expected_size(self.num_clients))
@@ -165,7 +165,7 @@ class MostTurns:
 
     def __call__(self, rounds: int) -> int:
         """Return the number after ``rounds`` rounds; ``rounds`` itself if cohorts depend on the run."""
-        if not as_cohort(self.run.cohort).is_fixed_in_advance:
+        if not self.run.cohort.is_fixed_in_advance:
             return rounds
         if len(self._most) <= rounds:
             ahead = max(2 * rounds, self.run.num_rounds or 0)
