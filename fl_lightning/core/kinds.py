@@ -57,16 +57,19 @@ def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
 
 def with_checked_kinds(found: Any) -> Any:
     """Return what is given; if it is a class of ours, its constructor then checks kinds."""
-    owner = (
-        next((c for c in found.__mro__ if "__init__" in vars(c)), object)
-        if inspect.isclass(found)
-        else object
-    )
-    if not owner.__module__.startswith("fl_lightning.") or is_protocol(owner):
-        return found
-    build = vars(owner)["__init__"]
-    if getattr(build, "checks_kinds", False):
-        return found
+    for owner in found.__mro__ if inspect.isclass(found) else ():
+        build = vars(owner).get("__init__")
+        if build is None or not owner.__module__.startswith("fl_lightning."):
+            continue
+        if not is_protocol(owner) and not getattr(build, "checks_kinds", False):
+            setattr(owner, "__init__", _checked(build))  # noqa: B010 - mypy
+        if all(each.kind not in _VARIADIC for each in inspect.signature(build).parameters.values()):
+            break  # else a base gets what it does not name
+    return found
+
+
+def _checked(build: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that checks the kinds of its arguments first."""
     signature = inspect.signature(build)
     variadic = {name for name, each in signature.parameters.items() if each.kind in _VARIADIC}
 
@@ -80,8 +83,7 @@ def with_checked_kinds(found: Any) -> Any:
         build(self, *args, **options)
 
     build_checked.checks_kinds = True  # type: ignore[attr-defined]
-    setattr(owner, "__init__", build_checked)  # noqa: B010 - mypy
-    return found
+    return build_checked
 
 
 def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

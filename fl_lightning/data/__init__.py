@@ -42,17 +42,17 @@ from fl_lightning.data.poisoning import LabelFlip as LabelFlip
 from fl_lightning.data.poisoning import Poison as Poison
 from fl_lightning.data.poisoning import Trigger as Trigger
 from fl_lightning.data.sources.arrays import Arrays as Arrays
-from fl_lightning.data.sources.bundled import Digits as Digits
-from fl_lightning.data.sources.bundled import Iris as Iris
 from fl_lightning.data.sources.completions import Completions as Completions
 from fl_lightning.data.sources.hugging_face import HuggingFace as HuggingFace
 from fl_lightning.data.sources.image_folder import ImageFolder as ImageFolder
 from fl_lightning.data.sources.image_source import ImageTensors as ImageTensors
+from fl_lightning.data.sources.known_sets import CIFAR10 as CIFAR10
+from fl_lightning.data.sources.known_sets import CIFAR100 as CIFAR100
+from fl_lightning.data.sources.known_sets import MNIST as MNIST
+from fl_lightning.data.sources.known_sets import Digits as Digits
+from fl_lightning.data.sources.known_sets import FashionMNIST as FashionMNIST
+from fl_lightning.data.sources.known_sets import Iris as Iris
 from fl_lightning.data.sources.table import Table as Table
-from fl_lightning.data.sources.torchvision_sources import CIFAR10 as CIFAR10
-from fl_lightning.data.sources.torchvision_sources import CIFAR100 as CIFAR100
-from fl_lightning.data.sources.torchvision_sources import MNIST as MNIST
-from fl_lightning.data.sources.torchvision_sources import FashionMNIST as FashionMNIST
 from fl_lightning.data.summary import PartitionSummary as PartitionSummary
 
 __all__ = list(exports(__file__, globals()))

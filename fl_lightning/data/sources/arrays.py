@@ -33,10 +33,7 @@ class Arrays(Source):
         file: a .npz file of `numpy.savez`.
         target_type: whether targets of shape (N,) are a ``class`` or a ``number``; if None, real
             numbers are numbers, and strings and up to 100 distinct integers are classes.
-        batch_size: examples per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the examples held out for validation, in [0, 1).
-        test_fraction: fraction of the examples held out for the test, in [0, 1).
-        seed: seed of the held-out examples and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Raises:
         ConfigurationError: if a setting is out of range, a file or array is missing, or lengths differ.
@@ -59,14 +56,9 @@ class Arrays(Source):
         clients: Any = None,
         file: str | None = None,
         target_type: TargetKind | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(**options)
         self._given = {"inputs": inputs, "targets": targets, "clients": clients}
         self._file, self._target_type = file, target_type
 

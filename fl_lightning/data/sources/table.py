@@ -43,10 +43,7 @@ class Table(Source):
             numbers, and strings and up to 100 distinct integers are classes.
         missing: replacement of missing numbers; None rejects tables with missing numbers. A missing
             category is a category.
-        batch_size: rows per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the rows held out for validation, in [0, 1), if ``val`` is None.
-        test_fraction: fraction of the rows held out for the test, in [0, 1), if ``test`` is None.
-        seed: seed of the held-out rows and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Attributes:
         feature_names: a name for each feature, after `setup`.
@@ -71,14 +68,9 @@ class Table(Source):
         test: Any = None,
         target_type: TargetKind | None = None,
         missing: float | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(**options)
         self._data, self._val, self._test = data, val, test
         self._target, self._target_type, self._missing = target, target_type, missing
         self._chosen, self._ignored = features, ignore or []
