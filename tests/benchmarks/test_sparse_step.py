@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.sparse_step import RUN, bytes_of_state, clustered_mask, compare
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 
 def test_bytes_of_state():

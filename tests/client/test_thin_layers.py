@@ -24,7 +24,7 @@ from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import FEW, dense_step
 from fl_lightning.server.means.running_mean import RunningMean
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
