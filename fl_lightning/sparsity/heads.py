@@ -25,6 +25,7 @@ An owner sends Σ zᵀz and Σ zᵀy of z = (x, 1), once. Source: Hoerl and Kenn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
@@ -32,6 +33,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
@@ -68,17 +70,31 @@ class FittedHead:
             head.bias.copy_(self.bias)
 
 
-class HeadFit(Protocol):
-    """A fit of a linear classifier."""
+@dataclass(frozen=True, kw_only=True)
+class HeadFit(ABC):
+    """Base of fits of a linear classifier.
 
-    @property
-    def labels(self) -> Labels:
-        """Function that gets the labels (B,) from a batch."""
+    Args:
+        regularisation: λ > 0; not applied to the bias.
+        labels: gets the labels (B,) from a batch.
+        logits: passes a batch through the module, including the head.
 
-    @property
-    def logits(self) -> Logits:
-        """Function that passes a batch through the module, including the head."""
+    Raises:
+        ConfigurationError: if an option is out of range.
+    """
 
+    regularisation: float = 1.0
+    labels: Labels = batch_labels
+    logits: Logits = module_logits
+
+    def __post_init__(self) -> None:
+        if not 0 < self.regularisation < float("inf"):
+            raise ConfigurationError(
+                f"regularisation must be above 0 and finite, got {self.regularisation}: without it the head "
+                "of separable or collinear features has no unique solution. 1e-6 is next to none."
+            )
+
+    @abstractmethod
     def fit(
         self,
         owners: Sequence[Features],
@@ -101,7 +117,7 @@ class HeadFit(Protocol):
 
 
 @runtime_checkable
-class OneExchange(HeadFit, Protocol):
+class OneExchange(Protocol):
     """A fit for which every owner sends its sums once, so that owners may be remote clients.
 
     ``reduce`` of `fit` is called once, with the sums over the owners given.
@@ -143,35 +159,21 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
     return inputs[0].detach()
 
 
-def check_regularisation(value: float) -> None:
-    """Raise ConfigurationError if the regularisation is not above 0 and finite."""
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(
-            f"regularisation must be above 0 and finite, got {value}: without it the head of separable or "
-            "collinear features has no unique solution. 1e-6 is next to none."
-        )
-
-
-def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ConfigurationError if labels are no classes of the head."""
+def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
+    """Yield an owner's examples in parts, with features in double precision."""
+    features, labels = owner
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
             f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
             f"{num_classes} classes: set the model's num_classes"
         )
-
-
-def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
-    """Yield an owner's examples in parts, with features in double precision."""
-    features, labels = owner
-    check_labels(labels, num_classes)
     for part in range(0, len(labels), _ROWS):
         yield features[part : part + _ROWS].double(), labels[part : part + _ROWS].long()
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LinearHead:
+class LinearHead(HeadFit):
     """Fit the head by logistic regression over all classes.
 
     Args:
@@ -179,8 +181,6 @@ class LinearHead:
             bias.
         max_iterations: steps of L-BFGS, ≥ 1, each with one or a few exchanges of sums.
         tolerance: stop once no entry of the mean gradient is larger, > 0.
-        labels: gets the labels (B,) from a batch.
-        logits: passes a batch through the module.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -192,19 +192,17 @@ class LinearHead:
         [0, 0, 1, 1]
     """
 
-    regularisation: float = 1.0
     max_iterations: int = 200
     tolerance: float = 1e-7
-    labels: Labels = batch_labels
-    logits: Logits = module_logits
 
     def __post_init__(self) -> None:
-        check_regularisation(self.regularisation)
+        super().__post_init__()
         if self.max_iterations < 1:
             raise ConfigurationError(f"max_iterations must be ≥ 1, got {self.max_iterations}")
         if not 0 < self.tolerance < float("inf"):
             raise ConfigurationError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
+    @override
     def fit(
         self,
         owners: Sequence[Features],
@@ -214,7 +212,6 @@ class LinearHead:
         has_bias: bool = True,
         reduce: Reduce = lambda _: None,
     ) -> FittedHead:
-        """Return the classifier; see `HeadFit`."""
         columns = num_features + int(has_bias)
         weights = torch.zeros(num_classes, columns, dtype=torch.float64)
         optimizer = torch.optim.LBFGS(
@@ -264,7 +261,7 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RidgeHead:
+class RidgeHead(HeadFit):
     """Fit the head by ridge regression, with a single exchange of sums.
 
     Its outputs approximate the one-hot labels, so as logits they are flat: the probabilities are far
@@ -273,8 +270,6 @@ class RidgeHead:
     Args:
         regularisation: λ > 0, scikit-learn's ``Ridge(alpha=…)``; not applied to the bias.
         temperature: > 0; below 1 the probabilities are sharper, 1 is the plain regression.
-        labels: gets the labels (B,) from a batch.
-        logits: passes a batch through the module.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -286,18 +281,16 @@ class RidgeHead:
         (tensor([-0.4000,  0.4000], dtype=torch.float64), tensor([ 1.1000, -0.1000], dtype=torch.float64))
     """
 
-    regularisation: float = 1.0
     temperature: float = 1.0
-    labels: Labels = batch_labels
-    logits: Logits = module_logits
 
     def __post_init__(self) -> None:
-        check_regularisation(self.regularisation)
+        super().__post_init__()
         if not 0 < self.temperature < float("inf"):
             raise ConfigurationError(
                 f"temperature must be above 0 and finite, got {self.temperature}"
             )
 
+    @override
     def fit(
         self,
         owners: Sequence[Features],
@@ -307,7 +300,6 @@ class RidgeHead:
         has_bias: bool = True,
         reduce: Reduce = lambda _: None,
     ) -> FittedHead:
-        """Return the classifier; see `HeadFit`."""
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
         for owner in owners:
