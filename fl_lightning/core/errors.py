@@ -82,10 +82,6 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
         return type(self), (self.client_id, *self.args)
 
 
-class NotFinite(ArithmeticError):  # noqa: N818 - it may be no error of anybody
-    """A number or a norm of lazily computed updates is NaN or infinite."""
-
-
 class RoundFailure(RuntimeError):  # noqa: N818
     """A round without a usable result, e.g. because too few clients replied."""
 

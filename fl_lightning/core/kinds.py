@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -61,7 +62,7 @@ def with_checked_kinds(found: Any) -> Any:
         build = vars(owner).get("__init__")
         if build is None or not owner.__module__.startswith("fl_lightning."):
             continue
-        if not is_protocol(owner) and not getattr(build, "checks_kinds", False):
+        if not (is_protocol(owner) or hasattr(build, "checks_kinds")):
             setattr(owner, "__init__", _checked(build))  # noqa: B010 - mypy
         if all(each.kind not in _VARIADIC for each in inspect.signature(build).parameters.values()):
             break  # else a base gets what it does not name
@@ -69,17 +70,14 @@ def with_checked_kinds(found: Any) -> Any:
 
 
 def _checked(build: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that checks the kinds of its arguments first."""
     signature = inspect.signature(build)
     variadic = {name for name, each in signature.parameters.items() if each.kind in _VARIADIC}
 
     @wraps(build)
     def build_checked(self: Any, *args: Any, **options: Any) -> None:
-        try:
+        with suppress(TypeError):  # the constructor says it
             given = signature.bind(self, *args, **options).arguments
-        except TypeError:
-            given = {}  # the constructor says it
-        check_kinds(build, {name: given[name] for name in given.keys() - variadic})
+            check_kinds(build, {name: given[name] for name in given.keys() - variadic})
         build(self, *args, **options)
 
     build_checked.checks_kinds = True  # type: ignore[attr-defined]
@@ -154,7 +152,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if not inspect.isclass(plain) or plain in (Any, object):  # a type variable, say
         return True
     if inspect.isclass(value):  # for a function, a class does
-        return plain is type or ("__call__" in vars(plain) and _is_abstract(plain))
+        is_abstract = inspect.isabstract(plain) or is_protocol(plain)
+        return plain is type or ("__call__" in vars(plain) and is_abstract)
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
@@ -198,10 +197,6 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
-
-
-def _is_abstract(kind: type) -> bool:
-    return inspect.isabstract(kind) or is_protocol(kind)
 
 
 def _in_words(hint: Any) -> str:

@@ -30,24 +30,27 @@ from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.groups import ClientGroup, limited
 from fl_lightning.federation.hooks import overrides
-from fl_lightning.federation.loggers import (
+from fl_lightning.federation.logs import (
+    begin_round,
     board_tag,
     boards,
     is_of_test,
     keep_once,
     log_figure,
     log_histogram,
+    log_numbers,
     log_once,
+    logged_in_round,
     logged_once,
     table,
 )
-from fl_lightning.federation.logs import begin_round, log_numbers, logged_in_round
 from fl_lightning.federation.loop import plan_rounds, set_round, training_loader
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.fork import ProcessTraceback, can_fork, num_usable_cores
 from fl_lightning.federation.processes.interruption import Interruption, interruptible
 from fl_lightning.federation.processes.ranks import Ranks, shares
 from fl_lightning.federation.processes.strategy import FederatedStrategy
+from fl_lightning.federation.round import Transaction
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.simple import SimpleFederation
@@ -69,7 +72,6 @@ from fl_lightning.federation.stages.client_masks import MaskOfClient
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.start import begin_at_site, check_begun, prepare, take_over
-from fl_lightning.federation.transaction import Transaction
 from fl_lightning.federation.visits.client_visits import (
     PERSONAL,
     ClientExamples,
@@ -80,8 +82,11 @@ from fl_lightning.federation.visits.client_visits import (
     held_out_examples,
 )
 from fl_lightning.federation.visits.local_counts import client_id, local_step
-from fl_lightning.federation.visits.personal_models import PersonalModels, personal_models
-from fl_lightning.federation.visits.personal_recall import recalled_models
+from fl_lightning.federation.visits.personal_models import (
+    PersonalModels,
+    personal_models,
+    recalled_models,
+)
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 
 __all__ = [

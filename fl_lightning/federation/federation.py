@@ -13,6 +13,7 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
@@ -22,8 +23,11 @@ from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import begin, prepare, take_over
-from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.personal_recall import recalled_models, state_to_bring_home
+from fl_lightning.federation.visits.personal_models import (
+    PersonalModels,
+    recalled_models,
+    state_to_bring_home,
+)
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
@@ -150,12 +154,17 @@ class Federation(Options, Callback):
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return what clients have for themselves after the last round, or by the checkpoint."""
         saved = self._saved or self._personal_state or {}
-        run = None if self.rounds is None else self.rounds.run
-        return recalled_models(trainer, self.personal, self.seed, run, saved)
+        return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
 
     def personal_state(self) -> dict[str, Any]:
         """Return what another process needs to evaluate personal models, unless it is large."""
-        return state_to_bring_home(self.rounds)
+        return {} if self._fitted is None else state_to_bring_home(*self._fitted)
+
+    @property
+    def _fitted(self) -> tuple[list[str], ClientMemory] | None:
+        if self.rounds is None:
+            return None
+        return self.rounds.run.local.own.names, self.rounds.memory.clients
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
         """Receive personal models after a fit in other processes."""

@@ -159,14 +159,19 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
     return inputs[0].detach()
 
 
-def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
-    """Yield an owner's examples in parts, with features in double precision."""
-    features, labels = owner
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Raise ConfigurationError if labels are no classes of the head."""
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
             f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
             f"{num_classes} classes: set the model's num_classes"
         )
+
+
+def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
+    """Yield an owner's examples in parts, with features in double precision."""
+    features, labels = owner
+    check_labels(labels, num_classes)
     for part in range(0, len(labels), _ROWS):
         yield features[part : part + _ROWS].double(), labels[part : part + _ROWS].long()
 

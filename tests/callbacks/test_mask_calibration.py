@@ -24,7 +24,7 @@ from fl_lightning import (
 )
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.partitions.partition import IID
-from fl_lightning.federation.loggers import logged_once
+from fl_lightning.federation.logs import logged_once
 from fl_lightning.reports.history import History
 from fl_lightning.sparsity import (
     ExactFisher,

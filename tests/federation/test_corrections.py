@@ -34,7 +34,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import memory as client_memory
-from fl_lightning.client.corrections.fedlc import ShiftedLogits
+from fl_lightning.client.corrections.losses import ShiftedLogits
 from fl_lightning.data import Cohort, LabelShards
 from fl_lightning.data.partitions.partition import IID
 from fl_lightning.federation.checkpoints.files import FOLDER

@@ -23,8 +23,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.client.devices import Devices
-from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.client.devices import Devices, LogNormalSpeeds
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule

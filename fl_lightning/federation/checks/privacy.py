@@ -13,8 +13,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import check_examples_apart
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
-from fl_lightning.federation.visits.batches import has_batch_hooks
 from fl_lightning.federation.visits.lightning_step import extra_work
+from fl_lightning.federation.visits.visiting import has_batch_hooks
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 

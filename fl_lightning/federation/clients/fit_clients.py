@@ -21,10 +21,10 @@ from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round import Transaction
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
-from fl_lightning.federation.transaction import Transaction
 
 
 class FitClients:

@@ -232,13 +232,7 @@ class GroupCheck:
 
 
 def _copy_of(group: Updates, row: int) -> ClientUpdate:
-    """One client's update; of lazy deltas, no other is multiplied out."""
-    deltas = group.deltas
-    if isinstance(deltas, Tensor):
-        delta = deltas[row].clone()
-    else:  # a mean of one is itself
-        delta = group.buffers.new_zeros(deltas.shape[1], dtype=deltas.dtype)
-        deltas.of([row]).fold(delta, [1.0])
+    delta = group.deltas[row].clone()
     metrics = {name: values[row].clone() for name, values in group.metrics.items()}
     buffers, num_examples = group.buffers[row].clone(), group.num_examples[row]
     client, num_steps = group.client_ids[row], group.num_steps[row]

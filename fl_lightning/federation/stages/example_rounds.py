@@ -30,7 +30,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
-from fl_lightning.federation.visits.batches import takes_index
+from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source

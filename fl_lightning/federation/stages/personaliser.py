@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.added_term import AddedTerm
-from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.personal.apfl import Mixing
+from fl_lightning.client.corrections.correction import AddedTerm, GradientTerm
+from fl_lightning.client.personal.beside import Mixing
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
