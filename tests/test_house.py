@@ -62,7 +62,7 @@ CAPS = {
     "secure": (5237, 24),
     "reports": (3342, 14),
     "server": (4291, 23),
-    "sparsity": (3221, 22),
+    "sparsity": (3225, 22),
     "updates": (2529, 11),
     "__main__": (6, 1),
     "__init__": (93, 1),

@@ -186,6 +186,8 @@ class LinearHead(HeadFit):
             bias.
         max_iterations: steps of L-BFGS, ≥ 1, each with one or a few exchanges of sums.
         tolerance: stop once no entry of the mean gradient is larger, > 0.
+        labels: gets the labels (B,) from a batch.
+        logits: passes a batch through the module.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -275,6 +277,8 @@ class RidgeHead(HeadFit):
     Args:
         regularisation: λ > 0, scikit-learn's ``Ridge(alpha=…)``; not applied to the bias.
         temperature: > 0; below 1 the probabilities are sharper, 1 is the plain regression.
+        labels: gets the labels (B,) from a batch.
+        logits: passes a batch through the module.
 
     Raises:
         ConfigurationError: if an option is out of range.
