@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -176,10 +177,9 @@ def _methods(kind: type) -> tuple[str, ...]:
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
-        methods = (
-            () if getattr(kind, "is_nominal", False) else getattr(kind, "__abstractmethods__", ())
-        )
-        return tuple(methods) or ("is an instance",)
+        has_more = is_dataclass(kind) or hasattr(kind, "is_nominal")  # than methods
+        abstract = () if has_more else tuple(getattr(kind, "__abstractmethods__", ()))
+        return abstract or ("is an instance",)
     return _METHODS.get(kind, ())
 
 
