@@ -27,9 +27,8 @@ from fl_lightning.core.seeds import Draw
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
-from fl_lightning.privacy.mechanism import Mechanism
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 STDDEV_IN_STEPS, NUM_CLIENTS, ROUNDS, DELTA, NUM_NUMBERS = 2.0**26, 1000, 60, 1e-4, 14_000
 Draws = Callable[[], object]

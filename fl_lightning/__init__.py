@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from fl_lightning.privacy.banded import BandedMatrixDP as BandedMatrixDP
     from fl_lightning.privacy.central import CentralDP as CentralDP
     from fl_lightning.privacy.distributed import DistributedDP as DistributedDP
+    from fl_lightning.privacy.distributed import LocalDP as LocalDP
     from fl_lightning.privacy.example import ExampleDP as ExampleDP
-    from fl_lightning.privacy.local import LocalDP as LocalDP
     from fl_lightning.privacy.private_mean import AdaptiveClip as AdaptiveClip
     from fl_lightning.reports.log_file import RunLog as RunLog
     from fl_lightning.reports.overview import PartitionReport as PartitionReport

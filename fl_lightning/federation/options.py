@@ -34,9 +34,8 @@ from fl_lightning.server.server import (
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
-from fl_lightning.updates.transform import Transform
+from fl_lightning.updates.transform import ErrorFeedback, Transform
 
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},

@@ -53,7 +53,7 @@ from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.server.server import Server, as_aggregator
 
@@ -102,21 +102,13 @@ def prepare(
 
 @dataclass(frozen=True)
 class Calendar:
-    """Who trains in which round of one fit, and how much.
+    """Who trains in which round of one fit, and how much."""
 
-    Attributes:
-        groups: of clients, round by round.
-        num_steps: local steps of every client's round, shape (num_clients,).
-        num_batches: batches of it, likewise.
-        accumulate: batches of a local step; an epoch's last step takes those that are left.
-        time: what is simulated of it.
-    """
-
-    groups: RoundGroups
-    num_steps: Integers
-    num_batches: Integers
-    accumulate: int
-    time: VirtualTime
+    groups: RoundGroups  # of clients, round by round
+    num_steps: Integers  # local steps of every client's round, shape (num_clients,)
+    num_batches: Integers  # batches of it, likewise
+    accumulate: int  # batches of a local step; an epoch's last step takes those that are left
+    time: VirtualTime  # what is simulated of it
 
     @property
     def planned_steps(self) -> int:

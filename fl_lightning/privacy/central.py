@@ -28,7 +28,7 @@ from fl_lightning.privacy.accounting.accountant import (
     sampling_of,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, MostTurns, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
@@ -36,7 +36,6 @@ from fl_lightning.privacy.private_mean import (
     quantile_noise,
     update_noise_multiplier,
 )
-from fl_lightning.privacy.run import AccountedRun, MostTurns
 
 
 @final

@@ -166,18 +166,14 @@ DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", params(TRAINED))
-def test_clients_in_reversed_order(name, dtype):
-    ended = run(TRAINED[name], "sequential", dtype, cohort=Reversed())
-    assert_as_expected(name, ended, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", params(TRAINED))
-def test_slots(name, dtype):
+def test_clients_in_reversed_order_are_those_of_a_plain_loop(name, dtype):
+    """In slots; one after the other where these cannot, in double precision and for a few of each family."""
     row = TRAINED[name]
-    ended = run(row, "slots", dtype)
+    ended = run(row, "slots", dtype, cohort=Reversed())
     assert_as_expected(name, ended, dtype)
     assert_says_why(row, ended)
+    if ended.engine == "slots" and (dtype == torch.float64 or name in FEW):
+        assert_as_expected(name, run(row, "sequential", dtype, cohort=Reversed()), dtype)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])

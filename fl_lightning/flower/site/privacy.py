@@ -20,13 +20,12 @@ from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.scheme import EncryptedSum
 from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.clip import clipped
 
 
 class SitePrivacy:

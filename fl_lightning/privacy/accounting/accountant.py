@@ -245,11 +245,6 @@ def _halved(
 class Sampling:
     """The sampling of cohorts, in the terms of privacy theorems.
 
-    Attributes:
-        kind: each client independently (``poisson``), a ``fixed`` number without replacement, or ``all``.
-        num_clients: number of all clients, N.
-        expected: expected number of clients of a round, qN, in (0, N].
-
     Example:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
         >>> sampling = sampling_of(PoissonCohort(fraction=0.1), num_clients=50)
@@ -257,9 +252,10 @@ class Sampling:
         (5.0, 0.1, 1.0, 'one client added or removed')
     """
 
+    # each client independently (``poisson``), a ``fixed`` number without replacement, or ``all``
     kind: Literal["poisson", "fixed", "all"]
-    num_clients: int
-    expected: float
+    num_clients: int  # number of all clients, N
+    expected: float  # expected number of clients of a round, qN, in (0, N]
 
     @property
     def rate(self) -> float:
