@@ -25,20 +25,17 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.search import findings, strategies
 from fl_lightning.nas.search.problem import (
+    Constraint,
     Costs,
     Objective,
     Problem,
     SearchResult,
-    parse_constraints,
     shown,
 )
 from fl_lightning.nas.search.proxies import (
     PROXIES,
-    CostScore,
     MeanRank,
     ProxyScore,
-    TableScore,
-    builder,
     folder_batch,
     noise_batch,
 )
@@ -229,7 +226,7 @@ def _search(
 ) -> None:
     table = _latency_table(given.latency, networks)
     costs = _costs(networks, table)
-    constraints = parse_constraints(given.constraint, _measures(table))
+    constraints = tuple(Constraint.parse(text, _measures(table)) for text in given.constraint)
     measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
     told = _told(objective(costs), given.budget)
     problem = Problem(networks.space, told, costs, constraints)
@@ -252,13 +249,14 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
 
 def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> Objective:
     if name in _SIZES:
-        return CostScore(costs, name)
+        return lambda architecture: costs(architecture)[name]
     if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
                 "score accuracy needs the truth of NAS-Bench-201: give --table"
             )
-        return TableScore(NASBench201Table.read(given.table))
+        truth = NASBench201Table.read(given.table)
+        return lambda architecture: truth.lookup(architecture)["cifar10"]
     shape = {
         "side": networks.side,
         "in_channels": given.in_channels,
@@ -270,7 +268,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
         if given.images is None
         else folder_batch(given.images, given.batch_size, **shape)
     )
-    build = builder(networks.space, **networks.options)
+    build = partial(networks.space.build, **networks.options)  # type: ignore[attr-defined]
     return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
 
 
