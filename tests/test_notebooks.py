@@ -27,7 +27,11 @@ SHORTER = {
         "num_steps=100": "num_steps=10",
         "max_epochs=15": "max_epochs=1",
     },
-    "03": {"max_epochs=12": "max_epochs=2", "range(40)": "range(4)"},
+    "03": {
+        "max_epochs=20": "max_epochs=2",
+        "local_steps=10": "local_steps=2",
+        "range(40)": "range(4)",
+    },
     "04": dict.fromkeys(["max_epochs=30", "max_epochs=80", "max_epochs=160"], "max_epochs=2"),
     "05": {
         "rounds=10": "rounds=1",
