@@ -53,7 +53,7 @@ CAPS = {
     "data": (7227, 35),
     "engines": (3825, 19),
     "experiments": (3111, 15),
-    "federation": (12293, 61),
+    "federation": (12204, 61),
     "flower": (8989, 53),
     "kernels": (1544, 10),
     "models": (1546, 9),
