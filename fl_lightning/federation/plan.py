@@ -43,12 +43,7 @@ class LocalWork:
 
 
 class WorkPlan:
-    """Draws the work of the clients of one data module.
-
-    Args:
-        data: whose clients they are.
-        local_work: how much they train.
-    """
+    """Draws the work of the clients of one data module."""
 
     def __init__(self, data: FederatedDataModule, local_work: LocalWork) -> None:
         self._local_work = local_work
@@ -134,13 +129,7 @@ class WorkPlan:
         return int(local_work(sizes, self._batch_size, drop_last=self._drop_last, num_epochs=1)[0])
 
     def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
-        """Return passes over a client's shard in orders of their own.
-
-        Args:
-            work: the client's in this round.
-            num_epochs: how many.
-            purpose: which, for the draw of the orders.
-        """
+        """Return passes over a client's shard in orders of their own."""
         if not work.sizes:
             return work
         whose = purpose, work.round_index, work.client_id

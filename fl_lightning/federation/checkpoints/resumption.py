@@ -44,11 +44,6 @@ _FITTED = (*_EVALUATED, "trainer")
 def find_run(config: Any, plain: Mapping[str, Any], *, is_fit: bool) -> EarlierRun | None:
     """Return the run that ``ckpt_path`` means, which becomes a path in place.
 
-    Args:
-        config: the subcommand's configuration.
-        plain: the same as lists, dicts and values.
-        is_fit: whether it is taken up; else it is evaluated.
-
     Raises:
         ConfigurationError: if there is no such run or checkpoint, or the run was another one.
     """
@@ -91,12 +86,7 @@ def _named(
 
 
 def settle_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Have loggers go on in a run's folder; those of a new one that would share theirs get one.
-
-    Args:
-        config: the subcommand's configuration, changed in place.
-        run: that is taken up, None for a new one.
-    """
+    """Have loggers go on in a run's folder; those of a new one that would share theirs get one."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
         kind, options = _kind(logger), logger.init_args
@@ -124,12 +114,7 @@ def _new_id() -> str:
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
-    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one.
-
-    Args:
-        trainer: the settings of the Trainer, changed in place.
-        run: that is taken up, None for a new one.
-    """
+    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one."""
     logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
     if logger is False:
         trainer["default_root_dir"] = str(_new_folder(Path(root)) if run is None else run.folder)

@@ -132,13 +132,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
-    """Return in words what a configuration has otherwise than a run, of what makes it that run.
-
-    Args:
-        run: the earlier one.
-        config: the present one.
-        sections: which parts are compared.
-    """
+    """Return in words what a configuration has otherwise than a run, of what makes it that run."""
     then, now = (dict(_flat(c, sections)) for c in (run.config, config))
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
@@ -160,12 +154,6 @@ def choose(
     root: Path, config: Mapping[str, Any], sections: Sequence[str], *, changed: bool
 ) -> EarlierRun:
     """Return the newest run of a configuration.
-
-    Args:
-        root: below which it is looked for.
-        config: the present configuration.
-        sections: which parts of it must be the same.
-        changed: take the one with the fewest differences instead.
 
     Raises:
         ConfigurationError: if there is none.

@@ -53,11 +53,7 @@ class ServerStep:
     in_flight: frozenset[int]  # versions from which somebody is still at work
 
     def staleness(self, present: int) -> float:
-        """Return how many steps the server took between start and arrival, on average.
-
-        Args:
-            present: number of the step.
-        """
+        """Return how many steps the server took between start and arrival, on average."""
         return sum(present - version for version in self.versions.values()) / len(self.versions)
 
 
@@ -181,11 +177,7 @@ class ArrivingCohort:
 
 
 class StaleUpdates(Stage):
-    """Has updates count less, the staler they are.
-
-    Args:
-        rule: by how much.
-    """
+    """Has updates count less, the staler they are."""
 
     def __init__(self, rule: AsyncRule) -> None:
         self._rule = rule
@@ -234,11 +226,7 @@ class KeptVersions(Stage):
 
 
 class Versions(KeptVersions):
-    """The versions of the global model that an asynchronous run still needs.
-
-    Args:
-        arrivals: who arrives when, and from which version.
-    """
+    """The versions of the global model that an asynchronous run still needs."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()

@@ -61,11 +61,7 @@ def client_masks(trainer: Trainer) -> MaskOfClient | None:
 
 
 class MaskedClients(Stage):
-    """Has every client train under a mask of its own.
-
-    Args:
-        masks: gives them.
-    """
+    """Has every client train under a mask of its own."""
 
     traits = OWN_MASKS
     one_at_a_time = "clients have masks of their own"
@@ -96,12 +92,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 class AdapterRounds(Stage):
-    """The clients' side of an aggregator of adapters, and the frozen weights that it changes.
-
-    Args:
-        aggregator: of the run.
-        options: of the run.
-    """
+    """The clients' side of an aggregator of adapters, and the frozen weights that it changes."""
 
     traits = NO_TRAITS  # the aggregator has them
 

@@ -45,10 +45,8 @@ _NAME = "correction"
 class Corrector(Correcting, SpansNetwork):
     """Holds what a correction needs between rounds.
 
-    Args:
-        correction: of the run.
-        exact: whether sums have the same bits over any number of processes.
-        is_lossy: whether what arrives of an update is not what was sent.
+    With ``exact`` sums have the same bits over any number of processes; it is lossy where what arrives of an
+    update is not what was sent.
     """
 
     key = "correction"

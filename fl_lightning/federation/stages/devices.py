@@ -23,12 +23,7 @@ from fl_lightning.server.staleness import AsyncRule
 
 
 class SimulatedDevices(Stage):
-    """The devices of a server that waits for its cohort.
-
-    Args:
-        fleet: the clients' devices.
-        plan: the batches of their local steps.
-    """
+    """The devices of a server that waits for its cohort."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan
@@ -72,13 +67,6 @@ class VirtualTime:
         elsewhere: bool = False,
     ) -> VirtualTime:
         """Return the time of a run.
-
-        Args:
-            devices: what clients train on.
-            rule: of an asynchronous server.
-            num_steps: local steps of each client's round, shape (num_clients,).
-            seed: root seed.
-            elsewhere: whether clients are at sites, which are as fast as they are.
 
         Raises:
             ConfigurationError: for a rule, and nobody who says who arrives when.

@@ -42,10 +42,6 @@ _NOISE = 1
 class ExampleRounds(PrivateStage):
     """Makes the local steps of every client private.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when, and how clients draw their batches.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 

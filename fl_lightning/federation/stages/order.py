@@ -57,13 +57,6 @@ def stages_of(
 ) -> Stages:
     """Return them.
 
-    Args:
-        run: whose they are.
-        options: what was asked for.
-        aggregator: how updates become one.
-        time: what is simulated of it.
-        private: what makes the run private; None if nothing.
-
     Raises:
         ConfigurationError: for what does not go together.
     """
@@ -132,11 +125,6 @@ def run_aggregator(
     trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
 ) -> Aggregator:
     """Return what folds the updates of a run.
-
-    Args:
-        trainer: set up; its callbacks say whether clients have masks of their own.
-        given: what was asked for; None for the mean that fits.
-        attackers: who send something else.
 
     Raises:
         ConfigurationError: for a rule that means nothing with their optimizer.

@@ -35,10 +35,6 @@ Masks = Mapping[str, Tensor]
 class Personaliser(KeepsTensors):
     """Hosts clients' own tensors in the module of a fit.
 
-    Args:
-        rule: what is personal, and how it trains.
-        is_corrected: whether a correction adds to gradients as well.
-
     Attributes:
         names: of the tensors that clients have for themselves.
     """

@@ -59,11 +59,6 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
 class PrivacyLedger(Generic[M]):
     """Counts the rounds of one fit that were released.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when.
-        make: makes the mechanism, with the noise of a run that is resumed or, for None, its own.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 

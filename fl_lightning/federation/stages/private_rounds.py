@@ -42,15 +42,6 @@ _COUNT, _COUNT_STEP = 1, 2.0**-20
 class PrivateRounds(PrivateStage):
     """Makes the aggregate of every round private.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when.
-        ranks: the processes.
-        exact: have the same bits over any number of processes.
-        secure: adds up what clients send with their noise; None for sums in the clear.
-        has_memory: whether clients remember something from round to round.
-        at_sites: whether clients are at sites.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
@@ -70,7 +61,8 @@ class PrivateRounds(PrivateStage):
         run: AccountedRun,
         ranks: Ranks,
         *,
-        exact: bool,
+        exact: bool,  # have the same bits over any number of processes
+        # adds up what clients send with their noise; None for sums in the clear
         secure: TakesNoiseShares | None = None,
         has_memory: bool = False,
         at_sites: bool = False,

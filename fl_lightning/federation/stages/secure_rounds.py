@@ -25,10 +25,6 @@ from fl_lightning.updates.message import bytes_up
 class SecureRounds(Stage):
     """The part of a round around an aggregator that hides updates.
 
-    Args:
-        aggregator: which has begun.
-        run: whose callbacks, and transforms of inputs, may show something of clients.
-
     Attributes:
         aggregator: as given.
     """

@@ -28,11 +28,6 @@ _FEEDBACK = "error feedback"
 class Transport(Stage):
     """Sends models and updates.
 
-    Args:
-        updates: what happens to updates, in order.
-        download: what happens to models, in order.
-        seed: of random transforms.
-
     Attributes:
         path: of updates.
         broadcast: of models.
@@ -84,12 +79,7 @@ class Transport(Stage):
             yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
-        """Send a client's update, and have it keep what does not arrive.
-
-        Args:
-            update: of a client.
-            began: of which round's model it is.
-        """
+        """Send a client's update, and have it keep what does not arrive."""
         arrival = self.path.send(update, began, self._kept(update))
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
