@@ -76,7 +76,8 @@ class InBlocks(Transform):
 
     def with_shapes(self, shapes: Shapes) -> Self:
         """Return the transform with a block for each of these tensors."""
-        return replace(self, block=sizes_of(shapes)) if self.needs_shapes else self  # type: ignore[type-var]
+        sizes = tuple(size for size in map(math.prod, shapes) if size)
+        return replace(self, block=sizes) if self.needs_shapes else self  # type: ignore[type-var]
 
 
 def checked_block(block: BlockOption) -> None:
@@ -88,11 +89,6 @@ def checked_block(block: BlockOption) -> None:
         raise ConfigurationError(
             f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
         )
-
-
-def sizes_of(shapes: Shapes) -> tuple[int, ...]:
-    """Return how many numbers each tensor has, but for those without any."""
-    return tuple(size for size in map(math.prod, shapes) if size)
 
 
 def block_name(block: BlockOption) -> str:
@@ -325,14 +321,13 @@ class Sign(InBlocks):
 
     def _quantised(self, values: Tensor) -> Quantised:
         block = known_block(self.block, values.numel())
-        members = over_blocks(torch.ones_like(values), block, _sums)
-        scales = over_blocks(values.abs(), block, _sums) / members
+        members, sums = (
+            over_blocks(each, block, lambda rows: rows.sum(1))
+            for each in (torch.ones_like(values), values.abs())
+        )
+        scales = sums / members
         codes = (values >= 0).to(torch.uint8)
         return Quantised(codes, 1, 2 * scales, -scales, block)
-
-
-def _sums(rows: Tensor) -> Tensor:
-    return rows.sum(1)
 
 
 def ternary(fraction: float) -> Chain:

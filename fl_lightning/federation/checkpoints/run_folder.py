@@ -133,7 +133,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
     """Return in words what a configuration has otherwise than a run, of what makes it that run."""
-    then, now = (dict(_flat(c, sections)) for c in (run.config, config))
+    then, now = (
+        {key: value for part in sections for key, value in _leaves(part, given.get(part))}
+        for given in (run.config, config)
+    )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
     other = [key.removesuffix("class_path") for key in found if key.endswith(".class_path")]
@@ -203,11 +206,6 @@ def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         if dirpath := (callback.get("init_args") or {}).get("dirpath"):
             yield Path(dirpath)
-
-
-def _flat(config: Any, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for section in sections:
-        yield from _leaves(section, config.get(section))
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -77,15 +77,12 @@ class MaskedClients(Stage):
     def steps(self, turn: Turn) -> Iterator[None]:
         """Find the client's mask, with the model in the module that it is sent."""
         if turn.counts:
-            self._find_mask(turn)
+            model = turn.start.present
+            self._local.restore(model)
+            turn.masks = self._masks(turn.work.client_id)
+            active = self._local.space.coordinates(turn.masks)
+            turn.num_bytes = bytes_down(model.params, model.buffers, active)
         yield
-
-    def _find_mask(self, turn: Turn) -> None:
-        model = turn.start.present
-        self._local.restore(model)
-        turn.masks = self._masks(turn.work.client_id)
-        active = self._local.space.coordinates(turn.masks)
-        turn.num_bytes = bytes_down(model.params, model.buffers, active)
 
 
 _A, _B = ".lora_A.", ".lora_B."

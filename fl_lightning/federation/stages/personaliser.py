@@ -84,8 +84,8 @@ class Personaliser(KeepsTensors):
         finally:
             if self.names:
                 self._local.host(None)
-        if turn.counts:
-            self._keep(client, self._trained)
+        if turn.counts and self.names and self._trained is not None:
+            self.keep(client, self._trained)
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
@@ -166,14 +166,10 @@ class Personaliser(KeepsTensors):
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Store the personal parameters of a client of slots whose update is used."""
-        self._keep(client, own)
-
-    def _keep(self, client: int, own: Tensor | None) -> None:
-        if self.names and own is not None:
-            self._memory.put(MEMORY, client, own)
-            if self._mixture is not None:
-                self._memory.put(MIXTURE, client, self._mixture)
+        """Store the personal parameters of a client whose update is used."""
+        self._memory.put(MEMORY, client, own)
+        if self._mixture is not None:
+            self._memory.put(MIXTURE, client, self._mixture)
 
     def own(self, client: int) -> Tensor | None:
         """Return what a client has for itself, shape (o,); None if it never took part."""

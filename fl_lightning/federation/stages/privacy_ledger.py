@@ -108,11 +108,6 @@ class PrivacyLedger(Generic[M]):
             )
         return allowed
 
-    @property
-    def amplifies(self) -> bool:
-        """True if ε is lower because nobody knows who takes part."""
-        return self.mechanism.amplifies
-
     def _if_known(self, rounds: int) -> float | None:
         """Return ε without amplification; None if nothing amplifies, or draws are secret."""
         if self._privacy.secure_noise or not self.mechanism.amplifies:

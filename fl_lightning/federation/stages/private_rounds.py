@@ -98,7 +98,7 @@ class PrivateRounds(PrivateStage):
 
     def enter(self, run: Run) -> None:
         """Draw cohorts whose sampling amplifies from a secret."""
-        if self._privacy.secure_noise and self.ledger.amplifies:
+        if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
             self.cohorts = SecretCohorts(run)
             self.hides_cohorts = True
 
@@ -156,7 +156,9 @@ class PrivateRounds(PrivateStage):
         self.ledger.count_round(self._round_index)
         self._facts = {
             "privacy/clip_norm": clip_norm,
-            "privacy/noise_stddev": self._noise_stddev(),
+            "privacy/noise_stddev": mechanism.noise_per_round * clip_norm / mechanism.expected
+            if mechanism.noise_per_round
+            else 0.0,
         }
         self._count_unclipped(aggregate)
         return aggregate
@@ -198,10 +200,6 @@ class PrivateRounds(PrivateStage):
         nothing = torch.zeros(1, dtype=torch.int64, device=like.device)
         drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
         return float(drawn) * _COUNT_STEP
-
-    def _noise_stddev(self) -> float:
-        stddev = self._mechanism.noise_per_round
-        return stddev * self._clip_norm / self._mechanism.expected if stddev else 0.0
 
     def _count_unclipped(self, like: Tensor) -> None:
         """Note the share of clipped updates, and have the clip norm follow it."""

@@ -80,17 +80,12 @@ class Transport(Stage):
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
         """Send a client's update, and have it keep what does not arrive."""
-        arrival = self.path.send(update, began, self._kept(update))
+        kept = self._memory.get(_FEEDBACK, update.client_id) if self.path.has_memory else None
+        kept = None if kept is None else kept.to(update.delta.device)
+        arrival = self.path.send(update, began, kept)
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
         return arrival
-
-    def _kept(self, update: ClientUpdate) -> Tensor | None:
-        """Return what a client kept from its last round."""
-        if not self.path.has_memory:
-            return None
-        kept = self._memory.get(_FEEDBACK, update.client_id)
-        return None if kept is None else kept.to(update.delta.device)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return about how long messages are, without metrics."""
