@@ -69,6 +69,15 @@ class InBlocks(Transform):
 
     block: BlockOption
 
+    def __post_init__(self) -> None:
+        check_range("bits", getattr(self, "bits", None), "from 1 to 8")
+        block = self.block
+        is_wrong = block < 1 if isinstance(block, int) else isinstance(block, str)
+        if is_wrong and block != "tensor":
+            raise ConfigurationError(
+                f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
+            )
+
     @property
     def needs_shapes(self) -> bool:
         """True if the blocks are tensors whose shapes are not known yet."""
@@ -78,17 +87,6 @@ class InBlocks(Transform):
         """Return the transform with a block for each of these tensors."""
         sizes = tuple(size for size in map(math.prod, shapes) if size)
         return replace(self, block=sizes) if self.needs_shapes else self  # type: ignore[type-var]
-
-
-def checked_block(block: BlockOption) -> None:
-    """Raise ConfigurationError if ``block`` is no number of neighbours."""
-    is_known = (
-        block >= 1 if isinstance(block, int) else block == "tensor" or not isinstance(block, str)
-    )
-    if not is_known:
-        raise ConfigurationError(
-            f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
-        )
 
 
 def block_name(block: BlockOption) -> str:
@@ -195,10 +193,6 @@ class Affine(InBlocks):
     bits: int = 8
     block: BlockOption = None
 
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, "from 1 to 8")
-        checked_block(self.block)
-
     @property
     def name(self) -> str:
         """Name and options, as in the message's header."""
@@ -248,10 +242,6 @@ class QSGD(InBlocks):
     bits: int = 8
     norm: Literal["max", "l2"] = "max"
     block: BlockOption = None
-
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, "from 1 to 8")
-        checked_block(self.block)
 
     @property
     def name(self) -> str:
@@ -306,9 +296,6 @@ class Sign(InBlocks):
     """
 
     block: BlockOption = None
-
-    def __post_init__(self) -> None:
-        checked_block(self.block)
 
     @property
     def name(self) -> str:

@@ -93,24 +93,15 @@ def settle_loggers(config: Any, run: EarlierRun | None) -> None:
         if options.get("version") is not None or options.get("id") is not None:
             continue
         if run is not None and number == 0 and kind in ("TensorBoardLogger", "CSVLogger"):
-            if run.folder.parent.resolve() == _parent(config, options).resolve():
+            parent = _save_dir(config, options) / (options.get("name") or "")
+            if run.folder.parent.resolve() == parent.resolve():
                 options["version"] = run.folder.name
         elif run is not None and number < len(before) and isinstance(before[number], dict):
             known = before[number].get("init_args") or {}
             if (version := known.get("version") or known.get("id")) is not None:
                 options["version"] = version
         if kind == "WandbLogger" and options.get("version") is None:
-            options["version"] = _new_id()
-
-
-def _new_id() -> str:
-    """Return a new name for a run, which YAML does not read as a number, as it does 12e45678.
-
-    Example:
-        >>> len(_new_id()), _new_id()[0]
-        (9, 'w')
-    """
-    return f"w{secrets.token_hex(4)}"
+            options["version"] = f"w{secrets.token_hex(4)}"  # 12e45678 is a number to YAML
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
@@ -149,13 +140,11 @@ def _new_folder(root: Path) -> Path:
 
 def _root(config: Any) -> Path:
     """Return below which folder the runs of a configuration are."""
-    options: Any = next((logger.init_args for logger in _loggers(config)), {})
+    return _save_dir(config, next((logger.init_args for logger in _loggers(config)), {}))
+
+
+def _save_dir(config: Any, options: Any) -> Path:
     return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
-
-
-def _parent(config: Any, options: Any) -> Path:
-    save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
-    return Path(save_dir, options.get("name") or "")
 
 
 def _loggers(config: Any) -> list[Any]:
