@@ -53,7 +53,7 @@ CAPS = {
     "data": (7227, 35),
     "engines": (3825, 19),
     "experiments": (3111, 15),
-    "federation": (11956, 61),
+    "federation": (11952, 61),
     "flower": (8989, 53),
     "kernels": (1544, 10),
     "models": (1546, 9),
@@ -63,7 +63,7 @@ CAPS = {
     "reports": (3342, 14),
     "server": (4169, 20),
     "sparsity": (3340, 23),
-    "updates": (2343, 8),
+    "updates": (2330, 8),
     "__main__": (6, 1),
     "__init__": (93, 1),
 }
