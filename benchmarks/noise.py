@@ -24,7 +24,7 @@ from fl_lightning import (
     PoissonCohort,
 )
 from fl_lightning.core.seeds import Draw
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
@@ -39,7 +39,7 @@ class Setting:
     """A mechanism of the second table: its name, the cohort, and how it is made for a noise."""
 
     name: str
-    cohort: CohortSampler
+    cohort: Cohort
     made: Callable[[float], CentralDP | BandedMatrixDP | LocalDP | DistributedDP]
     noise: float
 
@@ -57,9 +57,7 @@ class Setting:
         return f"{self.name:<28}{self.noise:>8.3g}{step:>12.2g}{plain:>12.6f}{cost:>12.1g}"
 
 
-def setting(
-    name: str, cohort: CohortSampler, kind: type, noise: float, **options: object
-) -> Setting:
+def setting(name: str, cohort: Cohort, kind: type, noise: float, **options: object) -> Setting:
     """Return a mechanism whose clip norm is 1."""
     return Setting(
         name,

@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from fl_lightning.server.means.mean import Mean as Mean
     from fl_lightning.server.means.mean import NormalisedMean as NormalisedMean
     from fl_lightning.server.means.mean import OverlapMean as OverlapMean
-    from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW as SparseAdamW
-    from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM as SparseSGDM
+    from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW as SparseAdamW
+    from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = exported(__file__)

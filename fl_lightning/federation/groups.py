@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import shares
 
@@ -106,7 +106,7 @@ class RoundGroups:
 
     def __init__(
         self,
-        sampler: CohortSampler,
+        sampler: Cohort,
         population: Population,
         seed: int,
         *,

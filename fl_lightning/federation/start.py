@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.processes import keep_freed_memory
 from fl_lightning.core.seeds import Integers, preserve_global_generators
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
@@ -152,7 +151,7 @@ class Calendar:
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
-        fixed = as_cohort(options.cohort).has_fixed_size
+        fixed = options.cohort.has_fixed_size
         most = groups.num_clients if fixed else len(sizes)
         raise_together(
             lambda: check_validation_interval(trainer, len(groups)),
@@ -252,7 +251,7 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
         check_local_steps(trainer, calendar.accumulate)
         local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
     secure = aggregator.noise_shares
-    if secure is not None and as_cohort(options.cohort).has_fixed_size:
+    if secure is not None and options.cohort.has_fixed_size:
         fewest = secure.fewest_survivors(calendar.groups.num_clients)
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
     run = AccountedRun(

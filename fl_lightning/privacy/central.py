@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import Draw, Integers
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
     Method,
@@ -91,7 +91,7 @@ class CentralDP(Privacy):
                 )
             object.__setattr__(self, "adaptive_clip", AdaptiveClip(**self.adaptive_clip))
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this cohort sampler is unknown."""
         check_sampler(cohort)
 

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers, Words
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget, noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Participation, Privacy
@@ -84,10 +84,10 @@ class DistributedDP(Privacy):
         super().__post_init__()
         check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
         super().check_cohort(cohort)
-        if not as_cohort(cohort).has_fixed_size and self.min_shares is None:
+        if not cohort.has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
                 f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
                 "that clients add: set min_shares to the smallest number of replies to release"

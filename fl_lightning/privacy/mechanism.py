@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
@@ -174,7 +174,7 @@ class Budgeted:
         assert self.epsilon is not None
         return found(self.epsilon)
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this sampler is unknown; cohorts must not depend on the run."""
         check_fixed_in_advance(cohort)
 
@@ -232,9 +232,9 @@ class Privacy(Budgeted, ABC):
         """
 
 
-def check_fixed_in_advance(cohort: CohortSampler) -> None:
+def check_fixed_in_advance(cohort: Cohort) -> None:
     """Raise ConfigurationError, with a list of alternatives, if cohorts depend on events of the run."""
-    if not as_cohort(cohort).is_fixed_in_advance:
+    if not cohort.is_fixed_in_advance:
         raise ConfigurationError(
             f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
             "client is sampled: set federation.cohort to one of AllClients, PoissonCohort, "
@@ -292,7 +292,7 @@ class LocalSampling:
 class AccountedRun:
     """The facts about a run that its privacy mechanism needs."""
 
-    cohort: CohortSampler  # sampler of the cohorts
+    cohort: Cohort  # sampler of the cohorts
     num_clients: int  # number of all clients
     num_rounds: int | None  # planned number of rounds; None if there is no end
     seed: int  # seed of the cohorts
@@ -318,7 +318,7 @@ class AccountedRun:
     @property
     def expected_cohort(self) -> float:
         """Expected number of clients in a round, > 0; it may be fractional."""
-        coin = as_cohort(self.cohort).coin
+        coin = self.cohort.coin
         if coin is not None:
             return coin * self.num_clients
         return float(self.cohort.expected_size(self.num_clients))
@@ -369,7 +369,7 @@ class MostTurns:
 
     def __call__(self, rounds: int) -> int:
         """Return the number after ``rounds`` rounds; ``rounds`` itself if cohorts depend on the run."""
-        if not as_cohort(self.run.cohort).is_fixed_in_advance:
+        if not self.run.cohort.is_fixed_in_advance:
             return rounds
         if len(self._most) <= rounds:
             ahead = max(2 * rounds, self.run.num_rounds or 0)

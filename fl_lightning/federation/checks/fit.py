@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.options import Options, traits_of
 from fl_lightning.federation.processes.strategy import FederatedStrategy
@@ -252,14 +252,13 @@ def check_cohort_size(
 
 
 def check_trusted(
-    aggregator: Aggregator | RobustRule | None, cohort: CohortSampler, num_clients: int
+    aggregator: Aggregator | RobustRule | None, cohort: Cohort, num_clients: int
 ) -> None:
     """Refuse rounds without the client that `FLTrust` judges by, which would end the run."""
     rule = as_aggregator(aggregator).robust_rule
     if rule is None or rule.trusted_client is None:
         return
-    asked = as_cohort(cohort)
-    is_drawn = asked.is_uniform or asked.coin is not None
+    is_drawn = cohort.is_uniform or cohort.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:
         raise ConfigurationError(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "

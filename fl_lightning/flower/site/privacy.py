@@ -13,7 +13,6 @@ from functools import partial
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation import Options, Run
 from fl_lightning.flower.failures import OrderRefused
@@ -120,7 +119,7 @@ def hidden_at_site(
     if private is None or not private.clients_add_noise:
         policy.check_unprotected("training" if private is None else type(private).__name__)
         return _sums_of(aggregator.protection, policy), None
-    num_clients, cohort = len(run.data.clients), as_cohort(options.cohort)
+    num_clients, cohort = len(run.data.clients), options.cohort
     accounted = AccountedRun(
         options.cohort,
         num_clients=num_clients,
