@@ -18,13 +18,19 @@ from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedA
 from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import Fate
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.stage import Start
-from fl_lightning.federation.stages.asynchrony import Arrivals, counted
+from fl_lightning.data import Cohort
+from fl_lightning.federation.stage import Start, Upload
+from fl_lightning.federation.stages.asynchrony import Arrivals, StaleUpdates
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
 from fl_lightning.server.server import Server
 
 EQUAL = Devices(speeds=GivenSpeeds([1.0]))
 UNEQUAL = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.1)
+
+
+def counted(updates, start, rule):
+    [upload] = StaleUpdates(rule).up(Upload(start, updates, updates))
+    return upload.arrived
 
 
 def test_the_published_weights():
@@ -158,7 +164,7 @@ def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
     mixed, _, federation = run(EQUAL, asynchronous=rule, local_steps=3)
     order = [list(federation._calendar.time.arrivals.step(n).versions) for n in range(3)]
 
-    class Replay:
+    class Replay(Cohort):
         def expected_size(self, num_clients):
             return 1
 

@@ -16,30 +16,18 @@ from fl_lightning.federation.processes.ranks import Ranks
 
 
 class Waiting(NamedTuple):
-    """A vector that a client remembers from the round's end on.
+    """A vector that a client remembers from the round's end on."""
 
-    Attributes:
-        name: what it is.
-        client: whose.
-        size: k.
-        dtype: of its numbers.
-    """
-
-    name: str
-    client: int
-    size: int
-    dtype: torch.dtype
+    name: str  # what it is
+    client: int  # whose
+    size: int  # k
+    dtype: torch.dtype  # of its numbers
 
 
 class RunMemory:
     """The clients' memory of one fit.
 
     Every process has all of it, because a client may train in another one the next time.
-
-    Args:
-        trainer: whose folder is used for files, and whose checkpoints.
-        ranks: the processes.
-        ram_bytes: of vectors in RAM at most, in each process.
 
     Attributes:
         clients: the memory itself.
@@ -100,10 +88,6 @@ class RunMemory:
 
 def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
     """Return the memories of a checkpoint, to be read.
-
-    Args:
-        state: its `RunMemory.state_dict`.
-        path: its own, near which large memories are.
 
     Raises:
         ConfigurationError: if they are not.

@@ -104,7 +104,9 @@ class ForkLauncher:
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            _hold_signals()  # one that comes now waits in every process until it can be told of
+            _let_signals(
+                signal.SIG_BLOCK
+            )  # one that comes now waits in every process until it can be told of
             try:
                 context = start_processes(
                     self._run,
@@ -114,7 +116,7 @@ class ForkLauncher:
                     join=False,
                 )
             finally:
-                _let_signals_in()
+                _let_signals(signal.SIG_UNBLOCK)
             self._processes = context.processes
             try:
                 _wait(self._processes, folder)
@@ -164,7 +166,7 @@ class ForkLauncher:
         note = folder / f"error_{local_rank}"
         try:
             try:
-                _let_signals_in()
+                _let_signals(signal.SIG_UNBLOCK)
                 result = function(*args, **kwargs)
                 if local_rank == 0:
                     torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
@@ -176,11 +178,13 @@ class ForkLauncher:
                     _end_runs(trainer)
                 raise
         except Interrupted as stop:  # also one that comes while another error is being noted
-            _hold_signals()
+            _let_signals(signal.SIG_BLOCK)
             _write_error(stop, note)  # has nothing to tell that the note does not
             sys.exit(stop.exit_code)
         finally:
-            _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
+            _let_signals(
+                signal.SIG_BLOCK
+            )  # there is nothing left to interrupt, and nobody to catch it
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Call the callbacks of the first process, which save what is to be saved after an error."""
@@ -220,18 +224,10 @@ def _check_can_fork() -> None:
         )
 
 
-def _hold_signals() -> None:
-    """Hold back what asks to stop: in this process, and in those that it forks from now on."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _asking())
-
-
-def _let_signals_in() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _asking())
-
-
-def _asking() -> tuple[signal.Signals, ...]:
-    """Return the signals that `Interruption` listens to; not every system has them."""
-    return signal.SIGINT, signal.SIGTERM, signal.SIGALRM
+def _let_signals(how: int) -> None:
+    """Hold back what asks to stop, here and in processes forked from now on, or let it in again."""
+    # to these `Interruption` listens; not every system has them
+    signal.pthread_sigmask(how, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
@@ -327,29 +323,17 @@ _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
 
 @dataclass(frozen=True)
 class TrainerOutcome:
-    """The result of a Trainer's function, and the state it left the Trainer in.
+    """The result of a Trainer's function, and the state it left the Trainer in."""
 
-    Attributes:
-        result: what the function returned; None for predictions, of which a process has a part.
-        state: the Trainer's own word for where it is.
-        weights: the module's, after a fit.
-        metrics: the Trainer's ``callback_metrics``.
-        new: names of those that the last round measured.
-        progress: rounds done.
-        checkpoints: per checkpoint callback what it wrote where.
-        personal: per callback with personal models what they are.
-        spent: what private fits of the module have cost.
-    """
-
-    result: Any
-    state: TrainerState
-    weights: dict[str, Tensor] | None
-    metrics: dict[str, Tensor]
-    new: set[str]
-    progress: dict[str, Any]
-    checkpoints: list[dict[str, Any]]
-    personal: list[dict[str, Any]]
-    spent: Spent
+    result: Any  # what the function returned; None for predictions, of which a process has a part
+    state: TrainerState  # the Trainer's own word for where it is
+    weights: dict[str, Tensor] | None  # the module's, after a fit
+    metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
+    new: set[str]  # names of those that the last round measured
+    progress: dict[str, Any]  # rounds done
+    checkpoints: list[dict[str, Any]]  # per checkpoint callback what it wrote where
+    personal: list[dict[str, Any]]  # per callback with personal models what they are
+    spent: Spent  # what private fits of the module have cost
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:

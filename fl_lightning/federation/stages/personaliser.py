@@ -35,10 +35,6 @@ Masks = Mapping[str, Tensor]
 class Personaliser(KeepsTensors):
     """Hosts clients' own tensors in the module of a fit.
 
-    Args:
-        rule: what is personal, and how it trains.
-        is_corrected: whether a correction adds to gradients as well.
-
     Attributes:
         names: of the tensors that clients have for themselves.
     """
@@ -51,11 +47,7 @@ class Personaliser(KeepsTensors):
         self._mixture: Tensor | None = None
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and tell its sequential engine what is own.
-
-        Raises:
-            ConfigurationError: for optimizers that cannot train personal models.
-        """
+        """Learn whose module trains, and tell its sequential engine what is own."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory.clients, run.local
         self._step, self._plan, self._scale = run.step, run.plan, run.scale
@@ -92,16 +84,12 @@ class Personaliser(KeepsTensors):
         finally:
             if self.names:
                 self._local.host(None)
-        if turn.counts:
-            self._keep(client, self._trained)
+        if turn.counts and self.names and self._trained is not None:
+            self.keep(client, self._trained)
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Train the own part ahead of the shared steps, apart from them, or after them.
-
-        Raises:
-            ClientFailure: if that fails.
-        """
+        """Train the own part ahead of the shared steps, apart from them, or after them."""
         if turn.counts and self._rule.own_epochs:
             self._train_ahead(turn)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
@@ -178,14 +166,10 @@ class Personaliser(KeepsTensors):
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Store the personal parameters of a client of slots whose update is used."""
-        self._keep(client, own)
-
-    def _keep(self, client: int, own: Tensor | None) -> None:
-        if self.names and own is not None:
-            self._memory.put(MEMORY, client, own)
-            if self._mixture is not None:
-                self._memory.put(MIXTURE, client, self._mixture)
+        """Store the personal parameters of a client whose update is used."""
+        self._memory.put(MEMORY, client, own)
+        if self._mixture is not None:
+            self._memory.put(MIXTURE, client, self._mixture)
 
     def own(self, client: int) -> Tensor | None:
         """Return what a client has for itself, shape (o,); None if it never took part."""
@@ -197,11 +181,7 @@ class Personaliser(KeepsTensors):
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began.
-
-        Raises:
-            ConfigurationError: if something else is personal here.
-        """
+        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
             own = self.state_dict(with_round=False)
