@@ -152,7 +152,7 @@ def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
         assert not torch.equal(CausalLM(network).eval()({"input_ids": tokens}), logits)
     words = ["--ckpt_path", str(last), "--adapter", "adapter"]
     with pytest.raises(ConfigurationError, match="adapter exists"):
-        export(words, parser=parser_of("export"))
+        export(parser_of("export").parse_args(words))
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover

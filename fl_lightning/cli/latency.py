@@ -7,7 +7,6 @@ time is spent on results that cannot be saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,17 +45,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Of the networks.")
 
 
-def latency(words: Sequence[str], *, parser: ArgumentParser) -> None:
-    """Run the command.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
+def latency(given: Any) -> None:
+    """Run the command with its parsed options.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    given = parser.parse_args(list(words))
     networks = networks_of(given)
     _check_out(Path(given.out))
     table = measure_latency(

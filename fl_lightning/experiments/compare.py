@@ -53,20 +53,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -> None:
+def compare(given: Any, *, options: Sequence[str], resolve: Resolve) -> None:
     """Run the command; ends the process with code 1 if a run failed.
 
     Args:
-        words: of the command line, without the command; those after ``--`` go to every run.
-        parser: one with the options of the command.
+        given: the parsed options of the command.
+        options: words of the command line that go to every run.
         resolve: from the words of a fit's command line to its complete configuration as YAML.
 
     Raises:
         ConfigurationError: if anything is refused, before any run starts.
     """
-    own, options = split(words)
-    given = parser.parse_args(own)
-    experiment = _experiment(parser.instantiate(given))
+    experiment = Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
     out = Path(
         given.out or Path("runs", Path(given.config[-1]).stem if given.config else "compare")
     )
@@ -105,17 +103,6 @@ def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -
         f"planned: {len(runs)} run{'s' * (len(runs) > 1)}{of}, {len(names)} variant"
         f"{'s' * (len(names) > 1)} x {seeds} seed{'s' * (seeds > 1)}, {workers} at a time"
     )
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the first ``--``: a command's own, and those of its fits."""
-    at = list(words).index("--") if "--" in words else len(words)
-    return list(words[:at]), list(words[at + 1 :])
-
-
-def _experiment(given: Any) -> Experiment:
-    keys = Experiment.__dataclass_fields__
-    return Experiment(**{key: getattr(given, key) for key in keys})
 
 
 def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:

@@ -105,18 +105,33 @@ def _resolved(
     options: Sequence[str],
     resolve: Resolve,
 ) -> str:
-    words = [word for path in experiment.configs for word in ("--config", str(path.absolute))]
+    layers = [experiment.base or {}, *differences]
+    try:
+        return resolved([path.absolute for path in experiment.configs], layers, options, resolve)
+    except ConfigurationError as error:
+        label = name if name == BEFORE else f"variant {name!r}"
+        raise ConfigurationError(f"{label}: {error}") from error
+
+
+def resolved(
+    files: Sequence[str],
+    layers: Sequence[Mapping[str, Any]],
+    options: Sequence[str],
+    resolve: Resolve,
+) -> str:
+    """Return the complete configuration of a command line with layers over its files, as YAML."""
     with TemporaryDirectory() as folder:
-        for number, layer in enumerate([experiment.base or {}, *differences]):
-            if layer:
-                path = Path(folder, f"{number}.yaml")
-                path.write_text(yaml.safe_dump(layer, sort_keys=False, allow_unicode=True))
-                words += ["--config", str(path)]
-        try:
-            return resolve([*words, *options])
-        except ConfigurationError as error:
-            label = name if name == BEFORE else f"variant {name!r}"
-            raise ConfigurationError(f"{label}: {error}") from error
+        paths = [*map(str, files)]
+        for number, layer in enumerate(filter(None, layers)):
+            path = Path(folder, f"{number}.yaml")
+            path.write_text(as_text(layer))
+            paths.append(str(path))
+        return resolve([*(word for path in paths for word in ("--config", path)), *options])
+
+
+def as_text(configuration: Mapping[str, Any]) -> str:
+    """Return a configuration as YAML."""
+    return yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True)
 
 
 _OWN = "lightning.pytorch.loggers.TensorBoardLogger"

@@ -10,18 +10,15 @@ Sources: Bergstra et al. 2011 (TPE); Li et al. 2018 (Hyperband); Akiba et al. 20
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna import Study, pruners, samplers
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial
-from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
@@ -51,7 +48,7 @@ def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> op
         study_name=name,
         load_if_exists=True,
         direction="maximize" if search.mode == "max" else "minimize",
-        sampler=sampler_of(search),
+        sampler=sampler_of(search, 0),
         pruner=pruner_of(search, plan.num_rounds),
     )
     _check_identity(study, _identity(search, plan), storage or str(plan.out))
@@ -133,18 +130,29 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
         )
 
 
-def sampler_of(search: Search) -> samplers.BaseSampler:
-    """Return what proposes values."""
-    return SeededByTrial(_maker(search), search.sampler_seed)
+def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
+    """Return what proposes the values of the trial with a number."""
+    if search.sampler == "grid":
+        grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
+        order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
+        return samplers.GridSampler(grid, seed=order)
+    seed = derive_seed(search.sampler_seed, "sweep", number) % 2**32
+    if search.sampler == "random":
+        return samplers.RandomSampler(seed=seed)
+    return samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed)
+
+
+def ask(study: Study, search: Search) -> optuna.Trial:
+    """Return a new trial with its values, drawn by a sampler of its own."""
+    trial = study.ask()
+    study.sampler = sampler_of(search, trial.number)
+    for path, parameter in search.parameters.items():
+        trial._suggest(path, parameter.distribution())
+    return trial
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return what stops trials.
-
-    Args:
-        search: says which.
-        num_rounds: of a whole trial.
-    """
+    """Return what stops trials, of which a whole one has so many rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -154,60 +162,3 @@ def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
             min_resource=min(search.min_rounds, num_rounds), max_resource=num_rounds
         )
     return pruners.NopPruner()
-
-
-class SeededByTrial(samplers.BaseSampler):
-    """A sampler that is made anew for every trial, with a seed of that trial's number.
-
-    Args:
-        make: makes one from its seed.
-        seed: the root.
-    """
-
-    def __init__(self, make: Callable[[int], samplers.BaseSampler], seed: int) -> None:
-        self._make, self._seed = make, seed
-        self._made: dict[int, samplers.BaseSampler] = {}
-
-    @override
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self._of(trial).before_trial(study, trial)
-
-    @override
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        return self._of(trial).infer_relative_search_space(study, trial)
-
-    @override
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return self._of(trial).sample_relative(study, trial, search_space)
-
-    @override
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
-
-    def _of(self, trial: FrozenTrial) -> samplers.BaseSampler:
-        if trial.number not in self._made:
-            seed = derive_seed(self._seed, "sweep", trial.number) % 2**32
-            self._made = {trial.number: self._make(seed)}  # proposals are made one after the other
-        return self._made[trial.number]
-
-
-def _maker(search: Search) -> Callable[[int], samplers.BaseSampler]:
-    if search.sampler == "grid":
-        grid: Mapping[str, Any] = {
-            path: parameter.grid(path) for path, parameter in search.parameters.items()
-        }
-        shuffled = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # by all in the same way
-        return lambda _: samplers.GridSampler(grid, seed=shuffled)
-    if search.sampler == "random":
-        return lambda seed: samplers.RandomSampler(seed=seed)
-    return lambda seed: samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed)

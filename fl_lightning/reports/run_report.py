@@ -332,14 +332,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
 
 
-def report(words: Sequence[str], *, parser: ArgumentParser) -> None:
+def report(given: Any) -> None:
     """Run the command ``report``: make a run's page again.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
 
     Raises:
         ConfigurationError: if the folder has no rounds.
     """
-    print(f"report: {shown_path(str(write_report(parser.parse_args(list(words)).run)))}")
+    print(f"report: {shown_path(str(write_report(given.run)))}")

@@ -33,22 +33,25 @@ def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) ->
         commands.add_subcommand(name, own, help=description)
 
 
-def network(words: Sequence[str], *, parser: ArgumentParser) -> None:
+def network(given: Any, *, options: Sequence[str]) -> None:
     """Run one of the commands.
 
     Args:
-        words: of the command line, without ``network``.
-        parser: one with the commands.
+        given: its parsed options.
+        options: words of the command line that go to its fits.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    words, rest = _split(words)
-    given = parser.parse_args(words or ["--help"])
-    _check_installed()
+    try:
+        import flwr.app  # noqa: F401
+    except ImportError:
+        raise ConfigurationError(
+            "network needs Flower: pip install 'fl-lightning[flower]'"
+        ) from None
     act = _COMMANDS[given.action][1]
     with raising_at_signals():
-        act(given[given.action], rest)
+        act(given[given.action], options)
 
 
 def _add_init(parser: ArgumentParser) -> None:
@@ -264,12 +267,6 @@ _COMMANDS: dict[
 }
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(words)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _add_config(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--config",
@@ -294,12 +291,3 @@ def _configs(paths: Sequence[str]) -> list[str]:
 
 def _say(words: str) -> None:
     print(words, flush=True)
-
-
-def _check_installed() -> None:
-    try:
-        import flwr.app  # noqa: F401
-    except ImportError:
-        raise ConfigurationError(
-            "network needs Flower: pip install 'fl-lightning[flower]'"
-        ) from None

@@ -19,7 +19,6 @@ from fl_lightning.cli.latency import Networks, add_networks, check_file, check_f
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
-from fl_lightning.experiments.compare import split
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
@@ -149,26 +148,23 @@ def _add_search(options: Any) -> None:
 
 
 def search(
-    words: Sequence[str], *, parser: ArgumentParser, validate: Validate, resolve: Resolve
+    given: Any, *, options: Sequence[str], defaults: Any, validate: Validate, resolve: Resolve
 ) -> None:
     """Run the command.
 
     Args:
-        words: of the command line, without the command; those after ``--`` are of a supernet's
-            configuration.
-        parser: one with the options of the command.
+        given: the parsed options of the command.
+        options: words of the command line that belong to a supernet's configuration.
+        defaults: of the options of the command.
         validate: runs `validate`, with a callback of ours.
         resolve: from the words of a fit's command line to its complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    own, options = split(words)
-    given = parser.parse_args(own)
     check_seed("search", given.seed)
     if is_asked_for(given):
         look = partial(_search_trained, given)
-        defaults = parser.get_defaults()
         look_at(given, defaults, options, look, validate=validate, resolve=resolve)
         return
     if options:
