@@ -8,14 +8,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.reports.evaluated_model import EvaluatedModel, ResultsTable
+from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.log_file import Level, RunLog
 from fl_lightning.reports.overview import PartitionReport, RunOverview
 from fl_lightning.reports.progress import RoundProgressBar
 from fl_lightning.reports.run_report import RunReport
 
 # of these one is enough, of any kind
-_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel, RunReport)
+_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, ResultsTable, RunReport)
 
 
 def companions(
@@ -43,10 +43,10 @@ def companions(
     Example:
         >>> [type(callback).__name__ for callback in companions(RoundProgressBar(0))]
         ... # doctest: +NORMALIZE_WHITESPACE
-        ['RoundProgressBar', 'RunLog', 'EvaluatedModel', 'PartitionReport', 'ClientEvaluation',
-        'RunOverview', 'ModelCheckpoint', 'ResultsTable', 'RunReport']
+        ['RoundProgressBar', 'RunLog', 'PartitionReport', 'ClientEvaluation', 'RunOverview',
+        'ModelCheckpoint', 'ResultsTable', 'RunReport']
     """
-    watchers: list[Callback] = [RunLog(log_level), EvaluatedModel()]
+    watchers: list[Callback] = [RunLog(log_level)]
     if is_federated:
         watchers += [PartitionReport(), ClientEvaluation()]
     watchers.append(RunOverview())
@@ -55,14 +55,14 @@ def companions(
     keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
     if checkpoint and not keeps_last:
         watchers.append(every_round_checkpoint())
-    if not any(isinstance(callback, ResultsTable) for callback in given):
-        watchers.append(ResultsTable())
+    watchers.append(ResultsTable())
     if report:
         watchers.append(RunReport())
     news = [new for new in watchers if not _is_among(new, given)]
-    # these tell what the others have found
-    tellers = (ResultsTable, RunReport)
-    return sorted([*given, *news], key=lambda callback: isinstance(callback, tellers))
+    # which tells what the others have found
+    return sorted(
+        [*given, *news], key=lambda callback: isinstance(callback, ResultsTable | RunReport)
+    )
 
 
 def every_round_checkpoint() -> ModelCheckpoint:

@@ -241,16 +241,11 @@ class FederatedCLI(LightningCLI):
 
     def _add_report(self, options: Any) -> None:
         """Add the callback that keeps the rounds and makes the report, after the test if there is one."""
-        if self.subcommand == "predict":
-            return
-        own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
-        others = [each for each in options["callbacks"] if each not in own]
-        waits = self.subcommand is not None
-        # last: it keeps what the others have logged
-        options["callbacks"] = [
-            *others,
-            *(own or [RunReport(page=self._settings.report, waits_for_test=waits)]),
-        ]
+        has_one = any(isinstance(each, RunReport) for each in options["callbacks"])
+        if self.subcommand != "predict" and not has_one:
+            waits = self.subcommand is not None
+            report = RunReport(page=self._settings.report, waits_for_test=waits)
+            options["callbacks"].append(report)
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Set ``devices: auto`` of a fit to all cores if clients train on CPUs."""

@@ -68,15 +68,15 @@ class LogFile:
             return
         self.begin()
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _Once(path, "a", encoding="utf-8")
+        handler = logging.FileHandler(path, "a", encoding="utf-8")
         handler.setFormatter(FileFormatter(process))
         handler.setLevel(self.level)
         handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
         early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
-        if process:  # the first one has all that was said before there were several
-            early = []
         for record in {id(record): record for record in early}.values():
-            handler.handle(record)
+            # the first process has all that was said before there were several
+            if not process and record.levelno >= self.level:
+                handler.handle(record)
         self._detach(self._early)
         self._attach(handler)
         self._handler = handler
@@ -141,15 +141,15 @@ class EarlyMessages(logging.Handler):
 
     def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
-        self._records: dict[int, logging.LogRecord] = {}
+        self._records: list[logging.LogRecord] = []
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self._records[id(record)] = record  # once, however many loggers pass it on
+        self._records.append(record)
 
     def take(self) -> list[logging.LogRecord]:
         """Return the messages so far, and forget them."""
-        records, self._records = list(self._records.values()), {}
+        records, self._records = self._records, []
         return records
 
     @staticmethod
@@ -160,19 +160,6 @@ class EarlyMessages(logging.Handler):
         return sorted(
             (record for handler in found for record in handler.take()), key=lambda r: r.created
         )
-
-
-class _Once(logging.FileHandler):
-    """A file that takes a message once, however many loggers pass it on."""
-
-    _last: logging.LogRecord | None = None
-
-    @override
-    def handle(self, record: logging.LogRecord) -> bool:
-        if record is self._last or record.levelno < self.level:
-            return False
-        self._last = record
-        return bool(super().handle(record))
 
 
 # whose messages are shown and kept; some of them keep theirs from the root logger
@@ -278,16 +265,10 @@ class RunLog(Callback):
             self._file.write(logging.INFO, f"layers\n{_layers(pl_module)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
+        """Continue in the file, and so in a test and a prediction."""
         self._open(trainer)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
-        self._open(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
-        self._open(trainer)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell this round's metrics from older ones."""

@@ -121,28 +121,29 @@ class RoundProgressBar(ProgressBar):
         self._draw(at_once=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "validation", trainer.num_val_batches)
+        """Begin to count batches, and so in a test and a prediction."""
+        if trainer.sanity_checking:
+            return
+        if trainer.testing:
+            what, batches = "test", trainer.num_test_batches
+        elif trainer.predicting:
+            what, batches = "predict", trainer.num_predict_batches
+        else:
+            what, batches = "validation", trainer.num_val_batches
+        self._inner = Inner(what, sum(batches))
+        if trainer.state.fn != "fit" and self._is_wanted:
+            self._open()
+        self._draw()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "test", trainer.num_test_batches)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "predict", trainer.num_predict_batches)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Count one."""
-        self._count_batch()
+        if self._inner is not None and not trainer.sanity_checking:
+            self._inner.done += 1
+            self._draw()
 
-    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count one."""
-        self._count_batch()
-
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count one."""
-        self._count_batch()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove validation from the progress bar."""
@@ -187,20 +188,6 @@ class RoundProgressBar(ProgressBar):
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)  # goes above the bar, as all that is printed
-
-    def _begin(self, trainer: Trainer, what: str, batches: Sequence[float] | float) -> None:
-        if trainer.sanity_checking:
-            return
-        total = sum(batches) if isinstance(batches, Sequence) else batches
-        self._inner = Inner(what, total)
-        if trainer.state.fn != "fit" and self._is_wanted:
-            self._open()
-        self._draw()
-
-    def _count_batch(self) -> None:
-        if self._inner is not None and not self.trainer.sanity_checking:
-            self._inner.done += 1
-            self._draw()
 
     def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
         now = time.monotonic()

@@ -12,10 +12,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.masks.maskable import freeze_masked, maskable_names
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer

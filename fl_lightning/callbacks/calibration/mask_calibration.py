@@ -33,12 +33,12 @@ from fl_lightning.callbacks.calibration.client_masks import (
 )
 from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
 from fl_lightning.callbacks.calibration.mask_report import MaskReport, calibration_bytes, head_bytes
-from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.federation import Ranks
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
 from fl_lightning.sparsity.heads import HeadFit

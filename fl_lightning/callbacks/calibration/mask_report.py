@@ -18,8 +18,8 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.federation import log_figure, log_numbers, log_once, run_folder
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.heads import FittedHead
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
 from fl_lightning.sparsity.masks.report import density_figure

@@ -25,7 +25,6 @@ from torch import Tensor
 from fl_lightning.callbacks.calibration.owners import (
     ExampleOwners,
     example_owners,
-    federation_of,
     own_share,
     progress_bar,
     scoring_context,
@@ -40,6 +39,7 @@ from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation import Ranks, Visit, visiting
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import apportion
