@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
@@ -58,7 +56,8 @@ def companions(
     watchers.append(ResultsTable())
     if report:
         watchers.append(RunReport())
-    news = [new for new in watchers if not _is_among(new, given)]
+    done = [kind for kind in _ONE_EACH for old in given if isinstance(old, kind)]
+    news = [new for new in watchers if not isinstance(new, tuple(done))]
     # which tells what the others have found
     return sorted(
         [*given, *news], key=lambda callback: isinstance(callback, ResultsTable | RunReport)
@@ -73,11 +72,4 @@ def every_round_checkpoint() -> ModelCheckpoint:
     """
     return ModelCheckpoint(
         filename="last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
-
-
-def _is_among(new: Callback, given: Sequence[Callback]) -> bool:
-    """Return whether one of the callbacks does what a new one would."""
-    return any(
-        isinstance(new, kind) and isinstance(old, kind) for kind in _ONE_EACH for old in given
     )

@@ -285,7 +285,9 @@ class FederatedCLI(LightningCLI):
         data = self.datamodule
         self._results.keep(self.trainer)
         is_wanted = self._settings.test_after_fit
-        if is_wanted and _has_test(self.model, data):
+        has_test = is_overridden("test_step", self.model, LightningModule)
+        has_data = data is not None and is_overridden("test_dataloader", data, LightningDataModule)
+        if is_wanted and has_test and has_data:
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
             if is_wanted:  # what waited for a test has not been told yet
@@ -308,14 +310,6 @@ class FederatedCLI(LightningCLI):
     def test(self, **kwargs: Any) -> None:
         """Test as the Trainer does."""
         self.trainer.test(**{**kwargs, "verbose": False})
-
-
-def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
-    return (
-        data is not None
-        and is_overridden("test_dataloader", data, LightningDataModule)
-        and is_overridden("test_step", model, LightningModule)
-    )
 
 
 @ended_by_signals

@@ -125,7 +125,8 @@ def report_whereabouts(trainer: Trainer) -> None:
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
-    if _is_reported(trainer, folder):
+    reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+    if any(each.page for each in reports) and Path(folder, REPORT).exists():
         lines.append(f"report:     {shown_path(str(Path(folder, REPORT)))}")
     for path, words in saved_models(trainer).items():
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
@@ -141,18 +142,10 @@ def report_whereabouts(trainer: Trainer) -> None:
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        lines.append(f"next:       fl-lightning {_next_command(trainer)} {where}")
+        validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
+        command = "validate" if validates else "predict"
+        lines.append(f"next:       fl-lightning {command} {where}")
     print("\n".join(["", *map(in_columns, lines)]))
-
-
-def _is_reported(trainer: Trainer, folder: str) -> bool:
-    reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
-    return any(each.page for each in reports) and Path(folder, REPORT).exists()
-
-
-def _next_command(trainer: Trainer) -> str:
-    validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
-    return "validate" if validates else "predict"
 
 
 def in_columns(line: str) -> str:

@@ -107,7 +107,9 @@ def write_picture(path: Path, results: Sequence[RunResult], experiment: Experime
 
 def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> Iterator[Chart]:
     """Yield learning curves of the monitored metric, then final values and curves of those reported."""
-    logged = [m for m in (experiment.monitor, *experiment.report) if _is_curve(m, results)]
+    metrics = (experiment.monitor, *experiment.report)
+    logged = [m for m in metrics if min(len(r.curves.get(m, ())) for r in results) > 0]
+    logged = [m for m in logged if max(len(r.curves[m]) for r in results) > 1]
     shown = list(dict.fromkeys(logged))[: 1 if len(experiment.axes) == 2 else None]
     for metric in shown:
         panel = _curves(metric, results, experiment.over)
@@ -131,12 +133,6 @@ def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
 
 def _file(metric: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in metric)
-
-
-def _is_curve(metric: str, results: Sequence[RunResult]) -> bool:
-    return all(metric in r.curves for r in results) and any(
-        len(r.curves[metric]) > 1 for r in results
-    )
 
 
 def _curves(metric: str, results: Sequence[RunResult], over: str | None) -> Panel:

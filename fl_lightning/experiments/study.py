@@ -19,6 +19,7 @@ from optuna import Study, pruners, samplers
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
@@ -130,12 +131,20 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
         )
 
 
+class _Grid(samplers.GridSampler):
+    """A grid without an end of its own: the number of trials ends a search, which is no loop of Optuna's."""
+
+    @override
+    def after_trial(self, *args: Any) -> None:
+        pass
+
+
 def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
     """Return what proposes the values of the trial with a number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
         order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
-        return samplers.GridSampler(grid, seed=order)
+        return _Grid(grid, seed=order)
     seed = derive_seed(search.sampler_seed, "sweep", number) % 2**32
     if search.sampler == "random":
         return samplers.RandomSampler(seed=seed)

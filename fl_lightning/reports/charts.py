@@ -177,7 +177,9 @@ def write_chart(chart: Chart, folder: Path) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     svg = drawn.getvalue()
-    (folder / f"{chart.name}.svg").write_text(_on_white(svg), encoding="utf-8")
+    start = svg.index(">", svg.index("<svg")) + 1  # a file may be shown on any background
+    on_white = f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'
+    (folder / f"{chart.name}.svg").write_text(on_white, encoding="utf-8")
     return inline(svg.replace("</svg>", f"{_spots(figure, spots)}</svg>"), chart.name)
 
 
@@ -214,9 +216,3 @@ def inline(svg: str, name: str) -> str:
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, f"var(--{variable})")
     return body.strip()
-
-
-def _on_white(svg: str) -> str:
-    """Add a white background: a file may be shown on any background."""
-    start = svg.index(">", svg.index("<svg")) + 1
-    return f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'

@@ -187,9 +187,8 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     has_clients = any(kind in row for row in rows.values() for kind in _COLUMNS)
     kinds = ("model", *_COLUMNS) if has_clients else ("model",)
     order = sorted(rows, key=lambda name: (name.startswith("personal/"), name))
-    lines = [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
+    lines = [
+        [name, *(number(rows[name][kind]) if kind in rows[name] else "-" for kind in kinds)]
+        for name in order
+    ]
     return table(["", *_HEAD[: len(kinds)]], lines)
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else number(value)

@@ -87,7 +87,11 @@ class RoundProgressBar(ProgressBar):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a round."""
         begin_round(trainer)
-        self._inner = Inner(*_count(trainer))
+        federation = federation_of(trainer)
+        if federation is None or federation.rounds is None:
+            self._inner = Inner("batches", trainer.num_training_batches)
+        else:
+            self._inner = Inner("clients", federation.rounds.run.groups.num_clients)
         self._pace.begin()
         self._draw()
 
@@ -228,14 +232,6 @@ class RoundProgressBar(ProgressBar):
         self._has_begun = False
 
 
-def _count(trainer: Trainer) -> tuple[str, float]:
-    """Return what a round has, clients or batches, and how many."""
-    federation = federation_of(trainer)
-    if federation is None or federation.rounds is None:
-        return "batches", trainer.num_training_batches
-    return "clients", federation.rounds.run.groups.num_clients
-
-
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
@@ -360,13 +356,12 @@ def metrics_in_order(trainer: Trainer) -> dict[str, float]:
     Only what the present round has measured: without a validation none of its metrics.
     """
     found: Mapping[str, object] = logged_in_round(trainer)
-    watched = {name: found[name] for name in _monitored(trainer) if name in found}
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [str(c.monitor) for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping)]
+    watched: dict[str, Any] = {name: found[name] for name in monitors if name in found}
     in_bar = trainer.progress_bar_metrics.items()
-    shown = {
-        **watched,
-        **{n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found},
-    }
-    return {name: float(value) for name, value in shown.items()}  # type: ignore[arg-type]
+    shown = {n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found}
+    return {name: float(value) for name, value in {**watched, **shown}.items()}
 
 
 def number(value: float) -> str:
@@ -398,9 +393,3 @@ def round_line(trainer: Trainer) -> str:
             if f"round/total_bytes_{way}" in known
         ]
     return f"{unit(trainer)} {trainer.current_epoch + 1}{last}: {', '.join(words) or 'done'}"
-
-
-def _monitored(trainer: Trainer) -> Iterator[str]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor:
-            yield callback.monitor

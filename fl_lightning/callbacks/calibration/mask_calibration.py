@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -204,14 +203,20 @@ class MaskCalibration(Callback):
         """Find the mask and put it on the optimizer, ahead of the federation's own start."""
         self._moves = self.what_moves(trainer)
         if self._per_client:
-            self._clients = ClientMasks(partial(self._client_mask, trainer))
+            plan = self._plan
+            assert plan is not None
+            self._clients = ClientMasks(
+                lambda client: self._scores.mask_of(trainer, plan, self._names(), client)
+            )
         if self._saved:
             self._resume(trainer)
             return
         self.mask, self.history = None, []
         metrics = self._fit_head(trainer)
         if self._clients is not None:
-            self._use(trainer, self._everything(pl_module), "each client finds its own", metrics)
+            params = dict(pl_module.named_parameters())
+            everything = Mask.ones({name: params[name] for name in self._names()}).to("cpu")
+            self._use(trainer, everything, "each client finds its own", metrics)
         elif self._mask_file is not None:
             self._use(trainer, load_mask(self._mask_file), f"from {self._mask_file}", metrics)
         else:
@@ -367,14 +372,6 @@ class MaskCalibration(Callback):
             num_sent = self._scores.num_sent(trainer, self._plan, version)
             metrics |= calibration_bytes(mask.num_entries, num_sent)
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
-
-    def _everything(self, module: LightningModule) -> Mask:
-        params = dict(module.named_parameters())
-        return Mask.ones({name: params[name] for name in self._names()}).to("cpu")
-
-    def _client_mask(self, trainer: Trainer, client: int) -> Mask:
-        assert self._plan is not None
-        return self._scores.mask_of(trainer, self._plan, self._names(), client)
 
     def _names(self) -> list[str]:
         assert self._moves is not None

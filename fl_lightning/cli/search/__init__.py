@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.latency import Networks, add_networks, check_file, check_folder, networks_of
+from fl_lightning.cli.latency import Networks, add_networks, check_writable, networks_of
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
@@ -223,16 +223,25 @@ def _search(
     objective: Callable[[Costs], Objective],
     configuration: Retraining,
 ) -> None:
-    table = _latency_table(given.latency, networks)
+    table = None
+    measures = ["flops", "params", "activations"]
+    if given.latency is not None:
+        table = LatencyTable.read(given.latency)
+        table.check(networks.space, networks.side, networks.options)
+        measures.append("latency_ms")
     costs = _costs(networks, table)
-    constraints = parse_constraints(given.constraint, _measures(table))
-    measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
+    constraints = parse_constraints(given.constraint, measures)
+    if given.front is not None and given.front not in measures:
+        raise ConfigurationError(
+            f"front: there is no cost {given.front!r}; there are {', '.join(measures)}"
+        )
+    measure = given.front or (constraints[0].measure if constraints else "flops")
     told = _told(objective(costs), given.budget)
     problem = Problem(networks.space, told, costs, constraints)
     strategy = _STRATEGIES[given.strategy](measure)
-    check_folder("out", Path(given.out))
+    check_writable("out", Path(given.out), is_folder=True)
     if given.export is not None:
-        check_file("export", Path(given.export))
+        check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
     _report(result, given, networks, measure, table, configuration)
 
@@ -270,18 +279,6 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
     return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
 
 
-def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
-    if path is None:
-        return None
-    table = LatencyTable.read(path)
-    table.check(networks.space, networks.side, networks.options)
-    return table
-
-
-def _measures(table: LatencyTable | None) -> list[str]:
-    return ["flops", "params", "activations", *(["latency_ms"] if table else [])]
-
-
 def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
     def costs(architecture: Architecture) -> Mapping[str, float]:
         counted = cost.of(networks.space, architecture, side=networks.side, **networks.options)
@@ -289,14 +286,6 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
         return {**asdict(counted), **latency}
 
     return costs
-
-
-def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequence[str]) -> str:
-    if given is not None and given not in measures:
-        raise ConfigurationError(
-            f"front: there is no cost {given!r}; there are {', '.join(measures)}"
-        )
-    return given or next(iter(constrained), "flops")
 
 
 def _told(score: Objective, budget: int) -> Objective:
