@@ -175,8 +175,8 @@ def _write(path: Path, number: int, rows: list[dict[str, Any]]) -> None:
 
     table = pandas.DataFrame(rows)
     if path.exists():
-        before = pandas.read_csv(path, float_precision="round_trip")
-        table = pandas.concat([before[before["round"] < number], table], ignore_index=True)
+        before = pandas.read_csv(path, dtype=str)  # as text, whose digits stay
+        table = pandas.concat([before[before["round"].astype(int) < number], table])
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     table.to_csv(part, index=False)

@@ -84,14 +84,12 @@ class Chart:
         name: name of its files, without an ending.
         title: title above the panel.
         panel: draws it.
-        is_tall: whether it is taller, for a row for each of many clients.
         names_are_long: whether to make room for long names, which takes twice as long to draw.
     """
 
     name: str
     title: str
     panel: Panel
-    is_tall: bool = False
     names_are_long: bool = False
 
 
@@ -107,7 +105,7 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Spot]]:
     columns = min(_A_ROW, len(charts))
     rows = math.ceil(len(charts) / columns)
     width = _WIDTH * columns
-    height = _HEIGHT * (1.5 if any(chart.is_tall for chart in charts) else 1) * rows
+    height = _HEIGHT * rows
     has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1
     spots: list[Spot] = []
     with rc_context(_STYLE):
