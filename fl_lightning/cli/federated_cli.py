@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -32,7 +33,6 @@ from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
     RunConfig,
     console,
-    ended_by_signals,
     forget_early_messages,
     in_columns,
     report_whereabouts,
@@ -51,6 +51,7 @@ from fl_lightning.federation import (
     checkpoint_folders,
     clean_up_after,
     find_run,
+    interruptible,
     keep_rows,
     settle_folder,
     settle_loggers,
@@ -312,16 +313,24 @@ class FederatedCLI(LightningCLI):
         self.trainer.test(**{**kwargs, "verbose": False})
 
 
-@ended_by_signals
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
-    with console():
-        try:
+    """Run something on a tidy screen.
+
+    What a user can mend ends it with a sentence and code 1, Ctrl-C and SIGTERM with a shell's code.
+    """
+    try:
+        with interruptible(), console():
             run()
-        except Exception as error:
-            sentence = explain(error)
-            if sentence is None:
-                raise
-            clear_leftovers()
-            print(bug_behind(error), end="", file=sys.stderr)
-            sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))
+    except Interrupted as stop:
+        clear_leftovers()
+        print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
+        sys.exit(stop.exit_code)
+    except SIGTERMException:
+        sys.exit(Interrupted(signal.SIGTERM).exit_code)
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
+            raise
+        clear_leftovers()
+        print(bug_behind(error), end="", file=sys.stderr)
+        sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))

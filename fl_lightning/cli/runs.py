@@ -6,17 +6,14 @@ log file, messages wait to be written into it.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import ParamSpec
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -24,44 +21,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from fl_lightning.core.errors import Interrupted
 from fl_lightning.federation import (
     CONFIG,
     AtomicCheckpointIO,
-    interruptible,
     newest_checkpoint,
     own_run_folder,
     run_folder,
 )
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
-from fl_lightning.reports.layout import in_lines, is_terminal, laid_out, width_of
+from fl_lightning.reports.layout import is_terminal, laid_out, width_of
 from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
 from fl_lightning.reports.run_report import REPORT, RunReport
-from fl_lightning.reports.screen import clear_leftovers
-
-Arguments = ParamSpec("Arguments")
-
-
-def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Wrap a command so that Ctrl-C and SIGTERM end it with a sentence and a shell's exit code."""
-
-    @functools.wraps(command)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        try:
-            with interruptible():
-                command(*args, **kwargs)
-        except Interrupted as stop:
-            clear_leftovers()
-            print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
-            sys.exit(stop.exit_code)
-        except SIGTERMException:
-            sys.exit(Interrupted(signal.SIGTERM).exit_code)
-
-    return run
 
 
 class RunConfig(SaveConfigCallback):

@@ -15,28 +15,29 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.calibration.apply import (
     WhatMoves,
     check_callbacks,
     check_forward,
     check_options,
-    check_takes_masks,
     heads_of,
     masked_optimizer,
 )
-from fl_lightning.callbacks.calibration.client_masks import (
-    ClientMasks,
-    announce_client_masks,
-    tell_client_masks,
-)
+from fl_lightning.callbacks.calibration.client_masks import ClientMasks, tell_client_masks
 from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
-from fl_lightning.callbacks.calibration.mask_report import MaskReport, calibration_bytes, head_bytes
+from fl_lightning.callbacks.calibration.mask_report import (
+    calibration_bytes,
+    head_bytes,
+    report_mask,
+)
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.federation import Ranks
+from fl_lightning.federation import Ranks, log_once
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
@@ -45,6 +46,7 @@ from fl_lightning.sparsity.masks.mask import Mask, load_mask
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
 
 Head: TypeAlias = Literal["train", "freeze"] | HeadFit
+MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 
 @final
@@ -194,7 +196,8 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
         if stage == "fit":
-            check_takes_masks(pl_module)
+            traits = getattr(pl_module, "federation_traits", NO_TRAITS)
+            check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
             check_callbacks(trainer, self)
             if self._plan is not None and self._plan.chosen_rule.needs_scores:
                 check_forward(pl_module, self._scores.sensitivity)
@@ -396,21 +399,22 @@ class MaskCalibration(Callback):
         num_dense = self._moves.num_entries(self._moves.dense)
         num_frozen = self._moves.num_frozen(mask)
         if self._clients is not None:
-            counts = self._clients.counts
-            announce_client_masks(trainer, counts, mask, num_dense, num_frozen, metrics)
+            known = self._clients.counts.num_masks
+            rank_zero_info(
+                f"masks of clients: each finds its own when it first takes part, among "
+                f"{mask.num_entries:,} maskable parameters; {num_dense:,} train densely, "
+                f"{num_frozen:,} frozen{f'; {known:,} are from the checkpoint' if known else ''}"
+            )
+            if metrics:
+                log_once(trainer, "mask", metrics, step=trainer.global_step)
             return
-        is_new = round_ is None
-        report = MaskReport(
-            mask,
-            self.version,
-            origin,
-            num_dense,
-            num_frozen,
-            metrics,
-            is_new,
-            is_one_of_many=self.has_curves,
+        words = (
+            f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
+            f"train (density {mask.density:.4g}), {num_dense:,} densely, {num_frozen:,} frozen; "
+            f"{origin}; hash {mask.hash()}"
         )
-        report.tell(trainer)
+        news = metrics if round_ is None else None
+        report_mask(trainer, mask, self.version, words, news, is_one_of_many=self.has_curves)
 
     def _give_back(self) -> None:
         self._is_claimed = False

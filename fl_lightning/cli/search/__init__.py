@@ -65,86 +65,58 @@ Retraining = Callable[[Architecture], dict[str, Any]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser the options of the command."""
     add_networks(parser, required=False)
-    _add_supernet(parser.add_argument_group("a trained supernet"))
-    _add_score(parser.add_argument_group("what is maximised, under which constraints"))
-    _add_search(parser.add_argument_group("the search and what it finds"))
-
-
-def _add_supernet(options: Any) -> None:
-    options.add_argument(
-        "--ckpt_path",
-        type=str | None,
-        default=None,
-        help="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
+    group = parser.add_argument_group("a trained supernet")
+    _add_texts(
+        group,
+        ckpt_path="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
         "their accuracy on validation examples. Space and sizes are its configuration's.",
     )
-    options.add_argument(
-        "-c",
-        "--config",
-        action="append",
-        type=str,
-        default=[],
-        help="The supernet's configuration, one file or several; that of the run that wrote "
+    _add_list(
+        group,
+        *("-c", "--config"),
+        text="The supernet's configuration, one file or several; that of the run that wrote "
         "--ckpt_path if null. Words after -- are further options of it.",
     )
-
-
-def _add_score(options: Any) -> None:
-    options.add_argument(
-        "--score",
-        type=str | None,
-        default=None,
-        help=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
+    group = parser.add_argument_group("what is maximised, under which constraints")
+    _add_texts(
+        group,
+        score=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
         "these as synflow+params, which is the mean of their ranks; or accuracy: that in --table, or with "
         "--ckpt_path that of the supernet's parts. If null accuracy with one of these two, else synflow.",
-    )
-    options.add_argument(
-        "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
-    )
-    options.add_argument(
-        "--images",
-        type=str | None,
-        default=None,
-        help="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
+        table="The truth of NAS-Bench-201, a CSV file.",
+        images="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
         "shape alone.",
+        latency="A file of fl-lightning latency: the cost latency_ms.",
     )
-    options.add_argument(
+    _add_list(
+        group,
+        "--constraint",
+        text="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
+    )
+    group.add_argument(
         "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
     )
-    options.add_argument(
-        "--latency",
-        type=str | None,
-        default=None,
-        help="A file of fl-lightning latency: the cost latency_ms.",
-    )
-    options.add_argument(
-        "--constraint",
-        action="append",
-        type=str,
-        default=[],
-        help="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
-    )
-
-
-def _add_search(options: Any) -> None:
-    options.add_argument(
+    group = parser.add_argument_group("the search and what it finds")
+    group.add_argument(
         "--strategy", type=StrategyName, default="evolution", help="How networks are chosen."
     )
-    options.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
-    options.add_argument(
-        "--front",
-        type=str | None,
-        default=None,
-        help="The cost of the Pareto front; if null that of the first constraint, or flops.",
+    group.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
+    group.add_argument("--seed", type=int, default=0, help="Of all draws.")
+    group.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
+    _add_texts(
+        group,
+        front="The cost of the Pareto front; if null that of the first constraint, or flops.",
+        export="The YAML file of the best network; <out>/best.yaml if null.",
     )
-    options.add_argument("--seed", type=int, default=0, help="Of all draws.")
-    options.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
-    options.add_argument(
-        "--export",
-        type=str | None,
-        default=None,
-        help="The YAML file of the best network; <out>/best.yaml if null.",
-    )
+
+
+def _add_texts(group: Any, **texts: str) -> None:
+    for name, text in texts.items():
+        group.add_argument(f"--{name}", type=str | None, default=None, help=text)
+
+
+def _add_list(group: Any, *names: str, text: str) -> None:
+    group.add_argument(*names, action="append", type=str, default=[], help=text)
 
 
 def search(
