@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation as ClientEvaluation
     from fl_lightning.callbacks.companions import companions as companions
     from fl_lightning.cli.federated_cli import FederatedCLI as FederatedCLI
-    from fl_lightning.client.corrections.feddyn import FedDyn as FedDyn
-    from fl_lightning.client.corrections.fedlc import FedLC as FedLC
-    from fl_lightning.client.corrections.fedprox import FedProx as FedProx
-    from fl_lightning.client.corrections.moon import Moon as Moon
-    from fl_lightning.client.corrections.scaffold import Scaffold as Scaffold
-    from fl_lightning.client.personal.apfl import APFL as APFL
-    from fl_lightning.client.personal.ditto import Ditto as Ditto
-    from fl_lightning.client.personal.fine_tuned import FineTuned as FineTuned
-    from fl_lightning.client.personal.layers import Personal as Personal
+    from fl_lightning.client.corrections.drift import FedDyn as FedDyn
+    from fl_lightning.client.corrections.drift import FedProx as FedProx
+    from fl_lightning.client.corrections.drift import Scaffold as Scaffold
+    from fl_lightning.client.corrections.losses import FedLC as FedLC
+    from fl_lightning.client.corrections.losses import Moon as Moon
+    from fl_lightning.client.personal.beside import APFL as APFL
+    from fl_lightning.client.personal.beside import Ditto as Ditto
+    from fl_lightning.client.personal.beside import FineTuned as FineTuned
+    from fl_lightning.client.personal.personalisation import Personal as Personal
     from fl_lightning.core.errors import ClientFailure as ClientFailure
     from fl_lightning.core.errors import ConfigurationError as ConfigurationError
     from fl_lightning.core.errors import RoundFailure as RoundFailure

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.correction import AddedTerm
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError

@@ -28,7 +28,7 @@ def exported(file: str | Path) -> dict[str, str]:
 
     Example:
         >>> exported(Path(__file__).parents[1] / "__init__.py")["FedProx"]
-        'fl_lightning.client.corrections.fedprox'
+        'fl_lightning.client.corrections.drift'
     """
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     found = {

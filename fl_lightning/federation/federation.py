@@ -13,18 +13,21 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import as_cohort
-from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
-from fl_lightning.federation.start import begin, prepare, take_over
-from fl_lightning.federation.visits.personal_models import PersonalModels
-from fl_lightning.federation.visits.personal_recall import recalled_models, state_to_bring_home
+from fl_lightning.federation.start import Calendar, begin, prepare, take_over
+from fl_lightning.federation.visits.personal_models import (
+    PersonalModels,
+    recalled_models,
+    state_to_bring_home,
+)
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
 
@@ -104,9 +107,7 @@ class Federation(Options, Callback):
         """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
         assert self.rounds is not None
         self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
-        number, server = trainer.current_epoch, self.rounds.server.optimizer
-        clients = None if self.rounds.run.by_step else trainer.optimizers[0]
-        for line in idle_lines(number, self, self._calendar, clients, server):
+        for line in self.rounds.idle_lines():
             rank_zero_info(line)
         if as_cohort(self.cohort).needs_fresh_losses:
             population = self.rounds.run.groups.population
@@ -115,7 +116,7 @@ class Federation(Options, Callback):
             models = self.personal_models(trainer) if has_layers else None
             own = None if models is None else models.of
             refresh_losses(trainer, self.cohort, population, self.seed, own)
-        seed_global_generators(derive_seed(self.seed, "round", number))
+        seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: the clients' metrics and what else is known of it."""
@@ -124,9 +125,10 @@ class Federation(Options, Callback):
         for part in self.rounds.stages.around_fit:
             part.round_ends(trainer, record, is_broken_off=is_open)
         metrics = record.metrics()
-        shown = filter(self.rounds.in_progress_bar, metrics)
+        in_bar = {"train/loss", *self.rounds.run.collector.prog_bar}
+        shown = [name for name in metrics if name in in_bar]
         values = metrics | record.facts()
-        log_round(trainer, values, in_progress_bar=list(shown), twins=record.twins())
+        log_round(trainer, values, in_progress_bar=shown, twins=record.twins())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -151,12 +153,17 @@ class Federation(Options, Callback):
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return what clients have for themselves after the last round, or by the checkpoint."""
         saved = self._saved or self._personal_state or {}
-        run = None if self.rounds is None else self.rounds.run
-        return recalled_models(trainer, self.personal, self.seed, run, saved)
+        return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
 
     def personal_state(self) -> dict[str, Any]:
         """Return what another process needs to evaluate personal models, unless it is large."""
-        return state_to_bring_home(self.rounds)
+        return {} if self._fitted is None else state_to_bring_home(*self._fitted)
+
+    @property
+    def _fitted(self) -> tuple[list[str], ClientMemory] | None:
+        if self.rounds is None:
+            return None
+        return self.rounds.run.local.own.names, self.rounds.memory.clients
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
         """Receive personal models after a fit in other processes."""

@@ -29,12 +29,11 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.fit import check_simple
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.round import Round, Transaction
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.transaction import Transaction
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer

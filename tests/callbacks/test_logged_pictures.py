@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
-from fl_lightning.federation.loggers import log_figure, log_histogram
+from fl_lightning.federation.logs import log_figure, log_histogram
 
 
 class Album(Logger):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client import memory as client_memory
-from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.vector_file import SUFFIX, VectorFile
+from fl_lightning.client.memory import SUFFIX, ClientMemory, VectorFile
 
 ACTIONS = st.lists(
     st.one_of(

@@ -15,9 +15,8 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
-from fl_lightning.client.clocks import VirtualClock
+from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import Fate
-from fl_lightning.client.recorded import write_arrivals
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.stage import Start
 from fl_lightning.federation.stages.asynchrony import Arrivals, counted

@@ -20,8 +20,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.client.devices import Devices
-from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.client.devices import Devices, LogNormalSpeeds
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes

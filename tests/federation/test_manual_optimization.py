@@ -28,7 +28,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.client.personal.fine_tuned import FineTuned
+from fl_lightning.client.personal.beside import FineTuned
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.data import IID
 from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches

@@ -11,7 +11,7 @@ import torch
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
-from fl_lightning.client.vector_file import VectorFile
+from fl_lightning.client.memory import VectorFile
 from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
 
 

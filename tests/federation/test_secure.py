@@ -15,10 +15,8 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
-from fl_lightning.client.corrections.feddyn import FedDyn
-from fl_lightning.client.corrections.scaffold import Scaffold
-from fl_lightning.client.devices import Devices
-from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds
+from fl_lightning.client.corrections.drift import FedDyn, Scaffold
+from fl_lightning.client.devices import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import FederatedNormalize
 from fl_lightning.federation.stages.attackers import Attackers

@@ -15,8 +15,7 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
-from fl_lightning.client.devices import Devices
-from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.client.devices import Devices, LogNormalSpeeds
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.secure import EncryptedMean, SecureMean
 

@@ -114,7 +114,7 @@ def test_a_calibration_is_shared_with_all_its_defaults(options):
         "fl_lightning.data.HuggingFace",
         "fl_lightning.data.CIFAR10",
         "fl_lightning.cli.commands.sys",
-        "fl_lightning.client.vector_file.VectorFile",
+        "fl_lightning.client.memory.VectorFile",
         "fl_lightning.sparsity.save_mask",
         "fl_lightning.import_module",
         "fl_lightningx.Net",

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from fl_lightning.cli.commands import resolve
-from fl_lightning.client.recorded import FILE
+from fl_lightning.client.clocks import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.demo import demo

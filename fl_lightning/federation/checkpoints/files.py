@@ -29,7 +29,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
-from fl_lightning.client.vector_file import SUFFIX, VectorFile
+from fl_lightning.client.memory import SUFFIX, VectorFile
 from fl_lightning.core.errors import CheckpointFailure, ConfigurationError
 
 LAST = "last.ckpt"

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.vector_file import VectorFile
+from fl_lightning.client.memory import ClientMemory, VectorFile
 from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
 from fl_lightning.federation.processes.ranks import Ranks
 

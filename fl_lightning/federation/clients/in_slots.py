@@ -39,11 +39,11 @@ from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.clients.one_by_one import without_buffers
 from fl_lightning.federation.clients.spot_check import SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.round import Transaction
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
-from fl_lightning.federation.transaction import Transaction
-from fl_lightning.federation.visits.batches import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.federation.visits.local_counts import counts_of
+from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
 
 # Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
@@ -193,7 +193,8 @@ class InSlots:
         stages = self._stages
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check = self._spot_check.begin(stackable)
+        check = self._spot_check
+        check.begin(stackable)
         again: list[int] = []
         transaction.begin()
         for group in slots.train(start.model, stackable, stages.term, stages.own):

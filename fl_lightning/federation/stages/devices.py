@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fl_lightning.client.clocks import Ended, RecordedClock, VirtualClock, Visit
+from fl_lightning.client.clocks import Ended, RecordedArrivals, RecordedClock, VirtualClock, Visit
 from fl_lightning.client.devices import Devices, Fate, Fleet
-from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.plan import WorkPlan

@@ -20,9 +20,9 @@ from torch import Tensor
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.privacy import warn_of_unprotected
@@ -30,7 +30,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
-from fl_lightning.federation.visits.batches import takes_index
+from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source

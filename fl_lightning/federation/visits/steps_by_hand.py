@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.correction import AddedTerm
 from fl_lightning.client.optimizers import OutermostSteps
 from fl_lightning.core.errors import ConfigurationError
 

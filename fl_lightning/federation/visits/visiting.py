@@ -2,26 +2,30 @@
 
 Who measures, tunes or rehearses in the module that trains asks for a visit, and writes down its own
 formula alone. What a visit puts back is said in one place, `visiting`.
+
+A batch goes the way that Lightning's loops would take it: conversion by the precision plugin, the hooks around the
+transfer that module or data module override, and the transfer itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import ModuleTensors
-from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.core.metrics import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.hooks import BATCH_HOOKS, NOT_THE_USERS, overrides
 from fl_lightning.federation.visits.local_counts import note_step
 
 StepOf = Literal["train", "validation", "test"]
@@ -154,3 +158,42 @@ def _gradients_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for param, gradient in gradients:
             param.grad = gradient
+
+
+_BEFORE = "on_before_batch_transfer"
+_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
+    """Return what happens to a batch before the training step; None if nothing does."""
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    precision, strategy = trainer.precision_plugin, trainer.strategy
+    before = next(
+        (o.on_before_batch_transfer for o in (data, module) if overrides(o, _BEFORE)), None
+    )
+    converts = type(precision).convert_input is not Precision.convert_input
+    moves = strategy.root_device.type != "cpu" or any(
+        overrides(owner, hook) for owner in (module, data) for hook in _TRANSFER
+    )
+    if before is None and not converts and not moves:
+        return None
+
+    def prepare(batch: Any) -> Any:
+        batch = precision.convert_input(batch)
+        if before is not None:
+            batch = before(batch, 0)
+        # after a fit the module is back on the CPU, the strategy still on its device
+        return strategy.batch_to_device(batch, module.device, dataloader_idx=0)
+
+    return prepare
+
+
+def has_batch_hooks(trainer: Trainer) -> bool:
+    """Return whether module or data module act on batches before or after a step."""
+    owners = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    return any(overrides(owner, hook) for owner in owners for hook in BATCH_HOOKS)
+
+
+def takes_index(step: Callable[..., Any]) -> bool:
+    """Return whether a step takes ``(batch, batch_idx)``; Lightning also allows ``(batch)``."""
+    return len(inspect.signature(step).parameters) > 1

@@ -19,8 +19,7 @@ from typing import Any, final
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.client.clocks import Ended, RecordedClock, Visit
-from fl_lightning.client.recorded import FILE, write_arrivals
+from fl_lightning.client.clocks import FILE, Ended, RecordedClock, Visit, write_arrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.traits import NO_TRAITS

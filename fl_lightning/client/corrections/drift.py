@@ -1,4 +1,14 @@
-"""SCAFFOLD: control variates take out of a client's gradient what is its own.
+"""Corrections of gradients: FedProx, SCAFFOLD, FedDyn.
+
+FedProx: clients are pulled back to where their round began.
+
+    min_y F_i(y) + μ/2 ‖y - x‖²
+
+Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2.
+Differs: clients are drawn and averaged as the cohort and the aggregator say; the paper's
+Algorithm 2 draws them with probability p_k and averages them alike.
+
+SCAFFOLD: control variates take out of a client's gradient what is its own.
 
     y ← y - η (g_i(y) - c_i + c),     c = 1/N Σ_i c_i
     I:   c_i ← g_i(x)                 II:   c_i ← c_i - c + (x - y) / (K η)
@@ -14,6 +24,16 @@ Gradients are clipped after c - c_i is added. In II what comes in is then the me
 gradients, and c_i no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
 In I nothing is clipped. What a client remembers comes from what it has computed: an update that an
 attacker forges, or that a robust rule drops, leaves c and c_i as honest training makes them.
+
+FedDyn: a regulariser that follows each client makes its optimum the one of all.
+
+    client:  y ← argmin F_i(y) - ⟨g_i, y⟩ + α/2 ‖y - x‖²,     g_i ← g_i + α (x - y)
+    server:  h ← 1/N Σ_i g_i,     x ← mean_S y - h / α = x - (mean_S Δ + h / α)
+
+Source: Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", Algorithm 1. There
+h ← h - α/N Σ_S (y - x), which is the mean of all g_i.
+Differs: the official code takes α / (a client's share of examples) as its α, we take α for all, as
+the paper does.
 """
 
 from __future__ import annotations
@@ -23,12 +43,43 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fl_lightning.client.corrections.correction import OF_LOSSES, Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
+
+
+@final
+@dataclass(frozen=True)
+class FedProx(Correction):
+    """A pull towards the round's start; with ``mu`` 0 it is FedAvg, bit for bit.
+
+    Any optimizer takes it: the pull is part of the gradient, before clipping and the step.
+
+    Args:
+        mu: strength μ ≥ 0; the paper's are 0.001 to 1.
+
+    Raises:
+        ConfigurationError: for a negative one.
+
+    Example:
+        >>> FedProx(mu=0.1).term(None, None)
+        GradientTerm(pull=0.1, shift=None)
+    """
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < float("inf"):
+            raise ConfigurationError(f"FedProx: mu must be at least 0 and finite, got {self.mu}")
+
+    @property
+    def pull(self) -> float:
+        """μ."""
+        return self.mu
+
 
 _OF_RATES = Traits(
     needs={Trait.ONE_RATE: "takes the mean gradient from the length of a client's steps"},
@@ -108,3 +159,62 @@ class Scaffold(Correction):
         if mean is not None:
             renewed -= mean
         return torch.where(travel == 0, before, renewed)
+
+
+@final
+@dataclass(frozen=True)
+class FedDyn(Correction):
+    """A dynamic regulariser, one vector per client and their mean on the server.
+
+    The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that,
+    and leave the server optimizer at its default, with which x is the mean of y less h / α; others than
+    SGD are refused.
+
+    Args:
+        alpha: strength α > 0; the paper's are 0.01 and 0.1.
+
+    Raises:
+        ConfigurationError: if it is not positive.
+
+    Example:
+        >>> import torch
+        >>> FedDyn(alpha=0.1).term(torch.tensor([3.0]), None)
+        GradientTerm(pull=0.1, shift=tensor([-3.]))
+    """
+
+    alpha: float = 0.01
+
+    needs_mean = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < float("inf"):
+            raise ConfigurationError(
+                f"FedDyn: alpha must be above 0 and finite, got {self.alpha}: the server divides by it"
+            )
+
+    @property
+    def pull(self) -> float:
+        """α."""
+        return self.alpha
+
+    def check_server(self, optimizer: Optimizer) -> None:
+        """Refuse what is not SGD."""
+        if not isinstance(optimizer, SGD):
+            raise ConfigurationError(
+                "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
+                f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
+                "server_optimizer out, or use torch.optim.SGD"
+            )
+
+    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
+        """Return α (y - x) - g_i."""
+        return GradientTerm(self.alpha, None if memory is None else -memory)
+
+    def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
+        """Return g_i + α (x - y)."""
+        moved = outcome.delta * self.alpha
+        return moved if memory is None else moved.add_(memory)
+
+    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
+        """Return the aggregate and h / α."""
+        return aggregate if mean is None else aggregate + mean / self.alpha

@@ -1,4 +1,16 @@
-"""APFL: every client mixes a model of its own with the shared one, and learns how much of each.
+"""Personal models beside the shared one: Ditto, APFL, fine-tuning.
+
+Ditto: a personal model beside the shared one, pulled to it.
+
+    v_i ← v_i - η (∇F_i(v_i) + λ (v_i - x))        x: the global model with which the round began
+
+Source: Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML,
+Algorithm 1.
+Differs: a client's first v_i is the global model of the round in which it first takes part (the
+paper's is the initial one, which the server would have to send as well); v_i takes the same local
+steps as the client's share of the global model, on the same batches; buffers are part of it.
+
+APFL: every client mixes a model of its own with the shared one, and learns how much of each.
 
     v̄_i = α_i v_i + (1 - α_i) w_i                w_i: the client's share of the global model
     v_i ← v_i - η α_i ∇F_i(v̄_i)                  in every local step
@@ -9,6 +21,13 @@ equation 10.
 Differs: v_i takes its steps after the client's share, with w_i at its end, on the same batches; the
 inner product is the mean over the round's steps and has a rate of its own; a client's first v_i is
 the global model of the round in which it first takes part.
+
+Fine-tuning: the personal model is the global one after a few steps on the client's examples.
+
+    z_i = x after n local steps on client i's training examples; then it is evaluated and forgotten
+
+Source: Wang et al. 2019, "Federated Evaluation of On-device Personalization", section 3; Yu et al.
+2020, "Salvaging Federated Learning by Local Adaptation", section 3 (FT).
 """
 
 from __future__ import annotations
@@ -24,6 +43,39 @@ from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+
+
+@final
+@dataclass(frozen=True)
+class Ditto(Personalisation):
+    """Every client has a whole model of its own, which follows the global one loosely.
+
+    The global model is that of a run without, bit for bit. A round takes a client twice as long.
+
+    Args:
+        pull: λ ≥ 0; with 0 clients train on their own from where they first took part. It needs
+            a learning rate η with η λ < 2.
+
+    Raises:
+        ConfigurationError: for a negative one.
+
+    Example:
+        >>> Ditto(pull=0.1).names(nn.Linear(2, 1))
+        ['weight', 'bias']
+    """
+
+    pull: float = 0.1
+
+    beside = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pull < float("inf"):
+            raise ConfigurationError(f"Ditto: pull must be at least 0 and finite, got {self.pull}")
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return all parameters that train, and all buffers."""
+        params = [name for name, p in module.named_parameters() if p.requires_grad]
+        return [*params, *(name for name, _ in module.named_buffers())]
 
 
 @final
@@ -128,3 +180,41 @@ class Mixing:
         if not slopes or not rate:
             return self._mixture
         return min(1.0, max(0.0, self._mixture - rate * float(torch.stack(slopes).mean())))
+
+
+@final
+@dataclass(frozen=True)
+class FineTuned(Personalisation):
+    """Clients fine-tune the global model before they are evaluated; training does not change.
+
+    The steps are plain ones, by a new optimizer of the module's ``configure_optimizers``, with
+    neither clipping nor hooks.
+
+    Args:
+        local_steps: how many, n ≥ 1.
+
+    Raises:
+        ConfigurationError: for a number below 1.
+
+    Example:
+        >>> FineTuned(local_steps=10).names(nn.Linear(2, 1))
+        []
+    """
+
+    local_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.local_steps < 1:
+            raise ConfigurationError(
+                f"FineTuned: local_steps must be at least 1, got {self.local_steps}: leave "
+                "personal out to evaluate the global model"
+            )
+
+    @property
+    def tuning_steps(self) -> int:
+        """How many."""
+        return self.local_steps
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return none: clients keep nothing."""
+        return []
