@@ -84,9 +84,6 @@ def _run(words: Any) -> None:
 def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
 
-    Args:
-        words: of the command line, after ``fit``.
-
     Raises:
         ConfigurationError: if they are refused.
     """
@@ -104,10 +101,6 @@ def resolve(words: Sequence[str]) -> str:
 def fit_trial(words: Sequence[str], callback: Callback) -> None:
     """Run ``fit`` with a callback of ours, in a process that has just begun.
 
-    Args:
-        words: of the command line, after ``fit``.
-        callback: beside those of the configuration.
-
     Raises:
         ConfigurationError: for a setting that cannot work, whoever refuses it.
     """
@@ -124,12 +117,7 @@ def fit_trial(words: Sequence[str], callback: Callback) -> None:
 
 
 def validate(words: Sequence[str], callback: Callback) -> None:
-    """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
-
-    Args:
-        words: of the command line, after ``validate``.
-        callback: beside those of the configuration.
-    """
+    """Run ``validate`` with a callback of ours, which leaves nothing on the disk."""
     run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 

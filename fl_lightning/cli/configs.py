@@ -44,9 +44,6 @@ def with_paths(words: Sequence[str]) -> list[str]:
 
     A file goes before a name in the box.
 
-    Args:
-        words: of the command line.
-
     Raises:
         ConfigurationError: if there is neither, with names that are close.
 

@@ -62,12 +62,6 @@ def automatic_processes(
     As many as there are usable cores, and no more than clients in a round. One where the processes
     could not be forked or come from elsewhere (torchrun, SLURM), and where several threads were
     asked for.
-
-    Args:
-        trainer: the Trainer's settings.
-        federation: whose cohorts are shared out.
-        data: the data module.
-        num_threads: what the user asked for.
     """
     if not _is_open(trainer) or (num_threads or 1) > 1 or not _starts_its_own():
         return 1
@@ -159,9 +153,6 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 def take_what_was_started(trainer: Any) -> None:
     """Set the devices and nodes of a Trainer to the processes that were started from outside.
-
-    Args:
-        trainer: the Trainer's settings, changed in place.
 
     Raises:
         ConfigurationError: if other numbers of processes are set than were started, or they could not

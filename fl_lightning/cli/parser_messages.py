@@ -174,10 +174,6 @@ def _index(given: str | None, class_path: str | None) -> str:
 def sentence(message: str, options: Sequence[str] = ()) -> str:
     r"""Return a parser's message as one sentence.
 
-    Args:
-        message: as the parser says it.
-        options: names of all options, to suggest one.
-
     Example:
         >>> sentence("Parser key \"num_threads\": Expected a <class 'int'>. Got value: many")
         'num_threads must be a whole number, got many'

@@ -61,11 +61,7 @@ def write_atomically(trainer: Trainer) -> None:
 
 
 def way_on(folders: Iterable[Path]) -> str:
-    """Return in words which checkpoint a fit that was interrupted has left, and how to go on.
-
-    Args:
-        folders: of its checkpoints.
-    """
+    """Return in words which checkpoint a fit that was interrupted has left, and how to go on."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
         return "without a checkpoint: start again without ckpt_path"

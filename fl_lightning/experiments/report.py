@@ -33,13 +33,7 @@ REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
 
 
 def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunResult]) -> None:
-    """Write ``report.html``, ``figures/`` and ``results.tex``.
-
-    Args:
-        out: folder of the comparison.
-        experiment: what was compared.
-        results: of all finished runs.
-    """
+    """Write ``report.html``, ``figures/`` and ``results.tex``."""
     (out / LATEX).write_text(
         latex(results, experiment.report, goals(experiment)) + "\n", encoding="utf-8"
     )

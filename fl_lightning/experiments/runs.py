@@ -222,13 +222,7 @@ class Watch:
         self._first: dict[str, tuple[int, float]] = {}
 
     def bars(self, done: int, running: Sequence[PlannedRun], width: int) -> Table:
-        """A line about all, with the time left if the others take as long, and one about each running run.
-
-        Args:
-            done: how many have ended.
-            running: at present.
-            width: columns of a line.
-        """
+        """A line about all, with the time left if the others take as long, and one about each running run."""
         grid = Table.grid(*[Column(no_wrap=True) for _ in range(5)], padding=(0, 2))
         left = ""
         if done > self._done_before:

@@ -140,13 +140,7 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
-    """Write bars of importances, as PNG and SVG.
-
-    Args:
-        path: without a suffix.
-        shares: of the options, by path.
-        names: short ones of the options, by path.
-    """
+    """Write bars of importances, as PNG and SVG."""
     panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
     _save([Chart("importance", "importance, share of all", panel, names_are_long=True)], path)
 

@@ -106,13 +106,6 @@ def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, fo
 
     After every round it sends the metric, round to value, and gets whether to go on; at last it sends
     its `Ended`.
-
-    Args:
-        run: to train.
-        metric: to tell.
-        connection: to who has started this process.
-        fit: runs a fit's command line.
-        folder: in which the search was started.
     """
     end_with_parent()
     os.chdir(folder)

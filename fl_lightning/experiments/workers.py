@@ -241,11 +241,7 @@ class Running:
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return how processes are started, and import in the background what they need.
-
-    Args:
-        fit: that they run.
-    """
+    """Return how processes are started, and import in the background what they need."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver

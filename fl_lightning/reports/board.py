@@ -105,12 +105,7 @@ class _Changing:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone.
-
-    Args:
-        trainer: with the loggers.
-        logged: names of the first round's numbers.
-    """
+    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone."""
     names = [*logged]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     curves = [callback for callback in callbacks if getattr(callback, "has_curves", False)]

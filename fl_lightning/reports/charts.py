@@ -158,10 +158,6 @@ _STYLE: Any = {
 def write_chart(chart: Chart, folder: Path) -> str:
     """Write a chart as ``<name>.png`` and ``<name>.svg``, and return it for a page.
 
-    Args:
-        chart: the chart.
-        folder: folder of the files; created if missing.
-
     Returns:
         An ``<svg>`` element in the colours of the page, with ids that no other chart has.
     """

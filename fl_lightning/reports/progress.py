@@ -166,12 +166,7 @@ class RoundProgressBar(ProgressBar):
 
     @contextmanager
     def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show a bar of something else inside this block, and give the function that moves it by one.
-
-        Args:
-            what: is counted.
-            total: how many there are.
-        """
+        """Show a bar of something else inside this block, and give the function that moves it by one."""
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self._is_wanted:
             self._open()
@@ -289,11 +284,7 @@ class Inner:
         return time.monotonic() - self._began
 
     def line(self, width: int) -> Table:
-        """Return a bar.
-
-        Args:
-            width: columns of the line.
-        """
+        """Return a bar."""
         is_known = 0 < self.total < float("inf")
         label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
         share = self.done / self.total if is_known else None

@@ -248,12 +248,7 @@ class MaskCalibration(Callback):
         return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
     def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
-        """Calibrate on remote clients.
-
-        Args:
-            scores: asks them for scores.
-            sums: asks them for sums for the head.
-        """
+        """Calibrate on remote clients."""
         self._scores = replace(self._scores, elsewhere=scores)
         self._sums_elsewhere = sums
 

@@ -100,13 +100,7 @@ def _checked(loader: Any) -> DataLoader[Any]:
 
 
 def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
-    """Return the sorted positions of the clients that this process handles.
-
-    Args:
-        trainer: whose processes.
-        owners: ids.
-        work: of each of them, in examples.
-    """
+    """Return the sorted positions of the clients that this process handles."""
     ranks = Ranks(trainer)
     if ranks.size == 1:
         return np.arange(len(owners))
@@ -138,11 +132,6 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
     """Show a bar inside this block, and give the function that moves it by one.
 
     It is part of a `RoundProgressBar`; a Trainer with another bar, or none, shows nothing.
-
-    Args:
-        trainer: whose bar.
-        what: the word beside it.
-        total: how often it moves.
     """
     own = trainer.progress_bar_callback
     if isinstance(own, RoundProgressBar):

@@ -27,12 +27,7 @@ _SEVERAL = {
 
 
 def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) -> None:
-    """Give a parser the commands of a network.
-
-    Args:
-        parser: of ``fl-lightning network``.
-        make: makes a parser.
-    """
+    """Give a parser the commands of a network."""
     commands = parser.add_subcommands(dest="action", required=True)
     for name, function in _COMMANDS.items():
         description = str(function.__doc__).splitlines()[0]
@@ -46,10 +41,6 @@ def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) ->
 
 def network(given: Any, *, options: Sequence[str]) -> None:
     """Run one of the commands.
-
-    Args:
-        given: its parsed options.
-        options: words of the command line that go to its fits.
 
     Raises:
         ConfigurationError: if an option is refused.
