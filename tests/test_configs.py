@@ -19,7 +19,7 @@ from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.cli.export import export
 from fl_lightning.experiments import Experiment
-from fl_lightning.experiments.plan import plan_runs
+from fl_lightning.experiments.experiment import plan_runs
 from fl_lightning.models import CausalLM
 from fl_lightning.sparsity import load_mask
 

@@ -27,8 +27,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Column, Table
 
 from fl_lightning.core.processes import tied
-from fl_lightning.experiments.experiment import FIRST
-from fl_lightning.experiments.plan import PlannedRun, run_loggers
+from fl_lightning.experiments.experiment import FIRST, PlannedRun, run_loggers
 from fl_lightning.reports.layout import duration, laid_out
 from fl_lightning.reports.screen import StatusLines
 

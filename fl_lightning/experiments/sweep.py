@@ -14,20 +14,20 @@ from optuna.trial import TrialState
 
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
-from fl_lightning.experiments.plan import Resolve
+from fl_lightning.experiments.experiment import Resolve
 from fl_lightning.experiments.space import Search
-from fl_lightning.experiments.study import open_study
-from fl_lightning.experiments.sweep_plan import Plan, plan_search
-from fl_lightning.experiments.sweep_results import (
+from fl_lightning.experiments.study import (
     cells,
     draw_importance,
     draw_trials,
     importances,
+    open_study,
     ranked,
     shown_values,
     trials_table,
     write_best,
 )
+from fl_lightning.experiments.sweep_plan import Plan, plan_search
 from fl_lightning.experiments.trial import Fit
 from fl_lightning.experiments.workers import DONE, Trials, TrialsFail, Workers, prepare_processes
 from fl_lightning.reports.layout import in_lines, width_of

@@ -12,8 +12,14 @@ from typing import Any, TypeAlias
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.experiment import Variant, read_seeds
-from fl_lightning.experiments.plan import PlannedRun, Resolve, as_text, resolved
+from fl_lightning.experiments.experiment import (
+    PlannedRun,
+    Resolve,
+    Variant,
+    as_text,
+    read_seeds,
+    resolved,
+)
 from fl_lightning.experiments.space import Parameter, Search
 
 Place: TypeAlias = tuple[str | int, ...]

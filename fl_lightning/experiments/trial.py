@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, Interrupted, RoundFailure
 from fl_lightning.core.processes import end_with_parent, sole_writer
-from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.experiments.experiment import PlannedRun
 from fl_lightning.experiments.runs import is_finished, last_words, prepare, state_of
 from fl_lightning.federation import begin_round, logged_in_round
 

@@ -27,12 +27,11 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.experiments.experiment import PlannedRun
 from fl_lightning.experiments.runs import Watch, is_finished, save_state
 from fl_lightning.experiments.space import Search
-from fl_lightning.experiments.study import ask
+from fl_lightning.experiments.study import ask, shown_values, told
 from fl_lightning.experiments.sweep_plan import Plan
-from fl_lightning.experiments.sweep_results import shown_values, told
 from fl_lightning.experiments.trial import Ended, Fit, train_run
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.screen import StatusLines
