@@ -52,7 +52,7 @@ CAPS = {
     "core": (2486, 15),
     "data": (7227, 35),
     "engines": (3825, 19),
-    "experiments": (2863, 12),
+    "experiments": (2864, 12),
     "federation": (12511, 62),
     "flower": (8989, 53),
     "kernels": (1544, 10),

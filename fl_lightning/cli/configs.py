@@ -28,7 +28,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Return their names, those of the folder itself first.
+    """Return the names of the configurations in the box, those without a subfolder first.
 
     Example:
         >>> names()[0], "algorithms/fedprox" in names()

@@ -101,7 +101,7 @@ class Complaint:
 
 
 def complaint(message: str) -> Complaint:
-    """Read the complaint in a parser's message: its deepest leaf, an option that was meant.
+    """Return the complaint in a parser's message: its deepest leaf, which names the option.
 
     Example:
         >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]

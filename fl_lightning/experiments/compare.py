@@ -1,7 +1,8 @@
 """The command ``fl-lightning compare``: plan, train, read, report.
 
-The report is one page over all variants and seeds, with charts, and a table for LaTeX. Over another metric than rounds, e.g. virtual time, the lines of seeds are not averaged: each has
-its own times. Lines and bars are means over seeds, bands and whiskers one standard deviation.
+The report is one page over all variants and seeds, with charts, and a table for LaTeX. Over another
+metric than rounds, e.g. virtual time, the lines of seeds are not averaged: each has its own times. Lines
+and bars are means over seeds, bands and whiskers one standard deviation.
 """
 
 from __future__ import annotations

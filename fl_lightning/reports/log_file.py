@@ -160,7 +160,7 @@ class RunLog(Callback):
         self._attach(self._early)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file, and write the model down."""
+        """Open the file, and write the model's layers."""
         self._open(trainer)
         if trainer.is_global_zero:
             self._write(logging.INFO, f"layers\n{_layers(pl_module)}")
@@ -194,7 +194,7 @@ class RunLog(Callback):
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
-        """Write into the run's file, behind what it holds; in the first process from the start on."""
+        """Open the run's file at its end; the first process writes there what was logged before."""
         folder = folder_of(trainer)  # which processes agree on: all must ask
         if folder is None or self._handler is not None:
             return

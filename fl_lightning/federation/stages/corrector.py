@@ -149,7 +149,7 @@ class Corrector(Correcting, SpansNetwork):
             self._step.term = self._step.contrast = None
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Learn from a client's round; one whose optimizer took no step has shown nothing."""
+        """Update the correction's memory after a client's round; not if its optimizer took no step."""
         num_steps = _optimizer_steps(update)
         if not (self.correction.remembers and _any(num_steps)):
             return lambda: None
