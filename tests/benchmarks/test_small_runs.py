@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks import calibration, codec, gpu
 from benchmarks.search import results, retrained
 from benchmarks.sparse_step import RUN, bytes_of_state, clustered_mask, compare
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 
 def test_the_table(monkeypatch, capsys):

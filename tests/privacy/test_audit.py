@@ -26,7 +26,7 @@ from benchmarks.audits.one_run_audit import (
 )
 from fl_lightning import AllClients, CentralDP
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.mechanism import AccountedRun
 
 
 def scores(sigma, seed, shift):

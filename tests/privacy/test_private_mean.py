@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from fl_lightning import ConfigurationError, Mean
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.central import CentralDP
-from fl_lightning.privacy.private_mean import AdaptiveClip, PrivateMean, update_noise_multiplier
-from fl_lightning.updates.clip import clipped
+from fl_lightning.privacy.private_mean import (
+    AdaptiveClip,
+    PrivateMean,
+    clipped,
+    update_noise_multiplier,
+)
 
 vectors = st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3).map(torch.tensor)
 norms = st.floats(1e-3, 1e4)

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.data import Cohort
 from fl_lightning.federation.clients import choice
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
@@ -39,7 +40,7 @@ def params(rows):
     return [pytest.param(n, marks=[pytest.mark.slow] * r.is_slow) for n, r in rows.items()]
 
 
-class Reversed:
+class Reversed(Cohort):
     """All clients, the last one first."""
 
     def expected_size(self, num_clients):
