@@ -150,7 +150,6 @@ def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
 
 
 def _path(way: Way, values: Mapping[Way, str]) -> str:
-    """Return the option's path in the YAML."""
     path = ""
     for depth, (_, key, class_path) in enumerate(way):
         if key is not None:
@@ -291,7 +290,6 @@ def _allowed(reasons: Sequence[str]) -> list[str]:
 
 
 def _shown(value: str | None) -> str:
-    """Return the end of a sentence that shows a value."""
     if value is None:
         return ""
     value = value.partition(". Got value: ")[0]  # of the factory around it
@@ -311,7 +309,6 @@ def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
 
 
 def _options_of(class_path: str) -> list[str]:
-    """Return the names of a class's options; none if there is no such class."""
     try:
         parameters = inspect.signature(imported(class_path)).parameters.values()
     except (ValueError, TypeError):

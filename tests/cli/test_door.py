@@ -228,8 +228,7 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
     [
         (
             {"model": {"class_path": "ImageClasifier", "init_args": {"num_classes": 10}}},
-            "A class needs its whole path here, my_module.ImageClasifier. Did you mean "
-            "fl_lightning.ImageClassifier?",
+            "whole path here, my_module.ImageClasifier. Did you mean fl_lightning.ImageClassifier?",
         ),
         (
             {

@@ -304,7 +304,6 @@ def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequ
 
 
 def _told(score: Objective, budget: int) -> Objective:
-    """Say how far the search is."""
     done = 0
 
     def scored(architecture: Architecture) -> float:
