@@ -19,7 +19,7 @@ from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.cli.export import export
 from fl_lightning.experiments import Experiment
-from fl_lightning.experiments.plan import plan_runs
+from fl_lightning.experiments.experiment import plan_runs
 from fl_lightning.models import CausalLM
 from fl_lightning.sparsity import load_mask
 
@@ -158,7 +158,7 @@ def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
         assert not torch.equal(CausalLM(network).eval()({"input_ids": tokens}), logits)
     words = ["--ckpt_path", str(last), "--adapter", "adapter"]
     with pytest.raises(ConfigurationError, match="adapter exists"):
-        export(words, parser=parser_of("export"))
+        export(parser_of("export").parse_args(words))
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover

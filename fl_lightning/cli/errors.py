@@ -216,9 +216,6 @@ class Parser(LightningArgumentParser):
 def explain(error: BaseException) -> str | None:
     """Return a sentence for a mistake in the settings, None for any other error.
 
-    Args:
-        error: what ended the command.
-
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
         'fraction must be in (0, 1], got 1.5'

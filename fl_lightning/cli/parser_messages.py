@@ -103,7 +103,7 @@ class Complaint:
 
 
 def complaint(message: str) -> Complaint:
-    """Read the complaint in a parser's message: its deepest leaf, an option that was meant.
+    """Return the complaint in a parser's message: its deepest leaf, which names the option.
 
     Example:
         >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]
@@ -174,10 +174,6 @@ def _index(given: str | None, class_path: str | None) -> str:
 
 def sentence(message: str, options: Sequence[str] = ()) -> str:
     r"""Return a parser's message as one sentence.
-
-    Args:
-        message: as the parser says it.
-        options: names of all options, to suggest one.
 
     Example:
         >>> sentence("Parser key \"num_threads\": Expected a <class 'int'>. Got value: many")
