@@ -259,7 +259,6 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
 
 
 def _told(score: Objective, budget: int) -> Objective:
-    """Say how far the search is."""
     done = 0
 
     def scored(architecture: Architecture) -> float:
