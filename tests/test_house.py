@@ -53,7 +53,7 @@ CAPS = {
     "data": (6919, 34),
     "engines": (3825, 19),
     "experiments": (3111, 15),
-    "federation": (11938, 61),
+    "federation": (11939, 61),
     "flower": (8987, 53),
     "kernels": (1544, 10),
     "models": (1546, 9),
