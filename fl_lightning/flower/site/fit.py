@@ -165,9 +165,8 @@ class AtSite(Callback):
         """Answer with the metrics of clients' own examples."""
         self._memory.begin(order)
         self._rounds.hold(order)
-        run, options = self._rounds.run, self._options
-        fitted = run.local.own.names, run.memory.clients
-        models = recalled_models(trainer, options.personal, options.seed, fitted, {})
+        own = self._rounds.run.local.own.names, self._rounds.run.memory.clients
+        models = recalled_models(trainer, self._options.personal, self._options.seed, own, {})
         self._desk.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
