@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,10 +13,6 @@ from torch import Tensor
 
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
-
-# Adds up vectors that are at the clients' sites: maps a protocol's session, and the clients in the
-# order of their numbers in it, to the result of the sum.
-SumsAtSites = Callable[[Any, Sequence[int]], Any]
 
 # fewer updates would be visible in their sum: such a round is dropped
 FEWEST_CLIENTS = 2
@@ -35,19 +33,44 @@ class Terms:
     num_processes: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProtectionCost:
-    """Cost of hiding the updates of a round.
+    """Cost of hiding the updates of a round, added up while it runs.
 
     Attributes:
         bytes_up: bytes that each client of the cohort uploads, by client id.
         bytes_down: bytes that each client downloads besides the model, by client id.
-        seconds: CPU time of all clients together by purpose, e.g. ``client_seconds``.
+        seconds: CPU time by purpose: ``client_seconds`` of all clients together, ``server_seconds``.
     """
 
-    bytes_up: Mapping[int, int] = field(default_factory=dict)
-    bytes_down: Mapping[int, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_up: Counter[int] = field(default_factory=Counter)
+    bytes_down: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_seconds(self, purpose: str, since: float) -> None:
+        """Add the CPU seconds of this process since then, see `time.process_time`."""
+        taken = time.process_time() - since
+        self.seconds[purpose] = self.seconds.get(purpose, 0.0) + taken
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenSum:
+    """How a sum of hidden vectors ended.
+
+    Attributes:
+        total: the sum over the survivors, shape (k,): integers of a ring, or float64.
+        survivors: those whose vectors are in it.
+        cost: bytes and seconds.
+    """
+
+    total: Any
+    survivors: frozenset[int]
+    cost: ProtectionCost
+
+
+# Adds up vectors that are at the clients' sites, given what all agreed on and the clients in the order
+# of their places
+SumsAtSites = Callable[[Any, Sequence[int]], HiddenSum]
 
 
 class Protected(Protocol):
