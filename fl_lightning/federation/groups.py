@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import shares
 
@@ -56,17 +56,12 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every cohort a process trains.
+    """Which part of every cohort a process trains."""
 
-    Attributes:
-        work: of every client of the population, e.g. local batches; shape (num_clients,).
-        rank: of this process, in [0, num_ranks).
-        num_ranks: number of processes.
-    """
-
+    # of every client of the population, e.g. local batches; shape (num_clients,)
     work: npt.NDArray[np.int64]
-    rank: int
-    num_ranks: int
+    rank: int  # of this process, in [0, num_ranks)
+    num_ranks: int  # number of processes
 
 
 class RoundGroups:
@@ -94,6 +89,7 @@ class RoundGroups:
         num_clients: in a round, as many as are expected.
         population: the clients to draw from, of whom more becomes known from round to round.
         seed: root seed of the draws.
+        fewest: as given.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -110,7 +106,7 @@ class RoundGroups:
 
     def __init__(
         self,
-        sampler: CohortSampler,
+        sampler: Cohort,
         population: Population,
         seed: int,
         *,
@@ -120,7 +116,7 @@ class RoundGroups:
         limit: float = 1.0,
         fewest: int = 1,
     ) -> None:
-        self._fewest = fewest
+        self.fewest = fewest
         self._sampler = sampler
         self.population = population
         self.seed = seed
@@ -163,13 +159,13 @@ class RoundGroups:
 
     def num_left_out(self, round_index: int) -> int:
         """Return how many clients were drawn for a round that takes none, because they are few."""
-        drawn = len(self._drawn(round_index)) if self._fewest > 1 else 0
-        return drawn if drawn < self._fewest else 0
+        drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
+        return drawn if drawn < self.fewest else 0
 
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
         ids = self._drawn(round_index)
-        if len(ids) < self._fewest:
+        if len(ids) < self.fewest:
             ids = ids[:0]
         if self._share is not None:
             work = self._share.work[ids]
@@ -206,11 +202,7 @@ class RoundGroups:
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Refuse what is no cohort: somebody who is in it twice would count twice.
-
-    Raises:
-        ConfigurationError: with what the sampler has returned.
-    """
+    """Refuse what is no cohort: somebody who is in it twice would count twice."""
     if not len(ids):
         return
     is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)

@@ -11,78 +11,51 @@ Skellam noise, Poisson(μ/2) - Poisson(μ/2), is an integer of variance μ; a su
 Skellam noise of variance Σμ, exactly. It is drawn by inverting its distribution function on uniform
 bits, so that these may come from a cryptographically secure generator. Differs: a table instead of
 rejection, with probabilities exact to 2⁻¹²⁷; it ends where the tails have less.
+
+Local differential privacy: every client adds noise before it sends, and trusts nobody.
+
+    client: clip_S(Δ_k) + N(0, (z S)² I)        server: their sum over qN
+
+Clients send multiples of a step, see `Grid`. Updates from a client's data and from any other data
+differ by 2 S at most. The server sees which clients are sampled, so there is no amplification by
+sampling: a client's ε grows with each round in which it is sampled.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import final
 
 import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers, Words
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
-from fl_lightning.privacy.accounting.accountant import noise_for_budget
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw, Integers, Words
+from fl_lightning.data.cohorts.cohort import Cohort
+from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget, noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import (
-    ClientPrivacy,
-    Mechanism,
-    MechanismDefaults,
-    check_options,
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Participation, Privacy
+from fl_lightning.privacy.noise.grid import (
+    CHECKED_TO,
+    GRID_COST,
+    from_integers,
+    noisy,
+    norm_bound,
+    to_integers,
 )
-from fl_lightning.privacy.noise.grid import CHECKED_TO, from_integers, norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import AccountedRun, Participation
 
 # Smallest standard deviation of a share's noise, in steps, and smallest radius of the ball, in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
 
 
-@dataclass(frozen=True)
-class IntegerCode:
-    """Encoding of clipped updates as noisy integers.
-
-    Attributes:
-        radius: clip norm in steps, R.
-        share_variance: variance of each client's noise, in steps².
-    """
-
-    radius: float
-    share_variance: float
-
-    def encode(self, delta: Tensor, clip_norm: float, draw: Draw) -> Integers:
-        """Round a client's update and add its share of the noise, int64 of shape (k,).
-
-        Args:
-            delta: update of norm ≤ ``clip_norm``, shape (k,).
-            clip_norm: S.
-            draw: source of random words.
-        """
-        noise = skellam_noise(self.share_variance, len(delta), draw)
-        return to_integers(delta, clip_norm, clip_norm / self.radius, draw) + noise
-
-    def decode(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Convert a sum of integers into floating point, with the dtype of ``like``."""
-        return from_integers(numbers, clip_norm / self.radius, like)
-
-    def num_bits(self, num_clients: int) -> int:
-        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
-
-        Every coordinate and every share of the noise is bounded, so that there is no exception.
-        """
-        one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
-        return (2 * num_clients * one).bit_length()
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
-class DistributedDP(ClientPrivacy):
+class DistributedDP(Privacy):
     """Protects each client from everybody, as long as the server sees only the sum of updates.
 
     Neighbours differ in the data of one client, replaced by any other. The server knows which clients
@@ -105,25 +78,16 @@ class DistributedDP(ClientPrivacy):
 
     clients_add_noise = is_for_sums = True
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
     min_shares: int | None = None
-    secure_noise: bool = True
-    log_unprotected: bool = False
 
     def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
-        if self.min_shares is not None and self.min_shares < 1:
-            raise ConfigurationError(
-                f"federation.privacy: min_shares must be at least 1, got {self.min_shares}"
-            )
+        super().__post_init__()
+        check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
         super().check_cohort(cohort)
-        if not as_cohort(cohort).has_fixed_size and self.min_shares is None:
+        if not cohort.has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
                 f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
                 "that clients add: set min_shares to the smallest number of replies to release"
@@ -135,7 +99,6 @@ class DistributedDP(ClientPrivacy):
         """Return the clients' mechanism."""
         turns = run.participation()
         shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
 
         def made(noise_multiplier: float) -> DistributedSkellam:
             return DistributedSkellam(
@@ -151,14 +114,11 @@ class DistributedDP(ClientPrivacy):
         def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
             return made(noise_multiplier).epsilon(run.planned_rounds)
 
-        if noise is None:
-            assert self.epsilon is not None
-            noise = noise_for_budget(epsilon_of, self.epsilon)
-        return made(noise)
+        return made(self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of)))
 
 
 @dataclass
-class DistributedSkellam(MechanismDefaults):
+class DistributedSkellam(Mechanism):
     """Shares of Skellam noise; see `Mechanism`."""
 
     source: NoiseSource
@@ -175,13 +135,18 @@ class DistributedSkellam(MechanismDefaults):
         return self
 
     @property
-    def code(self) -> IntegerCode:
-        """The encoding, with steps that are small against a share's noise and against k roundings."""
-        shares, noise = self.fewest_replies, self.noise_multiplier
+    def radius(self) -> float:
+        """Clip norm in steps, which are small against a share's noise and against k roundings."""
         radius = _RADIUS * math.sqrt(self.size)
-        if noise > 0:
-            radius = max(radius, _FINENESS * math.sqrt(shares) / noise)
-        return IntegerCode(radius, (noise * radius) ** 2 / shares)
+        if self.noise_multiplier > 0:
+            fine = _FINENESS * math.sqrt(self.fewest_replies) / self.noise_multiplier
+            radius = max(radius, fine)
+        return radius
+
+    @property
+    def share_variance(self) -> float:
+        """Variance of each client's noise, in steps²."""
+        return (self.noise_multiplier * self.radius) ** 2 / self.fewest_replies
 
     @property
     def noise_per_round(self) -> float:
@@ -189,7 +154,7 @@ class DistributedSkellam(MechanismDefaults):
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
-        bits = self.code.num_bits(math.ceil(self.expected))
+        bits = self.num_bits(math.ceil(self.expected))
         return (
             "unit: client, its data replaced by any other, towards a server that sees sums of "
             f"{self.fewest_replies} clients or more ({bits} bits a number); "
@@ -203,8 +168,8 @@ class DistributedSkellam(MechanismDefaults):
     @property
     def release_cost(self) -> ReleaseCost:
         """Sensitivity and noise of one update of a client, in steps."""
-        code, shares = self.code, self.fewest_replies
-        return ReleaseCost(2 * code.radius * self.rounding, code.share_variance * shares, self.size)
+        variance = self.share_variance * self.fewest_replies
+        return ReleaseCost(2 * self.radius * self.rounding, variance, self.size)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the function that rounds a client's update and adds its share of the noise."""
@@ -218,27 +183,33 @@ class DistributedSkellam(MechanismDefaults):
         return release
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b such that no sum over ``num_clients`` wraps around modulo 2^b."""
-        return self.code.num_bits(num_clients)
+        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
+
+        Every coordinate and every share of the noise is bounded, so that there is no exception.
+        """
+        one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
+        return (2 * num_clients * one).bit_length()
 
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
         """Return a client's clipped update as integers with its share of the noise."""
-        return self.code.encode(delta, clip_norm, self.source.stream(round_index, client))
+        draw = self.source.stream(round_index, client)
+        noise = skellam_noise(self.share_variance, len(delta), draw)
+        return to_integers(delta, clip_norm, self.step(clip_norm), draw) + noise
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
         """Convert a sum of integers into floating point, with the dtype of ``like``."""
-        return self.code.decode(numbers, clip_norm, like)
+        return from_integers(numbers, self.step(clip_norm), like)
 
     @property
     def rounding(self) -> float:
         """Factor by which rounding raises the sensitivity."""
-        return norm_bound(self.code.radius, 1.0, self.size) * CHECKED_TO**2 / self.code.radius
+        return norm_bound(self.radius, 1.0, self.size) * CHECKED_TO**2 / self.radius
 
     @override
     def step(self, clip_norm: float) -> float:
-        return clip_norm / self.code.radius
+        return clip_norm / self.radius
 
 
 # with more, a table would have many millions of entries
@@ -334,3 +305,92 @@ def _bessel(variance: float) -> list[int]:
         above, mass = mass, above + 2 * i * denominator * mass // numerator
     masses.append(mass)
     return masses[::-1]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalDP(Privacy):
+    """Protects each client's data from everybody, including the server.
+
+    The noise of m clients adds up to √m times the noise that `CentralDP` needs for the same ε: use it
+    with many clients, and small models or masks.
+
+    Args:
+        clip_norm: largest L2 norm S of an update, > 0.
+        noise_multiplier: standard deviation z of each client's noise, in clip norms, ≥ 0.
+        epsilon: the budget of the client that is sampled most often, see `CentralDP`.
+        delta: see `CentralDP`.
+        secure_noise: see `CentralDP`.
+        log_unprotected: log values that clients send without noise: metrics and norms.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> from fl_lightning.data.cohorts.cohort import AllClients
+        >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+        >>> privacy = LocalDP(clip_norm=1.0, noise_multiplier=10.0)
+        >>> run = AccountedRun(AllClients(), num_clients=100, num_rounds=25, seed=0)
+        >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=25), 6)
+        4.377178
+    """
+
+    clients_add_noise = True
+
+    def mechanism(
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the clients' mechanism."""
+        turns = run.participation()
+        share = 0.5 / (GRID_COST * math.sqrt(turns.most[-1]))
+        noise = self.noise(
+            noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
+        )
+        expected, size = run.expected_cohort, run.num_coordinates
+        return LocalGaussian(source, turns, self.delta, noise, expected, size)
+
+
+@dataclass
+class LocalGaussian(Mechanism):
+    """Independent Gaussian noise on every update; see `Mechanism`."""
+
+    source: NoiseSource
+    turns: Participation
+    delta: float
+    noise_multiplier: float
+    expected: float
+    num_coordinates: int = 1
+
+    @property
+    def noise_per_round(self) -> float:
+        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
+        return self.noise_multiplier * math.sqrt(self.expected)
+
+    def __str__(self) -> str:
+        return (
+            "unit: all updates of a client, its data replaced by any other, also towards the "
+            f"server; {self.turns.most[-1]} turns in {len(self.turns.most) - 1} rounds"
+        )
+
+    @property
+    def release_cost(self) -> ReleaseCost:
+        """Sensitivity and noise of one update of a client, in clip norms."""
+        return ReleaseCost(2 * GRID_COST, self.noise_multiplier**2)
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return the largest ε of a client after ``rounds`` rounds."""
+        return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return the function that adds a client's noise."""
+        if self.noise_multiplier == 0:
+            return None
+
+        def release(delta: Tensor, client: int) -> Tensor:
+            draw, stddev = (
+                self.source.stream(round_index, client),
+                self.noise_multiplier * clip_norm,
+            )
+            return noisy(delta, clip_norm, stddev, draw)
+
+        return release

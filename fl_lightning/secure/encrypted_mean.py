@@ -40,8 +40,8 @@ from fl_lightning.secure.encryption.encrypted_update import (
     most_sensitive,
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierSum
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.secure.simulation import add_seconds
+from fl_lightning.server.aggregator import Aggregator, check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
 _MOVED = "moved"
@@ -271,10 +271,10 @@ class EncryptedMean(Aggregator):
         except ValueError as error:
             self._forget_contexts()
             raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
-        self._cost.add_seconds("client_seconds", began)
+        add_seconds(self._cost, "client_seconds", began)
         began = time.process_time()
         self._total = self._round.plus(self._total, sent, counted)
-        self._cost.add_seconds("server_seconds", began)
+        add_seconds(self._cost, "server_seconds", began)
         self._cost.bytes_up[update.client_id] = sent.num_bytes
 
     @property
@@ -327,7 +327,7 @@ class EncryptedMean(Aggregator):
         assert self._total is not None
         began = time.process_time()
         mean = self._round.mean(self._total, sum(self._counted.values()))
-        self._cost.add_seconds("client_seconds", began)
+        add_seconds(self._cost, "client_seconds", began)
         # the first client of the round gets the sum and sends back float32
         first = next(iter(self._counted))
         self._cost.bytes_up[first] += 4 * len(mean)

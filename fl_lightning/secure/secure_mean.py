@@ -22,7 +22,7 @@ from fl_lightning.secure.protocol.session import SparseGraph, new_run_id
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import HiddenIntegers, SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
-from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.aggregator import check_whole
 from fl_lightning.server.protected import NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.sparsifiers import RandomK

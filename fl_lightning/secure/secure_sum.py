@@ -30,9 +30,9 @@ from fl_lightning.secure.protocol.session import (
     new_run_id,
 )
 from fl_lightning.secure.ring import Ring, RingIntegers
-from fl_lightning.secure.simulation import shortcut, simulate
+from fl_lightning.secure.simulation import HiddenSum, shortcut, simulate
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
-from fl_lightning.server.protected import HiddenSum, ProtectionCost, SumsAtSites, Terms
+from fl_lightning.server.protected import ProtectionCost, SumsAtSites, Terms
 
 # bytes of a vector from which signatures cost less than 20 % of all CPU seconds: best times differ by
 # 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB by 8, -4, 24 and 18 % with 5 to 50

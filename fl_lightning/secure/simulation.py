@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +45,16 @@ from fl_lightning.secure.protocol.session import (
     neighbours,
 )
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.server.protected import HiddenSum, ProtectionCost
+from fl_lightning.server.protected import ProtectionCost
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenSum:
+    """How a sum of hidden vectors ended."""
+
+    total: Any  # the sum over the survivors, shape (k,): integers of a ring, or float64
+    survivors: frozenset[int]  # those whose vectors are in it
+    cost: ProtectionCost
 
 
 def simulate(
@@ -94,14 +105,14 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
             except RefusedError:  # with too few neighbours left; others hear nothing of it
                 first_silent[place] = stage
                 continue
-            cost.add_seconds("client_seconds", began)
+            add_seconds(cost, "client_seconds", began)
             began = time.process_time()
             server.receive(answer)
-            cost.add_seconds("server_seconds", began)
+            add_seconds(cost, "server_seconds", began)
             cost.bytes_up[place] += len(answer)
         began = time.process_time()
         incoming = server.close_stage()
-        cost.add_seconds("server_seconds", began)
+        add_seconds(cost, "server_seconds", began)
     return HiddenSum(server.total, server.survivors, cost)
 
 
@@ -109,6 +120,11 @@ def no_cost(clients: Iterable[int]) -> ProtectionCost:
     """Return the cost of a sum that begins, in which clients are named that send nothing, too."""
     nothing = dict.fromkeys(clients, 0)
     return ProtectionCost(Counter(nothing), Counter(nothing))
+
+
+def add_seconds(cost: ProtectionCost, purpose: str, since: float) -> None:
+    """Add the CPU seconds of this process since then, see `time.process_time`."""
+    cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - since
 
 
 def checked_dropouts(

@@ -32,7 +32,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 
 _OF_ADAPTERS = Traits(
     needs={
@@ -50,19 +50,12 @@ _OF_ADAPTERS = Traits(
 
 @dataclass(frozen=True)
 class Pair:
-    """The two factors of one adapter in a vector of parameters.
+    """The two factors of one adapter in a vector of parameters."""
 
-    Attributes:
-        a: place of A, of shape (rank, columns).
-        b: place of B, of shape (rows, rank).
-        rank: r, the largest of all clients.
-        scale: s.
-    """
-
-    a: slice
-    b: slice
-    rank: int
-    scale: float = 1.0
+    a: slice  # place of A, of shape (rank, columns)
+    b: slice  # place of B, of shape (rows, rank)
+    rank: int  # r, the largest of all clients
+    scale: float = 1.0  # s
 
     def factors(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return A, shape (n, r, in), and B, shape (n, out, r), of vectors of shape (n, k)."""

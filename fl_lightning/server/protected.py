@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,66 +10,34 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Integers
 
+# Adds up vectors that are at the clients' sites, given what all agreed on and the clients in order
+SumsAtSites = Callable[[Any, Sequence[int]], Any]
 # fewer updates would be visible in their sum: such a round is dropped
 FEWEST_CLIENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about the run that are known before its first round.
+    """Facts about the run that are known before its first round."""
 
-    Attributes:
-        most_clients: size of the largest possible cohort.
-        seed: seed of the run.
-        num_processes: number of processes that train the clients.
-    """
-
-    most_clients: int
-    seed: int = 0
-    num_processes: int = 1
+    most_clients: int  # size of the largest possible cohort
+    seed: int = 0  # seed of the run
+    num_processes: int = 1  # number of processes that train the clients
 
 
 @dataclass
 class ProtectionCost:
-    """Cost of hiding the updates of a round, added up while it runs.
+    """Cost of hiding the updates of a round, added up while it runs."""
 
-    Attributes:
-        bytes_up: bytes that each client of the cohort uploads, by client id.
-        bytes_down: bytes that each client downloads besides the model, by client id.
-        seconds: CPU time by purpose: ``client_seconds`` of all clients together, ``server_seconds``.
-    """
-
+    # bytes that each client of the cohort uploads, by client id
     bytes_up: Counter[int] = field(default_factory=Counter)
+    # bytes that each client downloads besides the model, by client id
     bytes_down: Counter[int] = field(default_factory=Counter)
+    # CPU time by purpose: ``client_seconds`` of all clients together, ``server_seconds``
     seconds: dict[str, float] = field(default_factory=dict)
-
-    def add_seconds(self, purpose: str, since: float) -> None:
-        """Add the CPU seconds of this process since then, see `time.process_time`."""
-        taken = time.process_time() - since
-        self.seconds[purpose] = self.seconds.get(purpose, 0.0) + taken
-
-
-@dataclass(frozen=True, eq=False)
-class HiddenSum:
-    """How a sum of hidden vectors ended.
-
-    Attributes:
-        total: the sum over the survivors, shape (k,): integers of a ring, or float64.
-        survivors: those whose vectors are in it.
-        cost: bytes and seconds.
-    """
-
-    total: Any
-    survivors: frozenset[int]
-    cost: ProtectionCost
-
-
-# Adds up vectors that are at the clients' sites, given what all agreed on and the clients in the order
-# of their places
-SumsAtSites = Callable[[Any, Sequence[int]], HiddenSum]
 
 
 class Protected(Protocol):

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers
 
 Bytes = NDArray[np.uint8]
 CHUNK = 1 << 17  # codes at a time, so that what happens between the steps stays in the cache
@@ -122,17 +122,11 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 @dataclass(frozen=True)
 class RiceCode:
-    """How some indices are written.
+    """How some indices are written."""
 
-    Attributes:
-        num_low_bits: r, bits of a remainder.
-        unary_size: bytes of the quotients.
-        low_size: bytes of the remainders.
-    """
-
-    num_low_bits: int
-    unary_size: int
-    low_size: int
+    num_low_bits: int  # r, bits of a remainder
+    unary_size: int  # bytes of the quotients
+    low_size: int  # bytes of the remainders
 
     @property
     def size(self) -> int:

@@ -28,17 +28,14 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
+    ErrorFeedback,
     Shapes,
     Transform,
     UpdateStep,
-    UpdateTransform,
-    as_step,
-    as_transform,
 )
 
 OF_DOWNLOAD = Traits(
@@ -53,26 +50,19 @@ OF_DOWNLOAD = Traits(
 )
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
-Step = UpdateTransform | ErrorFeedback
+Step = Transform | ErrorFeedback
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Update as it arrives at the server, with its costs.
+    """Update as it arrives at the server, with its costs."""
 
-    Attributes:
-        update: as the server has it.
-        num_bytes: length of its message.
-        error: ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0.
-        memory: what the client keeps for its next round, shape (k,); None without error feedback.
-        payload: what the delta travels as; None for the delta itself.
-    """
-
-    update: ClientUpdate
-    num_bytes: int
-    error: Tensor
+    update: ClientUpdate  # as the server has it
+    num_bytes: int  # length of its message
+    error: Tensor  # ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0
+    # what the client keeps for its next round, shape (k,); None without error feedback
     memory: Tensor | None = None
-    payload: Payload | None = None
+    payload: Payload | None = None  # what the delta travels as; None for the delta itself
 
 
 class UpdatePath:
@@ -101,25 +91,20 @@ class UpdatePath:
     """
 
     def __init__(self, steps: Sequence[Step], seed: int) -> None:
-        asked = [as_step(step) for step in steps]
-        feedbacks = [step for step in asked if isinstance(step, ErrorFeedback)]
-        if feedbacks and asked[-1] is not feedbacks[0]:
+        feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
+        if feedbacks and steps[-1] is not feedbacks[0]:
             raise ConfigurationError(
                 "federation.updates: ErrorFeedback must come last, and once: what follows it would "
                 "lose what it cannot remember. Put those transforms inside it"
             )
-        self._before = Chain(
-            tuple(
-                part for step in asked if not isinstance(step, ErrorFeedback) for part in step.parts
-            )
-        )
+        self._before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
         self._feedback = feedbacks[0] if feedbacks else None
         self._unplaced = self._before, self._feedback
         self._seed = seed
         self.is_empty = not steps
         self.has_memory = bool(feedbacks)
-        self.needs_shapes = any(step.needs_shapes for step in asked)
-        _check_order(asked)
+        self.needs_shapes = any(step.needs_shapes for step in steps)
+        _check_order(steps)
 
     def place(self, shapes: Shapes) -> None:
         """Learn which tensors make the vectors that are sent from here on.
@@ -234,17 +219,11 @@ def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
 
 
 class SentModel(NamedTuple):
-    """Model as the clients of a round receive it.
+    """Model as the clients of a round receive it."""
 
-    Attributes:
-        params: of the global model as they have it, shape (k,).
-        num_bytes: length of the message to one of them.
-        payload: what they travel as; None for the params themselves.
-    """
-
-    params: Tensor
-    num_bytes: int
-    payload: Payload | None = None
+    params: Tensor  # of the global model as they have it, shape (k,)
+    num_bytes: int  # length of the message to one of them
+    payload: Payload | None = None  # what they travel as; None for the params themselves
 
 
 class Broadcast:
@@ -264,11 +243,11 @@ class Broadcast:
         tensor([0., 0., 1.])
     """
 
-    def __init__(self, steps: Sequence[UpdateTransform], seed: int) -> None:
+    def __init__(self, steps: Sequence[Transform], seed: int) -> None:
         self._chain = self._unplaced = Chain(tuple(steps))
         self._seed = seed
         for step in steps:
-            _refuse_what_leaves_out(as_transform(step))
+            _refuse_what_leaves_out(step)
         self._last: tuple[int, Tensor, SentModel] | None = None
 
     def place(self, shapes: Shapes) -> None:

@@ -25,8 +25,8 @@ from fl_lightning.server.attacks import (
 )
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.median import Median
 from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
+from fl_lightning.server.robust.rule import Median
 
 ATTACKERS = [1, 4]
 HONEST = [0, 2, 3, 5, 6]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates, check_finite
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
 from fl_lightning.engines.slots.stacked_step import StackedStep
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.compiler.compiling import HasChanged
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import Tensors

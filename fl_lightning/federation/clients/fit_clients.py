@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import kept_apart, metrics_of
+from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.choice import EngineChooser
@@ -133,7 +133,7 @@ class FitClients:
             return
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
-                self.engine.choose(model, self.work_of(group), lambda w: self._try_one(model, w))
+                self.engine.choose(model, self.work_of(group), self._try_one)
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:
             self.engine.load_state_dict(choice)

@@ -35,8 +35,8 @@ from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
-from fl_lightning.secure.simulation import no_cost
-from fl_lightning.server.protected import FEWEST_CLIENTS, HiddenSum, ProtectionCost
+from fl_lightning.secure.simulation import HiddenSum, add_seconds, no_cost
+from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
 _NOTHING = "it said nothing"
 # a site is asked for as many ciphertexts at once as fit into an answer of this size, and for one at least
@@ -139,12 +139,12 @@ class SumOverSites:
                         server.receive(bytes_of(heard.said[FROM_CLIENT]), sender=place)
                 except ValueError as error:  # no message, or not signed by the client
                     reasons[place] = str(error)
-                cost.add_seconds("server_seconds", began)
+                add_seconds(cost, "server_seconds", began)
             for place in sorted(server.awaited):
                 self._note_silent(clients[place], stage, reasons.get(place, _NOTHING))
             began = time.process_time()
             incoming = server.close_stage()
-            cost.add_seconds("server_seconds", began)
+            add_seconds(cost, "server_seconds", began)
         return HiddenSum(server.total, frozenset(clients[p] for p in server.survivors), cost)
 
     def _orders(
@@ -239,7 +239,7 @@ class EncryptedOverSites:
                     self._sites.lost(heard.client, told)
                 else:
                     senders.append(sender)
-                cost.add_seconds("server_seconds", began)
+                add_seconds(cost, "server_seconds", began)
         return total, tuple(senders)
 
     def _waves(self, agreed: EncryptedAgreed, layout: CKKSLayout) -> Iterator[dict[str, Order]]:

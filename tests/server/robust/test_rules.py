@@ -21,14 +21,13 @@ from fl_lightning.server.robust.krum import (
     krum_choices,
     mean_around_median,
 )
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
 from fl_lightning.server.robust.reweighted import (
     CentredClipping,
     FLTrust,
     GeometricMedian,
     NormBounding,
 )
+from fl_lightning.server.robust.rule import Bucketing, Median, NearestNeighbourMixing, TrimmedMean
 
 RULES = [
     Median(),
