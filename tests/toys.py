@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.data import Cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 
@@ -106,6 +108,31 @@ class LoaderData(LightningDataModule):
 
     def train_dataloader(self):
         return self.loader
+
+
+class Ordered(Cohort):
+    """All clients, those with the highest ids first where ``order`` is -1."""
+
+    def __init__(self, order=1):
+        self.order = order
+
+    def expected_size(self, num_clients):
+        return num_clients
+
+    def sample(self, round_index, population, seed):
+        return np.arange(population.num_clients)[:: self.order]
+
+
+class Given:
+    """A partition that is given."""
+
+    uses_labels = False
+
+    def __init__(self, shards):
+        self.shards = shards
+
+    def assign(self, labels, num_clients, seed):
+        return [np.array(shard) for shard in self.shards]
 
 
 def reversed_labels(dataset):

@@ -243,7 +243,7 @@ class HiddenIntegers(Aggregator):
 
     @property
     def over_sites(self) -> Self | None:
-        """Itself, where it runs the protocol."""
+        """The aggregator that sites run the protocol of; None if the protocol is only simulated."""
         return self if self._secure_sum.protocol == "run" else None
 
     @property

@@ -1,7 +1,6 @@
 """DP-SGD inside the clients of a run: off is plain, noise is what is accounted, nothing twice."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from lightning.pytorch import seed_everything
 from test_masks import Masked
 from torch.utils.data import DataLoader, WeightedRandomSampler
-from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -263,17 +262,6 @@ class Looking(ToyModule):
 def test_what_mixes_examples_is_refused_before_training(module, trainer, reason):
     with pytest.raises(ConfigurationError, match=reason):
         run(module=module, trainer=trainer, privacy=private())
-
-
-@dataclass
-class Given:
-    """Shards as they are given."""
-
-    shards: list
-    uses_labels = False
-
-    def assign(self, column, num_clients, seed):
-        return [np.array(shard) for shard in self.shards]
 
 
 @pytest.mark.parametrize("shards", [[[0, 1, 1], [2]], [[0, 1, 2], [2, 3]]])
