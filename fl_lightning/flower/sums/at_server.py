@@ -45,7 +45,7 @@ MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Heard:
-    """What a client has said to an order of a sum.
+    """A client's part of an answer to an order of a sum.
 
     Attributes:
         client: which.
