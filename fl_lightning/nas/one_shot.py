@@ -38,7 +38,7 @@ from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 
 class OneShot(SharedWeights):
-    """Trains a network of all sizes: a batch is images (B, in_channels, H, W) and labels (B,).
+    """Trains the sub-networks of a space together, with shared weights: a batch is images (B, in_channels, H, W) and labels (B,).
 
     Args:
         space: space of sizes.

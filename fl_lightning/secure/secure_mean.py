@@ -243,7 +243,7 @@ class SecureMean(Aggregator):
 
     @property
     def over_sites(self) -> SecureMean | None:
-        """Itself, where it runs the protocol."""
+        """The aggregator that sites run the protocol of; None if the protocol is only simulated."""
         return self if self.protocol == "run" else None
 
     @property

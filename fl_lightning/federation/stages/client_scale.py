@@ -18,11 +18,7 @@ from fl_lightning.federation.stage import Processes, Stage, Turn
 
 
 class ClientScale(Stage):
-    """Winds the scale back before each client.
-
-    Args:
-        scale: of the run; there is one.
-    """
+    """Winds the scale back before each client."""
 
     key = "scaler"
 
@@ -62,7 +58,7 @@ class ClientScale(Stage):
         return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Restore the lowest scale."""
+        """Restore the lowest loss scale of the round so far."""
         self._lowest = state.get("lowest")
 
 
