@@ -71,6 +71,13 @@ class ToyModule(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+def toy(kind=ToyModule, **options):
+    """Return a module whose first weights are always the same; nothing else is seeded."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(**options)
+
+
 class ToyData(LightningDataModule):
     """Gaussian blobs, always the same ones."""
 
@@ -196,6 +203,16 @@ class SaveEverywhere(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.save(trainer, "end")
+
+
+class SaveOnException(Callback):
+    """What Lightning's callbacks do that save when a run fails or is interrupted."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
 
 
 class NeedsFile(Callback):

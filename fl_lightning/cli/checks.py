@@ -357,13 +357,11 @@ def _protocol(name: str) -> type | None:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return a protocol's members in the order in which they are written."""
     members = get_protocol_members(protocol)
     return [name for name in vars(protocol) if name in members]
 
 
 def _unlike(own: Any, protocol: type) -> Iterator[str]:
-    """Yield the protocol's members that a class has not, or writes otherwise."""
     for name in _members(protocol):
         wanted, has = getattr(protocol, name), getattr(own, name, None)
         if isinstance(wanted, property):

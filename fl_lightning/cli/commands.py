@@ -64,7 +64,6 @@ def run_command(args: ArgsType) -> None:
 
 
 def _run(words: Any) -> None:
-    """Run one of our commands, or one of Lightning's."""
     command, *rest = words if isinstance(words, list) and words else [""]
     if command not in _HOMES:
         run_lightning(words)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from test_masks import Masked
+from test_privacy import facts
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
@@ -52,10 +53,6 @@ def run(
 def private(**options):
     defaults = {"clip_norm": 0.5, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
     return ExampleDP(**{**defaults, **options})
-
-
-def facts(trainer):
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("privacy/")}
 
 
 def still_module():

@@ -180,7 +180,6 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
 
 
 def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
-    """Return the numbers of examples of a site's clients."""
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 

@@ -24,20 +24,17 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.search import findings, strategies
 from fl_lightning.nas.search.problem import (
+    Constraint,
     Costs,
     Objective,
     Problem,
     SearchResult,
-    parse_constraints,
     shown,
 )
 from fl_lightning.nas.search.proxies import (
     PROXIES,
-    CostScore,
     MeanRank,
     ProxyScore,
-    TableScore,
-    builder,
     folder_batch,
     noise_batch,
 )
@@ -202,7 +199,7 @@ def _search(
         table.check(networks.space, networks.side, networks.options)
         measures.append("latency_ms")
     costs = _costs(networks, table)
-    constraints = parse_constraints(given.constraint, measures)
+    constraints = tuple(Constraint.parse(text, measures) for text in given.constraint)
     if given.front is not None and given.front not in measures:
         raise ConfigurationError(
             f"front: there is no cost {given.front!r}; there are {', '.join(measures)}"
@@ -229,13 +226,14 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
 
 def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> Objective:
     if name in _SIZES:
-        return CostScore(costs, name)
+        return lambda architecture: costs(architecture)[name]
     if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
                 "score accuracy needs the truth of NAS-Bench-201: give --table"
             )
-        return TableScore(NASBench201Table.read(given.table))
+        truth = NASBench201Table.read(given.table)
+        return lambda architecture: truth.lookup(architecture)["cifar10"]
     shape = {
         "side": networks.side,
         "in_channels": given.in_channels,
@@ -247,7 +245,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
         if given.images is None
         else folder_batch(given.images, given.batch_size, **shape)
     )
-    build = builder(networks.space, **networks.options)
+    build = partial(networks.space.build, **networks.options)  # type: ignore[attr-defined]
     return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
 
 
@@ -261,7 +259,6 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
 
 
 def _told(score: Objective, budget: int) -> Objective:
-    """Say how far the search is."""
     done = 0
 
     def scored(architecture: Architecture) -> float:
