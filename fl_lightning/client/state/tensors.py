@@ -143,6 +143,7 @@ class ModuleTensors:
     def note(self) -> None:
         """Note the memory behind every tensor, and which parameters train."""
         self._trains = [param.requires_grad for param in self._params]
+        self._frozen = [param for param in self._params if not param.requires_grad]
         self._own = [tensor for *_, tensor in self._places]
         self._tensors = [tensor for tensor in self._own if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
@@ -154,9 +155,7 @@ class ModuleTensors:
         Raises:
             ConfigurationError: if a parameter that was frozen has trained.
         """
-        pairs = zip(self._params, self._trains, strict=True)
-        frozen = (param for param, trains in pairs if not trains)
-        moved = next((p for p in frozen if p.requires_grad or p.grad is not None), None)
+        moved = next((p for p in self._frozen if p.requires_grad or p.grad is not None), None)
         self._put_flags_back()
         if moved is not None:
             raise ConfigurationError(

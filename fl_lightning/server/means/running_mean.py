@@ -59,8 +59,8 @@ class RunningMean:
             self._weight = float(totals[-1])  # not if they are not finite
 
     def value(self) -> Tensor:
-        """Return the mean so far; zeros if nothing was added."""
-        return self._mean.clone()
+        """Return the mean so far, which changes as vectors are added; zeros if none was."""
+        return self._mean
 
     def sums(self) -> list[Tensor]:
         """Return tensors to add up over all processes."""
