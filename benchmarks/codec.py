@@ -25,7 +25,7 @@ from benchmarks.report import ratio
 from fl_lightning.updates import QSGD, Affine, Cast, PowerSGD, RandomK, Sign, TopK, ternary
 from fl_lightning.updates.message import Agreement, Message, decode, encode, encoded_size
 from fl_lightning.updates.payload import FLOATS, Dense, Payload, Quantised, Sparse
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Transform
 
 SPACE = "0" * 32
 HEADER = (
@@ -74,7 +74,7 @@ def transforms(size: int) -> Iterator[tuple[str, Chain]]:
     """Yield what is measured on the whole way, by name."""
     side = math.isqrt(size)
     shapes = ((side, side), (size - side * side,))
-    steps: list[tuple[UpdateTransform, ...]] = [
+    steps: list[tuple[Transform, ...]] = [
         (),
         (TopK(0.1),),
         (RandomK(0.1),),

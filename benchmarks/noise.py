@@ -23,7 +23,7 @@ from fl_lightning import (
     LocalDP,
     PoissonCohort,
 )
-from fl_lightning.core.whole_numbers import Draw
+from fl_lightning.core.seeds import Draw
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian

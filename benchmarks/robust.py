@@ -18,11 +18,15 @@ import torch
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.robust.krum import Bulyan, Krum
 from fl_lightning.server.robust.matrix import UpdateRows
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import NearestNeighbourMixing
 from fl_lightning.server.robust.passes import squared_distances
 from fl_lightning.server.robust.reweighted import CentredClipping, GeometricMedian
-from fl_lightning.server.robust.rule import RobustRule, RuleContext
+from fl_lightning.server.robust.rule import (
+    Median,
+    NearestNeighbourMixing,
+    RobustRule,
+    RuleContext,
+    TrimmedMean,
+)
 
 
 def measured(name: str, call: Callable[[], object]) -> None:

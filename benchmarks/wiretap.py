@@ -35,7 +35,7 @@ from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.clip import clipped
 from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
+from fl_lightning.updates.transform import Chain, Shapes, Transform
 
 SPACE = "0" * 32
 Tap = Callable[[Sequence[Tensor], int], Tensor]  # every client's delta, whose message -> as seen
@@ -45,7 +45,7 @@ Tap = Callable[[Sequence[Tensor], int], Tensor]  # every client's delta, whose m
 class Compressed:
     """The message of a client: what transforms make of its delta, none for a plain message."""
 
-    transforms: tuple[UpdateTransform, ...]
+    transforms: tuple[Transform, ...]
     shapes: Shapes
 
     def __call__(self, deltas: Sequence[Tensor], client: int) -> Tensor:

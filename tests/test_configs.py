@@ -50,7 +50,7 @@ LLM = {
 }
 # what makes a base small enough for a test; diffs are tried over the base that they name
 SMALL = {
-    "quickstart.yaml": {},
+    "quickstart.yaml": {f"{SOURCE}val_fraction": "0.8"},
     "kmeans.yaml": {},
     "cifar10_images.yaml": {
         "--federation.local_epochs": "1",

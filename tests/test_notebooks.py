@@ -22,6 +22,7 @@ SHORTER = {
     "01": {"LOCAL_EPOCHS = 5": "LOCAL_EPOCHS = 2", "NUM_ROUNDS = 10": "NUM_ROUNDS = 2"},
     "02": {
         "[:256]": "[:64]",
+        '"depth": 3': '"depth": 1',
         "max_epochs=10": "max_epochs=1",
         "num_steps=100": "num_steps=10",
         "max_epochs=15": "max_epochs=1",
@@ -38,10 +39,19 @@ SHORTER = {
         "local_epochs=2": "local_epochs=1",
         "range(1, 11)": "range(1, 2)",
     },
-    "07": {"NUM_ROUNDS = 1000, 25": "NUM_ROUNDS = 20, 5"},
-    "08": {"max_epochs=8": "max_epochs=2", "range(1, 9)": "range(1, 3)"},
+    "07": {
+        "NUM_ROUNDS = 1000, 25": "NUM_ROUNDS = 20, 5",
+        "(0.1, 0.3, 1.0)": "(0.1, 1.0)",
+        "(1.0, 10.0, 30.0)": "(1.0, 30.0)",
+    },
+    "08": {
+        "800, seed=100": "80, seed=100",
+        "max_epochs=8": "max_epochs=2",
+        "range(1, 9)": "range(1, 3)",
+    },
     "09": {"max_epochs: 5": "max_epochs: 2"},
     "10": {"NUM_ROUNDS = 10": "NUM_ROUNDS = 2"},
+    "11": {"NUM_ROUNDS = 20": "NUM_ROUNDS = 1", "max_epochs=60": "max_epochs=1"},
 }
 
 
@@ -76,6 +86,7 @@ WITH_OUTPUTS = (
     "07",
     "09",
     "10",
+    "11",
 )  # by docs/notebook_outputs.py; the others have none so far
 MOST_BYTES = 300_000
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fl_lightning.core.seeds import derive_seed
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers, derive_seed
 
 
 class ClientWork(NamedTuple):

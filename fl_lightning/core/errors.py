@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,6 +50,34 @@ def raise_together(*checks: Callable[[], object]) -> None:
         raise ConfigurationError("\n".join(said))
 
 
+def check_range(what: str, value: float | None, allowed: str, advice: str = "") -> None:
+    """Raise ConfigurationError if an option is out of its range, which is given in words.
+
+    Args:
+        what: the option, after its owner, e.g. ``"QFedAvg: q"``.
+        value: its value; None is always allowed.
+        allowed: ``at least 1 client``, ``above 0``, ``greater than 0``, each with `` and finite`` if it
+            must be that; ``a finite number``; ``in [0, 1)``, ``from 1 to 8``.
+        advice: end of the sentence.
+
+    Example:
+        >>> check_range("bits", 9, "from 1 to 8", ": fewer bits are shorter")
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: bits must be from 1 to 8, got 9: fewer bits are shorter
+    """
+    if value is None:
+        return
+    bounds = [float(bound) for bound in re.findall(r"\d[\d.]*", allowed)]
+    low = bounds[0] if bounds else -math.inf
+    high = bounds[1] if bounds[1:] else math.inf
+    is_above = value > low if allowed.startswith(("above", "greater", "in (")) else value >= low
+    is_below = value < high if allowed.endswith(")") else value <= high
+    is_finite = "finite" not in allowed or math.isfinite(value)
+    if not (is_above and is_below and is_finite):
+        raise ConfigurationError(f"{what} must be {allowed}, got {value}{advice}")
+
+
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
     """A client whose update cannot be used; its id is `client_id`.
 
@@ -80,10 +110,6 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.client_id, *self.args)
-
-
-class NotFinite(ArithmeticError):  # noqa: N818 - it may be no error of anybody
-    """A number or a norm of lazily computed updates is NaN or infinite."""
 
 
 class RoundFailure(RuntimeError):  # noqa: N818

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
@@ -152,7 +153,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if not inspect.isclass(plain) or plain in (Any, object):  # a type variable, say
         return True
     if inspect.isclass(value):  # for a function, a class does
-        return plain is type or ("__call__" in vars(plain) and _is_abstract(plain))
+        is_abstract = inspect.isabstract(plain) or is_protocol(plain)
+        return plain is type or ("__call__" in vars(plain) and is_abstract)
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
@@ -175,7 +177,9 @@ def _methods(kind: type) -> tuple[str, ...]:
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
-        return tuple(getattr(kind, "__abstractmethods__", ())) or ("is an instance",)
+        has_fields = is_dataclass(kind)  # and so more than methods
+        abstract = () if has_fields else tuple(getattr(kind, "__abstractmethods__", ()))
+        return abstract or ("is an instance",)
     return _METHODS.get(kind, ())
 
 
@@ -193,10 +197,6 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
-
-
-def _is_abstract(kind: type) -> bool:
-    return inspect.isabstract(kind) or is_protocol(kind)
 
 
 def _in_words(hint: Any) -> str:

@@ -4,18 +4,23 @@
 
 where client k's value x_k is a mean over w_k examples. The mean is that over the pooled examples;
 the standard deviation weighs clients equally, because it describes clients.
+
+Save and restore torchmetrics objects, and pool them over processes without their own exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
@@ -168,3 +173,82 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
     vectors = [value.detach().reshape(-1) for value in values]
     whole = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
     return whole.to("cpu", torch.float64)
+
+
+class MetricStates:
+    """The states of torchmetrics objects at one moment.
+
+    Args:
+        metrics: the objects, e.g. `metrics_of` a module.
+
+    Example:
+        >>> from torchmetrics import SumMetric
+        >>> metric = SumMetric()
+        >>> before = MetricStates([metric])
+        >>> metric.update(3.0)
+        >>> before.put_back()
+        >>> float(metric.sum_value)
+        0.0
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        # a metric's states, its number of updates and its computed value are plain attributes
+        names = "_update_count", "_computed"
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written later
+            self._saved = [
+                (each, {n: copy.deepcopy(getattr(each, n)) for n in (*each.metric_state, *names)})
+                for each in metrics
+            ]
+
+    def put_back(self) -> None:
+        """Restore the state of every object."""
+        for metric, attributes in self._saved:
+            for name, value in attributes.items():
+                setattr(metric, name, value)
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """Return all torchmetrics objects in a module."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+@contextlib.contextmanager
+def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
+    """Disable the exchange of torchmetrics objects between processes inside the block.
+
+    If processes do different work, one that waits for the others in ``compute`` waits forever.
+    """
+    found = [(metric, metric.distributed_available_fn) for metric in metrics]
+    for metric, _ in found:
+        metric.distributed_available_fn = lambda: False
+    try:
+        yield
+    finally:
+        for metric, available in found:
+            metric.distributed_available_fn = available
+
+
+def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
+    """Set a torchmetrics object to the pooled states of several, as its own exchange would.
+
+    Example:
+        >>> from torchmetrics import SumMetric
+        >>> one, other = SumMetric(), SumMetric()
+        >>> one.update(1.0), other.update(2.0)
+        (None, None)
+        >>> pool(one, [one.metric_state, other.metric_state])
+        >>> one.compute()
+        tensor(3.)
+    """
+    if not states:
+        return
+    for name, reduction in metric._reductions.items():
+        values = [state[name] for state in states]
+        if isinstance(values[0], list):
+            pooled: Any = [entry.to(metric.device) for value in values for entry in value]
+        else:
+            pooled = torch.stack([value.to(metric.device) for value in values])
+            pooled = reduction(pooled) if callable(reduction) else pooled
+        setattr(metric, name, pooled)
+    metric._update_count = max(1, metric._update_count)
+    metric._computed = None

@@ -32,10 +32,9 @@ def optuna_for(what: str, extra: str, instead: str = "") -> Any:
 @contextmanager
 def quiet(optuna: Any) -> Iterator[None]:
     """Silence Optuna's log inside the block; by default it has a line for every study and trial."""
-    logging = optuna.logging
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        optuna.logging.set_verbosity(before)

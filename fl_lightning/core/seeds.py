@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b, shake_256
 
 import numpy as np
@@ -196,3 +196,9 @@ def seed_global_generators(seed: int) -> None:
         torch.mps.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+# maps a count to that many random words, uniform on 64 bits
+Draw = Callable[[int], Words]

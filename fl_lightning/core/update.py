@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure
 
-Rows = slice | list[int]
 T = TypeVar("T")
 
 
@@ -30,46 +28,6 @@ class GlobalModel:
 
     params: Tensor
     buffers: Tensor
-
-
-class LazyDeltas(Protocol):
-    """Deltas of m clients, shape (m, k), computed on first access.
-
-    Whether they are finite is checked on access: members that need it raise `NotFinite`.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of clients m and of coordinates k."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the deltas."""
-
-    @property
-    def numbers(self) -> Tensor:
-        """The deltas, finite or not, shape (m, k)."""
-
-    @property
-    def whole(self) -> Tensor:
-        """The deltas, checked to be finite, shape (m, k)."""
-
-    @property
-    def norms(self) -> Tensor:
-        """L2 norm of each delta, checked to be finite, shape (m,); cheap after `fold`."""
-
-    @property
-    def are_finite(self) -> bool:
-        """True if all deltas are known to be finite without computing them."""
-
-    def of(self, rows: Rows) -> LazyDeltas:
-        """Return the deltas of some clients."""
-
-    def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
-        """Fold the deltas into a mean of shape (k,), one by one: m ← m + share · (delta - m).
-
-        The mean stays unchanged if a delta or a norm is not finite.
-        """
 
 
 @dataclass(frozen=True)
@@ -120,7 +78,7 @@ class Updates:
 
     Attributes:
         client_ids: numbers of the clients, m of them.
-        deltas: shape (m, k); may be computed on first access, see `whole`.
+        deltas: shape (m, k).
         buffers: shape (m, b).
         num_examples: aggregation weights.
         num_steps: numbers of local steps.
@@ -136,7 +94,7 @@ class Updates:
     """
 
     client_ids: list[int]
-    deltas: Tensor | LazyDeltas
+    deltas: Tensor
     buffers: Tensor
     num_examples: list[int]
     num_steps: list[int]
@@ -170,11 +128,10 @@ class Updates:
 
     @cached_property
     def _views(self) -> list[ClientUpdate]:
-        whole = self.whole
         return [
             ClientUpdate(
                 client_id,
-                whole[row],
+                self.deltas[row],
                 self.buffers[row],
                 self.num_examples[row],
                 self.num_steps[row],
@@ -200,7 +157,7 @@ class Updates:
 
         return Updates(
             client_ids=some(self.client_ids),
-            deltas=rows_of(self.deltas, kept),
+            deltas=self.deltas[kept],
             buffers=self.buffers[kept],
             num_examples=some(self.num_examples),
             num_steps=some(self.num_steps),
@@ -210,39 +167,13 @@ class Updates:
             active=self.active and some(self.active),
         )
 
-    @property
-    def whole(self) -> Tensor:
-        """The deltas, shape (m, k).
-
-        Raises:
-            NotFinite: if they are computed now and one is not finite.
-        """
-        return self.deltas if isinstance(self.deltas, Tensor) else self.deltas.whole
-
-    def multiplied_out(self) -> Updates:
-        """Return the same updates with computed deltas, finite or not."""
-        if isinstance(self.deltas, Tensor):
-            return self
-        return replace(self, deltas=self.deltas.numbers)
-
     @cached_property
     def norms(self) -> Tensor:
-        """L2 norm of each delta, shape (m,).
-
-        Raises:
-            NotFinite: as `whole`.
-        """
-        if not isinstance(self.deltas, Tensor):
-            return self.deltas.norms
+        """L2 norm of each delta, shape (m,)."""
         if len(self.client_ids) == 1:  # bit-identical to the norm of a single update
             return self._views[0].norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
-
-
-def rows_of(deltas: Tensor | LazyDeltas, rows: Rows) -> Tensor | LazyDeltas:
-    """Return the deltas of some clients."""
-    return deltas[rows] if isinstance(deltas, Tensor) else deltas.of(rows)
 
 
 def check_finite(update: ClientUpdate) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.modules import sent
-from fl_lightning.core.whole_numbers import Integers, Words
+from fl_lightning.core.seeds import Integers, Words
 from fl_lightning.data.partitions.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]

@@ -3,16 +3,19 @@
 A door: other rooms import these names and nothing past them.
 """
 
-from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
-from fl_lightning.engines.compiler.compiling import NotCompiled
-from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, Speedup, reason_against
+from fl_lightning.engines.compiler.speedups import (
+    SPEEDUPS,
+    FasterStep,
+    Speedup,
+    compiled_step,
+    reason_against,
+)
 from fl_lightning.engines.functional import CannotPad, CannotStack
 from fl_lightning.engines.functional.example_gradients import (
     ExampleGradients,
     check_examples_apart,
     nothing,
 )
-from fl_lightning.engines.functional.forwards import Forwards, other_forwards
 from fl_lightning.engines.functional.functional_step import STEPS_IN_SLOTS, StepContext
 from fl_lightning.engines.slots.results import OwnOf, SlotOwn, usable_rows
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
@@ -25,11 +28,8 @@ __all__ = [
     "STEPS_IN_SLOTS",
     "CannotPad",
     "CannotStack",
-    "CompiledGradients",
     "ExampleGradients",
     "FasterStep",
-    "Forwards",
-    "NotCompiled",
     "OwnOf",
     "SlotOwn",
     "SlotTrainer",
@@ -39,8 +39,8 @@ __all__ = [
     "StepContext",
     "TermOf",
     "check_examples_apart",
+    "compiled_step",
     "nothing",
-    "other_forwards",
     "reason_against",
     "stacked_rule",
     "usable_rows",

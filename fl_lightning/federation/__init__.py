@@ -3,181 +3,95 @@
 This is the room's door: what other rooms use stands here, and they import nothing past it.
 """
 
-from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoints.files import LAST, AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.memory import RunMemory
-from fl_lightning.federation.checkpoints.resumption import (
-    check_checkpoint,
-    clean_up_after,
-    find_run,
-    keep_rows,
-    settle_folder,
-    settle_loggers,
-)
-from fl_lightning.federation.checkpoints.run_folder import (
-    CONFIG,
-    EarlierRun,
-    checkpoint_folders,
-    differences,
-    newest_checkpoint,
-    own_run_folder,
-    run_folder,
-    run_of,
-)
-from fl_lightning.federation.checks.fit import NETWORK, check_strategy, network_parts
-from fl_lightning.federation.checks.privacy import shown_by
-from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.groups import ClientGroup, limited
-from fl_lightning.federation.hooks import overrides
-from fl_lightning.federation.logs import (
-    begin_round,
-    board_tag,
-    boards,
-    is_of_test,
-    keep_once,
-    log_figure,
-    log_histogram,
-    log_numbers,
-    log_once,
-    logged_in_round,
-    logged_once,
-    table,
-)
-from fl_lightning.federation.loop import plan_rounds, set_round, training_loader
-from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.fork import ProcessTraceback, can_fork, num_usable_cores
-from fl_lightning.federation.processes.interruption import Interruption, interruptible
-from fl_lightning.federation.processes.ranks import Ranks, shares
-from fl_lightning.federation.processes.strategy import FederatedStrategy
-from fl_lightning.federation.round import Transaction
-from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run
-from fl_lightning.federation.simple import SimpleFederation
-from fl_lightning.federation.stage import (
-    Learning,
-    Missing,
-    Processes,
-    SpansNetwork,
-    Stage,
-    Stages,
-    Start,
-    Turn,
-    Upload,
-    check_same,
-)
-from fl_lightning.federation.stages.asynchrony import Arrivals, KeptVersions
-from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.federation.stages.client_masks import MaskOfClient
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.start import begin_at_site, check_begun, prepare, take_over
+from fl_lightning.federation.checkpoints.files import LAST as LAST
+from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO as AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.memory import RunMemory as RunMemory
+from fl_lightning.federation.checkpoints.resumption import check_checkpoint as check_checkpoint
+from fl_lightning.federation.checkpoints.resumption import clean_up_after as clean_up_after
+from fl_lightning.federation.checkpoints.resumption import find_run as find_run
+from fl_lightning.federation.checkpoints.resumption import keep_rows as keep_rows
+from fl_lightning.federation.checkpoints.resumption import settle_folder as settle_folder
+from fl_lightning.federation.checkpoints.resumption import settle_loggers as settle_loggers
+from fl_lightning.federation.checkpoints.run_folder import CONFIG as CONFIG
+from fl_lightning.federation.checkpoints.run_folder import EarlierRun as EarlierRun
+from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders as checkpoint_folders
+from fl_lightning.federation.checkpoints.run_folder import differences as differences
+from fl_lightning.federation.checkpoints.run_folder import newest_checkpoint as newest_checkpoint
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder as own_run_folder
+from fl_lightning.federation.checkpoints.run_folder import run_folder as run_folder
+from fl_lightning.federation.checkpoints.run_folder import run_of as run_of
+from fl_lightning.federation.checks.fit import NETWORK as NETWORK
+from fl_lightning.federation.checks.fit import check_strategy as check_strategy
+from fl_lightning.federation.checks.fit import network_parts as network_parts
+from fl_lightning.federation.checks.privacy import shown_by as shown_by
+from fl_lightning.federation.clients.fit_clients import FitClients as FitClients
+from fl_lightning.federation.federation import Federation as Federation
+from fl_lightning.federation.groups import ClientGroup as ClientGroup
+from fl_lightning.federation.groups import limited as limited
+from fl_lightning.federation.hooks import overrides as overrides
+from fl_lightning.federation.logs import begin_round as begin_round
+from fl_lightning.federation.logs import board_tag as board_tag
+from fl_lightning.federation.logs import boards as boards
+from fl_lightning.federation.logs import is_of_test as is_of_test
+from fl_lightning.federation.logs import keep_once as keep_once
+from fl_lightning.federation.logs import log_figure as log_figure
+from fl_lightning.federation.logs import log_histogram as log_histogram
+from fl_lightning.federation.logs import log_numbers as log_numbers
+from fl_lightning.federation.logs import log_once as log_once
+from fl_lightning.federation.logs import logged_in_round as logged_in_round
+from fl_lightning.federation.logs import logged_once as logged_once
+from fl_lightning.federation.logs import table as table
+from fl_lightning.federation.loop import plan_rounds as plan_rounds
+from fl_lightning.federation.loop import set_round as set_round
+from fl_lightning.federation.loop import training_loader as training_loader
+from fl_lightning.federation.options import Options as Options
+from fl_lightning.federation.processes.fork import ProcessTraceback as ProcessTraceback
+from fl_lightning.federation.processes.fork import can_fork as can_fork
+from fl_lightning.federation.processes.fork import num_usable_cores as num_usable_cores
+from fl_lightning.federation.processes.interruption import Interruption as Interruption
+from fl_lightning.federation.processes.interruption import interruptible as interruptible
+from fl_lightning.federation.processes.ranks import Ranks as Ranks
+from fl_lightning.federation.processes.ranks import shares as shares
+from fl_lightning.federation.processes.strategy import FederatedStrategy as FederatedStrategy
+from fl_lightning.federation.round import Transaction as Transaction
+from fl_lightning.federation.round_record import RoundRecord as RoundRecord
+from fl_lightning.federation.run import Run as Run
+from fl_lightning.federation.simple import SimpleFederation as SimpleFederation
+from fl_lightning.federation.stage import Learning as Learning
+from fl_lightning.federation.stage import Missing as Missing
+from fl_lightning.federation.stage import Processes as Processes
+from fl_lightning.federation.stage import SpansNetwork as SpansNetwork
+from fl_lightning.federation.stage import Stage as Stage
+from fl_lightning.federation.stage import Stages as Stages
+from fl_lightning.federation.stage import Start as Start
+from fl_lightning.federation.stage import Turn as Turn
+from fl_lightning.federation.stage import Upload as Upload
+from fl_lightning.federation.stage import check_same as check_same
+from fl_lightning.federation.stages.asynchrony import Arrivals as Arrivals
+from fl_lightning.federation.stages.asynchrony import KeptVersions as KeptVersions
+from fl_lightning.federation.stages.attackers import Attackers as Attackers
+from fl_lightning.federation.stages.client_masks import MaskOfClient as MaskOfClient
+from fl_lightning.federation.stages.secure_rounds import SecureRounds as SecureRounds
+from fl_lightning.federation.stages.transport import Transport as Transport
+from fl_lightning.federation.start import Calendar as Calendar
+from fl_lightning.federation.start import begin_at_site as begin_at_site
+from fl_lightning.federation.start import check_begun as check_begun
+from fl_lightning.federation.start import prepare as prepare
+from fl_lightning.federation.start import take_over as take_over
+from fl_lightning.federation.visits.client_visits import PERSONAL as PERSONAL
+from fl_lightning.federation.visits.client_visits import ClientExamples as ClientExamples
+from fl_lightning.federation.visits.client_visits import chosen_clients as chosen_clients
 from fl_lightning.federation.visits.client_visits import (
-    PERSONAL,
-    ClientExamples,
-    chosen_clients,
-    common_test_examples,
-    evaluate_clients,
-    evaluated_clients,
-    held_out_examples,
+    common_test_examples as common_test_examples,
 )
-from fl_lightning.federation.visits.local_counts import client_id, local_step
-from fl_lightning.federation.visits.personal_models import (
-    PersonalModels,
-    personal_models,
-    recalled_models,
-)
-from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
-
-__all__ = [
-    "CONFIG",
-    "LAST",
-    "NETWORK",
-    "PERSONAL",
-    "Arrivals",
-    "AtomicCheckpointIO",
-    "Attackers",
-    "Calendar",
-    "ClientExamples",
-    "ClientGroup",
-    "EarlierRun",
-    "FederatedStrategy",
-    "Federation",
-    "FitClients",
-    "Interruption",
-    "KeptVersions",
-    "Learning",
-    "MaskOfClient",
-    "Missing",
-    "Options",
-    "PersonalModels",
-    "ProcessTraceback",
-    "Processes",
-    "Ranks",
-    "RoundRecord",
-    "Run",
-    "RunMemory",
-    "SecureRounds",
-    "SimpleFederation",
-    "SpansNetwork",
-    "Stage",
-    "Stages",
-    "Start",
-    "StepOf",
-    "Transaction",
-    "Transport",
-    "Turn",
-    "Upload",
-    "Visit",
-    "begin_at_site",
-    "begin_round",
-    "board_tag",
-    "boards",
-    "can_fork",
-    "check_begun",
-    "check_checkpoint",
-    "check_same",
-    "check_strategy",
-    "checkpoint_folders",
-    "chosen_clients",
-    "clean_up_after",
-    "client_id",
-    "common_test_examples",
-    "differences",
-    "evaluate_clients",
-    "evaluated_clients",
-    "find_run",
-    "held_out_examples",
-    "interruptible",
-    "is_of_test",
-    "keep_once",
-    "keep_rows",
-    "limited",
-    "local_step",
-    "log_figure",
-    "log_histogram",
-    "log_numbers",
-    "log_once",
-    "logged_in_round",
-    "logged_once",
-    "network_parts",
-    "newest_checkpoint",
-    "num_usable_cores",
-    "overrides",
-    "own_run_folder",
-    "personal_models",
-    "plan_rounds",
-    "prepare",
-    "recalled_models",
-    "run_folder",
-    "run_of",
-    "set_round",
-    "settle_folder",
-    "settle_loggers",
-    "shares",
-    "shown_by",
-    "table",
-    "take_over",
-    "training_loader",
-    "visiting",
-]
+from fl_lightning.federation.visits.client_visits import evaluate_clients as evaluate_clients
+from fl_lightning.federation.visits.client_visits import evaluated_clients as evaluated_clients
+from fl_lightning.federation.visits.client_visits import held_out_examples as held_out_examples
+from fl_lightning.federation.visits.local_counts import client_id as client_id
+from fl_lightning.federation.visits.local_counts import local_step as local_step
+from fl_lightning.federation.visits.personal_models import PersonalModels as PersonalModels
+from fl_lightning.federation.visits.personal_models import personal_models as personal_models
+from fl_lightning.federation.visits.personal_models import recalled_models as recalled_models
+from fl_lightning.federation.visits.visiting import StepOf as StepOf
+from fl_lightning.federation.visits.visiting import Visit as Visit
+from fl_lightning.federation.visits.visiting import visiting as visiting

@@ -16,14 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import as_cohort
-from fl_lightning.federation.calendar import Calendar, idle_lines
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
-from fl_lightning.federation.start import begin, prepare, take_over
+from fl_lightning.federation.start import Calendar, begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import (
     PersonalModels,
     recalled_models,
@@ -108,9 +107,7 @@ class Federation(Options, Callback):
         """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
         assert self.rounds is not None
         self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
-        number, server = trainer.current_epoch, self.rounds.server.optimizer
-        clients = None if self.rounds.run.by_step else trainer.optimizers[0]
-        for line in idle_lines(number, self, self._calendar, clients, server):
+        for line in self.rounds.idle_lines():
             rank_zero_info(line)
         if as_cohort(self.cohort).needs_fresh_losses:
             population = self.rounds.run.groups.population
@@ -119,7 +116,7 @@ class Federation(Options, Callback):
             models = self.personal_models(trainer) if has_layers else None
             own = None if models is None else models.of
             refresh_losses(trainer, self.cohort, population, self.seed, own)
-        seed_global_generators(derive_seed(self.seed, "round", number))
+        seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: the clients' metrics and what else is known of it."""
@@ -128,9 +125,10 @@ class Federation(Options, Callback):
         for part in self.rounds.stages.around_fit:
             part.round_ends(trainer, record, is_broken_off=is_open)
         metrics = record.metrics()
-        shown = filter(self.rounds.in_progress_bar, metrics)
+        in_bar = {"train/loss", *self.rounds.run.collector.prog_bar}
+        shown = [name for name in metrics if name in in_bar]
         values = metrics | record.facts()
-        log_round(trainer, values, in_progress_bar=list(shown), twins=record.twins())
+        log_round(trainer, values, in_progress_bar=shown, twins=record.twins())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import GlobalModel
@@ -170,7 +171,13 @@ class FitRounds:
         self._round.step()
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
-            self._note_clients()
+            record = self._round.record  # for cohorts that choose by what it has shown of clients
+            self.run.groups.population.note(
+                record.finished,
+                round_index=self.run.round_index,
+                losses=record.means.by_client("train/loss"),
+                durations=record.durations,
+            )
         with self.clients.metrics_kept_apart():
             self._round.record.pooled = self.run.collector.collect_metrics()
         self._has_come = False
@@ -178,15 +185,6 @@ class FitRounds:
         self.run.groups.advance()  # only now: a round that failed is no finished one
         self._round.record.seconds += time.perf_counter() - began
         self._round.close()
-
-    def _note_clients(self) -> None:
-        """Keep what the round has shown of its clients, for cohorts that choose by it."""
-        self.run.groups.population.note(
-            self._round.record.finished,
-            round_index=self.run.round_index,
-            losses=self._round.record.means.by_client("train/loss"),
-            durations=self._round.record.durations,
-        )
 
     @property
     def _has_begun(self) -> bool:
@@ -213,6 +211,26 @@ class FitRounds:
         if not self._has_begun:
             self.travelling.follow_masks()
 
+    def idle_lines(self) -> Iterator[str]:
+        """What to tell before a round in which nobody trains or nothing moves."""
+        number, options = self.run.round_index, self.options
+        if num_left_out := self.run.groups.num_left_out(number):
+            yield (
+                f"round {number}: a cohort of {num_left_out} is too small for "
+                f"{type(options.aggregator).__name__}, which hides updates among those of "
+                f"{self.run.groups.fewest} clients or more: nobody trains, the model stays as it is"
+            )
+        # as their schedules left them; rates that move from step to step are not known here
+        clients = () if self.run.by_step else self.run.optimizers[:1]
+        pairs = [("the clients' one", each) for each in clients]
+        pairs.append(("the server's", self.server.optimizer))
+        if idle := [whose for whose, optimizer in pairs if _is_zero(optimizer)]:
+            noise = "; the noise of privacy is all that is left" if options.privacy else ""
+            yield (
+                f"round {number}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
+                "Have the schedule reach 0 after the last round"
+            )
+
     def _announce(self) -> None:
         num_clients = self.run.groups.num_clients
         pairs = [s.more_bytes(self.server.model, num_clients) for s in self.stages]
@@ -220,9 +238,15 @@ class FitRounds:
         line = cost_line(up, down, num_clients=num_clients, num_rounds=self.run.num_rounds)
         rank_zero_info(f"bytes: {line}")
 
-    def in_progress_bar(self, name: str) -> bool:
-        """Return whether a logged value is shown beside the progress bar."""
-        return name == "train/loss" or name in self.run.collector.prog_bar
+
+_NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as well as at 0
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    return all(
+        float(group["lr"]) <= _NOTHING * float(group.get("initial_lr", 1.0))
+        for group in optimizer.param_groups
+    )
 
 
 def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:

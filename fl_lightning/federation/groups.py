@@ -94,6 +94,7 @@ class RoundGroups:
         num_clients: in a round, as many as are expected.
         population: the clients to draw from, of whom more becomes known from round to round.
         seed: root seed of the draws.
+        fewest: as given.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -120,7 +121,7 @@ class RoundGroups:
         limit: float = 1.0,
         fewest: int = 1,
     ) -> None:
-        self._fewest = fewest
+        self.fewest = fewest
         self._sampler = sampler
         self.population = population
         self.seed = seed
@@ -163,13 +164,13 @@ class RoundGroups:
 
     def num_left_out(self, round_index: int) -> int:
         """Return how many clients were drawn for a round that takes none, because they are few."""
-        drawn = len(self._drawn(round_index)) if self._fewest > 1 else 0
-        return drawn if drawn < self._fewest else 0
+        drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
+        return drawn if drawn < self.fewest else 0
 
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
         ids = self._drawn(round_index)
-        if len(ids) < self._fewest:
+        if len(ids) < self.fewest:
             ids = ids[:0]
         if self._share is not None:
             work = self._share.work[ids]

@@ -36,7 +36,7 @@ from fl_lightning.server.server import (
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
-from fl_lightning.updates.transform import UpdateTransform, as_step
+from fl_lightning.updates.transform import Transform
 
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
@@ -66,8 +66,8 @@ class Options:
         local_epochs: int | None = None,
         correction: Correction | None = None,
         personal: Personalisation | None = None,
-        updates: list[UpdateTransform | ErrorFeedback] | None = None,
-        download: list[UpdateTransform] | None = None,
+        updates: list[Transform | ErrorFeedback] | None = None,
+        download: list[Transform] | None = None,
         aggregator: Aggregator | RobustRule | None = None,
         privacy: Privacy | ExampleDP | None = None,
         server_optimizer: ServerOptimizer | None = None,
@@ -276,7 +276,7 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
         cohort: as it was given; None for the default, which every server can do without.
     """
     given: list[tuple[str, object, Traits]] = [
-        *(("updates", step, as_step(step).traits) for step in options.updates),
+        *(("updates", step, step.traits) for step in options.updates),
         *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
     ]

@@ -1,48 +1,61 @@
 """How a fit starts: from options, a Trainer, a module and data to the rounds that the loop drives.
 
-Privacy, of clients or of their single examples, is made here too, as it must know who trains when.
+A round is an epoch, a group of clients a batch, the server's step an optimizer step of Lightning's.
+In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 
 from fl_lightning.core.errors import raise_together
-from fl_lightning.core.freed_memory import keep_freed_memory
-from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.processes import keep_freed_memory
+from fl_lightning.core.seeds import Integers, preserve_global_generators
 from fl_lightning.data.cohorts.cohort import as_cohort
+from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.calendar import Calendar
+from fl_lightning.data.shards import batches_of_steps, local_work
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
 from fl_lightning.federation.checks.fit import (
+    check_cohort_size,
     check_compatible,
     check_data_fits,
     check_module_together,
     check_set_up,
     check_shards,
     check_trainer_together,
+    check_trusted,
+    check_validation_interval,
 )
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
+from fl_lightning.federation.clients.engine_options import (
+    num_short_clients,
+    trains_in_large_groups,
+)
 from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
+from fl_lightning.federation.plan import DrawsBatches, LocalWork
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
+from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
-from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.run import AccountedRun, LocalSampling
-from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.server.server import Server, as_aggregator
 
 
@@ -64,7 +77,7 @@ def prepare(
     raise_together(
         lambda: check_compatible(trainer, module),
         lambda: check_module_together(module, options),
-        lambda: check_trainer_private(trainer, options.client_privacy, options.example_privacy),
+        lambda: check_trainer_private(trainer, options),
         lambda: check_shards(data, options.on_client_failure),
     )
     if trainer.strategy.root_device.type == "cpu":
@@ -77,7 +90,9 @@ def prepare(
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
-    for name, value in calendar.settings_of(trainer).items():
+    # under these Lightning counts rounds; the limit counts clients, and not groups of them
+    limit = 1.0 if trainer.limit_train_batches else trainer.limit_train_batches
+    for name, value in {"log_every_n_steps": 1, "limit_train_batches": limit}.items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, value)
     cleanup.callback(setattr, trainer, "accumulate_grad_batches", calendar.accumulate)
@@ -86,20 +101,131 @@ def prepare(
     return calendar
 
 
+@dataclass(frozen=True)
+class Calendar:
+    """Who trains in which round of one fit, and how much.
+
+    Attributes:
+        groups: of clients, round by round.
+        num_steps: local steps of every client's round, shape (num_clients,).
+        num_batches: batches of it, likewise.
+        accumulate: batches of a local step; an epoch's last step takes those that are left.
+        time: what is simulated of it.
+    """
+
+    groups: RoundGroups
+    num_steps: Integers
+    num_batches: Integers
+    accumulate: int
+    time: VirtualTime
+
+    @property
+    def planned_steps(self) -> int:
+        """Local steps of a round by which schedules count: those of the client with the most."""
+        return max(1, int(self.num_steps.max(initial=0)))
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LightningModule, options: Options) -> Calendar:
+        """Return the calendar of a Trainer whose data are set up.
+
+        Raises:
+            ConfigurationError: for cohorts that can never be large enough, and validation that would
+                never come.
+        """
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        accumulate, sizes = trainer.accumulate_grad_batches, data.clients.num_examples
+        drop_last = data.drop_last and options.example_privacy is None
+        per_epoch = local_work(sizes, data.batch_size, drop_last=drop_last, num_epochs=1)
+        num_steps = (
+            np.full_like(per_epoch, options.local_steps)
+            if options.local_steps
+            else (options.local_epochs or 1) * -(-per_epoch // accumulate)
+        )
+        batches = batches_of_steps(num_steps, per_epoch, accumulate)
+        time = VirtualTime.of(
+            options.devices,
+            options.asynchronous,
+            num_steps,
+            options.seed,
+            elsewhere=options.clients_side is not None,
+        )
+        aggregator, privacy = as_aggregator(options.aggregator), options.client_privacy
+        fewest = 1
+        if aggregator.protection is not None:
+            fewest = max(FEWEST_CLIENTS, (privacy and privacy.min_shares) or 0)
+        ranks = trainer.world_size
+        groups = RoundGroups(
+            time.cohort or options.cohort,
+            Population(sizes),
+            options.seed,
+            share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
+            clients_per_group=_clients_per_group(trainer, module, options, data),
+            restarts=privacy is not None
+            or aggregator.restarts
+            or any(stage.restarts for stage in options.stages),
+            limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
+            fewest=fewest,
+        )
+        fixed = as_cohort(options.cohort).has_fixed_size
+        most = groups.num_clients if fixed else len(sizes)
+        raise_together(
+            lambda: check_validation_interval(trainer, len(groups)),
+            lambda: check_cohort_size(most, options.min_replies, options.aggregator),
+            lambda: check_trusted(options.aggregator, options.cohort, len(sizes)),
+        )
+        if aggregator.protection is not None:
+            terms = Terms(most_clients=most, seed=options.seed, num_processes=ranks)
+            aggregator.protection.begin(terms)
+        return cls(groups, num_steps, batches, accumulate, time)
+
+    def run_of(
+        self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
+    ) -> Run:
+        """Return the run of a Trainer that is about to fit.
+
+        Args:
+            trainer: set up.
+            options: what was asked for.
+            examples: draws clients' batches by coins, for privacy; None for passes over their shards.
+        """
+        work = LocalWork(
+            options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
+        )
+        return Run.of(trainer, self.groups, work, options.client_memory_gb * 1e9)
+
+
+def _clients_per_group(
+    trainer: Trainer, module: LightningModule, options: Options, data: FederatedDataModule
+) -> int:
+    """Return how many clients make up a group."""
+    if options.clients_per_group is not None:
+        return options.clients_per_group
+    per_epoch = data.clients.num_examples.mean() / data.batch_size
+    of_steps = (options.local_steps or 0) * trainer.accumulate_grad_batches
+    per_client = float(of_steps or per_epoch * (options.local_epochs or 1))
+    rounds: float | None = trainer.max_epochs
+    rounds = math.inf if rounds is None or rounds < 0 else rounds
+    cohort = options.cohort.expected_size(len(data.clients))
+    by_hand = not module.automatic_optimization  # never in slots
+    if not by_hand and trains_in_large_groups(
+        options.execution, module, trainer.strategy.root_device, rounds * cohort * per_client
+    ):
+        return cohort
+    interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
+    if isinstance(interval, int) or interval != 1.0:
+        return 1
+    return num_short_clients(module, max(1.0, per_client), data.batch_size)
+
+
 def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
     """Return the rounds of a fit, on the weights and the optimizer that are now in place.
-
-    Args:
-        trainer: set up.
-        options: what was asked for.
-        calendar: who trains when.
 
     Raises:
         ConfigurationError: for what does not go together, all at once.
     """
     check_begun(trainer, options)
     private = privacy_at_work(trainer, options, calendar)
-    aggregator: Aggregator | None = None if private is None else private.aggregator
+    aggregator = None if private is None else private.aggregator
     if aggregator is None:
         aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
     run = calendar.run_of(trainer, options, None if private is None else private.draws)
@@ -132,6 +258,46 @@ def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tup
     return run, stages_of(run, options, aggregator, calendar.time, None)
 
 
+def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
+    """Return what makes a run's rounds private, as it must know who trains when; None if nothing.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for.
+    """
+    if options.privacy is None:
+        return None
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    aggregator, fewest, local = as_aggregator(options.aggregator), None, None
+    if options.example_privacy is not None:
+        check_local_steps(trainer, calendar.accumulate)
+        local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
+    secure = aggregator.noise_shares
+    if secure is not None and as_cohort(options.cohort).has_fixed_size:
+        fewest = secure.fewest_survivors(calendar.groups.num_clients)
+    rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
+    run = AccountedRun(
+        options.cohort,
+        num_clients=len(data.clients),
+        num_rounds=None if rounds is None or rounds < 0 else rounds,
+        seed=options.seed,
+        num_coordinates=sum(p.numel() for p in params if p.requires_grad),
+        fewest_survivors=fewest,
+        local=local,
+    )
+    if options.example_privacy is not None:
+        return ExampleRounds(options.example_privacy, run)
+    assert options.client_privacy is not None
+    return PrivateRounds(
+        options.client_privacy,
+        run,
+        Ranks(trainer),
+        exact=aggregator.exact,
+        secure=secure,
+        has_memory=options.clients_remember,
+        at_sites=options.clients_side is not None,
+    )
+
+
 class DrivenRounds(Rounds, Protocol):
     """The rounds that the loop drives, with their run."""
 
@@ -149,69 +315,3 @@ def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> Non
     for owner in owners:
         cleanup.callback(GroupsPassBy(owner).remove)
     cleanup.callback(have_rounds_for_batches(trainer, rounds.run.groups))
-
-
-def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
-    """Return what makes a run's rounds private; None if nothing was asked for.
-
-    Args:
-        trainer: set up for fitting.
-        options: what was asked for.
-        calendar: who trains when.
-
-    Raises:
-        ConfigurationError: if the run cannot be accounted for.
-    """
-    if (of_examples := options.example_privacy) is not None:
-        check_local_steps(trainer, calendar.accumulate)
-        return _example_rounds(trainer, of_examples, options, calendar)
-    if (of_clients := options.client_privacy) is not None:
-        return _private_rounds(trainer, of_clients, options, calendar)
-    return None
-
-
-def _private_rounds(
-    trainer: Trainer, privacy: Privacy, options: Options, calendar: Calendar
-) -> PrivateRounds:
-    aggregator = as_aggregator(options.aggregator)
-    secure = aggregator.noise_shares
-    fewest = None
-    if secure is not None and as_cohort(options.cohort).has_fixed_size:
-        fewest = secure.fewest_survivors(calendar.groups.num_clients)
-    run = _accounted(trainer, options, fewest_survivors=fewest)
-    return PrivateRounds(
-        privacy,
-        run,
-        Ranks(trainer),
-        exact=aggregator.exact,
-        secure=secure,
-        has_memory=options.clients_remember,
-        at_sites=options.clients_side is not None,
-    )
-
-
-def _example_rounds(
-    trainer: Trainer, privacy: ExampleDP, options: Options, calendar: Calendar
-) -> ExampleRounds:
-    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
-    return ExampleRounds(privacy, _accounted(trainer, options, local=local))
-
-
-def _accounted(
-    trainer: Trainer,
-    options: Options,
-    *,
-    local: LocalSampling | None = None,
-    fewest_survivors: int | None = None,
-) -> AccountedRun:
-    rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
-    return AccountedRun(
-        options.cohort,
-        num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-        num_rounds=None if rounds is None or rounds < 0 else rounds,
-        seed=options.seed,
-        num_coordinates=sum(p.numel() for p in params if p.requires_grad),
-        fewest_survivors=fewest_survivors,
-        local=local,
-    )

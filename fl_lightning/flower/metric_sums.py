@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.core.metric_states import pool
+from fl_lightning.core.metrics import pool
 
 log = logging.getLogger(__name__)
 OPTION = "logged"

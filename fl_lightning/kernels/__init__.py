@@ -2,28 +2,20 @@
 
 from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
 from fl_lightning.kernels.layers import (
+    Forwards,
     direct_layers,
-    direct_linear,
-    is_direct_linear,
-    is_usual,
+    other_forwards,
     reason_against_direct_layers,
 )
-from fl_lightning.kernels.linear import FEW, FEWEST_INPUTS, can_step, dense_fold, dense_step
 from fl_lightning.kernels.masked_sgd_step import sgd_in_one_pass
 from fl_lightning.kernels.sort_columns import sorted_columns
 
 __all__ = [
-    "FEW",
-    "FEWEST_INPUTS",
     "LARGEST_STDDEV",
     "LEAST_STDDEV",
-    "can_step",
-    "dense_fold",
-    "dense_step",
+    "Forwards",
     "direct_layers",
-    "direct_linear",
-    "is_direct_linear",
-    "is_usual",
+    "other_forwards",
     "reason_against_direct_layers",
     "rounded_gaussian",
     "sgd_in_one_pass",

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fl_lightning.core.whole_numbers import Draw, Integers, Words
+from fl_lightning.core.seeds import Draw, Integers, Words
 from fl_lightning.kernels.c_library import c_function, c_library
 
 # A strip has between a 64th and a 128th of a standard deviation.

@@ -6,7 +6,8 @@ matrix units gains nothing from half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard
@@ -33,6 +34,29 @@ from fl_lightning.kernels.window_maximum import window_maximum
 _ELEMENTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout
 _MOST_WEIGHTS = 2**20  # of a convolution: with more, their layout takes longer than a few images
 
+Forwards = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+
+
+@contextmanager
+def other_forwards(forwards: Forwards) -> Iterator[None]:
+    """Replace the forward passes of layers while the block runs.
+
+    Example:
+        >>> layer = nn.Identity()
+        >>> with other_forwards({layer: lambda value: 2 * value}):
+        ...     layer(21)
+        42
+        >>> layer(21)
+        21
+    """
+    for layer, forward in forwards.items():
+        vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in forwards:
+            del vars(layer)["forward"]
+
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
     """Return the reason why no layer of a module can use the operators; None if some can.
@@ -41,7 +65,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
         >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
         'the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU'
     """
-    if not any(_is_convolution(layer) or is_direct_linear(layer) for layer in module.modules()):
+    if not any(_is_convolution(layer) or _is_dense(layer) for layer in module.modules()):
         return (
             "the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU"
         )
@@ -68,7 +92,6 @@ def direct_layers(
             `nn.Sequential` whose next layers accept both.
 
     Example:
-        >>> from fl_lightning.engines import other_forwards
         >>> network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2))
         >>> images = torch.randn(4, 2, 8, 8)
         >>> with other_forwards(direct_layers(network)):
@@ -86,7 +109,7 @@ def direct_layers(
             forwards[layer] = _convolution(layer, contiguous=viewable and not has_pooling)
         elif _is_pooling(layer) and has_convolution:
             forwards[layer] = _pooling(layer, contiguous=viewable)
-        elif is_direct_linear(layer):
+        elif _is_dense(layer):
             forwards[layer] = _dense(layer)
         elif type(layer) is nn.Sequential and has_convolution and "forward" not in vars(layer):
             order = _poolings_first(layer)
@@ -104,7 +127,7 @@ def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
             yield CONVOLUTION, convolution_flags(count)
         if may_be_winograd(tall, wide, layer.in_channels, layer.out_channels):
             yield WINOGRAD, convolution_flags(layer.out_channels)
-    elif is_direct_linear(layer):
+    elif _is_dense(layer):
         yield LINEAR, linear_flags(layer.in_features)
     elif _is_pooling(layer):
         yield MAXIMUM, ()
@@ -124,8 +147,7 @@ def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     )
 
 
-def is_direct_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """True if a layer is computed by `direct_linear`."""
+def _is_dense(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
@@ -151,7 +173,7 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-def is_usual(value: Tensor) -> bool:
+def _is_usual(value: Tensor) -> bool:
     """True if the operators accept a tensor: float32, or autocast's dtype under autocast."""
     if value.device.type != "cpu":
         return False
@@ -165,7 +187,7 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
     tall, wide = layer.kernel_size
 
     def forward(value: Tensor) -> Tensor:
-        if value.ndim != 4 or not is_usual(value):
+        if value.ndim != 4 or not _is_usual(value):
             return nn.Conv2d.forward(layer, value)
         height, width = value.shape[-2] + 2 * high, value.shape[-1] + 2 * broad
         if height < tall or width < wide or value.shape[-3] != layer.in_channels:
@@ -190,7 +212,7 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
 
     def forward(value: Tensor) -> Tensor:
         fits = value.ndim == 4 and value.shape[-2] >= tall and value.shape[-1] >= wide
-        if not fits or not is_usual(value):
+        if not fits or not _is_usual(value):
             return F.max_pool2d(value, (tall, wide))
         # drop rows and columns that fill no window
         height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
@@ -256,15 +278,11 @@ def _unless_watched(
 
 def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(value: Tensor) -> Tensor:
-        return direct_linear(value, layer.weight, layer.bias)
+        weight, bias = layer.weight, layer.bias
+        is_few = value.ndim == 2 and len(value) <= FEW
+        if not is_few or weight.shape[1] != value.shape[1] or not _is_usual(value):
+            return F.linear(value, weight, bias)
+        result: Tensor = dense(value.float().unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
+        return result if bias is None else result + bias
 
     return forward
-
-
-def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Equivalent of `torch.nn.functional.linear`."""
-    is_few = value.ndim == 2 and len(value) <= FEW
-    if not is_few or not FEWEST_INPUTS <= weight.shape[1] == value.shape[1] or not is_usual(value):
-        return F.linear(value, weight, bias)
-    result: Tensor = dense(value.float().unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
-    return result if bias is None else result + bias

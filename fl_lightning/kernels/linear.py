@@ -6,9 +6,6 @@ At some ten examples PyTorch's batched matrix product on CPUs spends much of its
 factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`; only weights that some
 hundred examples share are laid out anew, once. Products of more rows and columns are PyTorch's. All is
 float32, on one thread, with I ≥ 8.
-
-`dense_step` takes SGD's step on the weights without writing their gradients vᵀ x out, `dense_fold` has
-a mean take steps in without writing them out.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ SOURCE = Path(__file__).parent / "c" / "direct_linear.c"
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
-_FOLD_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 4)
-_STEP_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 6, *(ctypes.c_float,) * 4)
 
 
 @cache
@@ -111,123 +106,3 @@ dense_weights: Callable[..., Tensor] = operator(
     lambda u, v, x: dense(x, u),
     lambda u, v, x: dense_inputs(v, u),
 )
-
-
-def can_step(weight: Tensor) -> bool:
-    """True if `dense_step` can move a weight, shape (O, I), on a CPU."""
-    is_long = weight.shape[1] >= FEWEST_INPUTS  # a row, for a vector
-    return is_long and weight.dtype == torch.float32 and weight.is_contiguous()
-
-
-def dense_step(
-    to: Tensor,
-    velocity: Tensor | None,
-    weights: Tensor,
-    errors: Tensor,
-    inputs: Tensor,
-    *,
-    keep: float,
-    lr: float,
-    momentum: float,
-    decay: float,
-) -> None:
-    """Step of SGD with the gradients errorsᵀ inputs, which are not stored.
-
-        g = errorsᵀ inputs + decay · weights + momentum · velocity
-        velocity ← g,    to ← keep · weights - lr · g
-
-    Args:
-        to: where the result goes, shape (G, O, I); its last two axes lie side by side. May be
-            ``weights``.
-        velocity: shape (G, O, I), contiguous; None without one, which is for momentum 0. With momentum
-            0 what it held does not matter.
-        weights: shape (G, O, I), or (1, O, I) if all clients have the same.
-        errors: dL/dy, shape (G, B, O).
-        inputs: shape (G, B, I).
-        keep: 1 for new weights, 0 for how they move.
-        lr: learning rate.
-        momentum: μ.
-        decay: λ.
-
-    Example:
-        >>> weights, errors, inputs = torch.zeros(1, 2, 8), torch.ones(1, 3, 2), torch.ones(1, 3, 8)
-        >>> options = {"keep": 1.0, "lr": 0.5, "momentum": 0.0, "decay": 0.0}
-        >>> dense_step(weights, None, weights, errors, inputs, **options)
-        >>> weights.unique()
-        tensor([-1.5000])
-
-    Raises:
-        TypeError: if a tensor is not of float32.
-    """
-    _check_types("dense_step", to, velocity, weights, errors, inputs)
-    errors, inputs = errors.contiguous(), inputs.contiguous()
-    clients, examples, out = errors.shape
-    c_function(SOURCE, flags(inputs.shape[2]), "dense_step", *_STEP_TYPES)(
-        to.data_ptr(),
-        None if velocity is None else velocity.data_ptr(),
-        weights.data_ptr(),
-        errors.data_ptr(),
-        inputs.data_ptr(),
-        to.stride(0),
-        weights.stride(0) if len(weights) == clients else 0,
-        clients,
-        examples,
-        inputs.shape[2],
-        out,
-        keep,
-        lr,
-        momentum,
-        decay,
-    )
-
-
-def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Tensor) -> Tensor:
-    """Fold products into a mean, one after the other, without storing them.
-
-        mean ← lerp(mean, errorsᵀ inputs, share)
-
-    bit-identical to `torch.lerp` with the products of `dense_step`.
-
-    Args:
-        mean: shape (O, I), contiguous.
-        errors: shape (G, B, O).
-        inputs: shape (G, B, I).
-        shares: of each product, in [0, 1], shape (G,).
-
-    Returns:
-        The sum of the squares of each product's numbers, shape (G,).
-
-    Example:
-        >>> mean = torch.zeros(2, 8)
-        >>> dense_fold(mean, torch.ones(1, 3, 2), torch.ones(1, 3, 8), torch.tensor([0.5]))
-        tensor([144.])
-        >>> mean.unique()
-        tensor([1.5000])
-
-    Raises:
-        TypeError: if a tensor is not of float32.
-    """
-    _check_types("dense_fold", mean, errors, inputs, shares)
-    errors, inputs, shares = errors.contiguous(), inputs.contiguous(), shares.contiguous()
-    clients, examples, out = errors.shape
-    assert mean.is_contiguous()
-    assert len(shares) == clients
-    squares = torch.empty_like(shares)
-    c_function(SOURCE, flags(inputs.shape[2]), "dense_fold", *_FOLD_TYPES)(
-        mean.data_ptr(),
-        errors.data_ptr(),
-        inputs.data_ptr(),
-        shares.data_ptr(),
-        squares.data_ptr(),
-        clients,
-        examples,
-        inputs.shape[2],
-        out,
-    )
-    return squares
-
-
-def _check_types(name: str, *tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise TypeError(f"{name} is for float32, got {tensor.dtype}")

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
-from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
+from fl_lightning.nas.cost.penalties import Penalty
 from fl_lightning.nas.relaxation import Relaxation, SinglePath
 from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.server.server import as_aggregator
@@ -93,14 +93,14 @@ def check_labels(num_classes: int, labels: Tensor) -> None:
         )
 
 
-def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> None:
+def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty | None) -> None:
     """Raise ConfigurationError if the rule or the penalty would have no effect on α."""
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
         raise ConfigurationError(
             "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
             "model.learn to fl_lightning.nas.Reward, or use BinaryGates or HardGumbel"
         )
-    if isinstance(learn, Reward) and not isinstance(penalty, NoPenalty):
+    if isinstance(learn, Reward) and penalty is not None:
         raise ConfigurationError(
             f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
             "alone: leave one of them out"

@@ -1,19 +1,17 @@
 """Pictures of a search: a cell as a graph, architecture parameters as bars, a Pareto front.
 
-Nodes of a graph are placed from left to right by column; all choices of heights are tried, and the one with
-the smallest disorder is used: overlapping labels, lines through nodes or labels, crossings, length.
+Nodes of a graph stand in a row. Edges between neighbours are straight, all others are arcs, above the row from
+even nodes and below it from odd ones, and higher the longer they are. So no edge passes through a node, and
+no label lies over another: labels of one side have different heights or stand two columns apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
@@ -25,14 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Points = NDArray[np.float64]
-
-
 Edge = tuple[int, int, str]  # source, target, label; no letters: no label
-
-
-_Graph = tuple[Edge, ...]
-
+COLUMN_WIDTH = 1.9  # inches
+NODE_RADIUS = 0.25
+RISE = 0.35  # height of an arc's control point over its length
 
 # the same operation has the same color in every space; told apart without seeing red and green
 COLORS = {
@@ -70,14 +64,12 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
         raise ConfigurationError(f"{space.name} is not made of cells: there is no graph to draw")
     kinds = list(dict.fromkeys(row.cell for row in space.rows))
     graphs = [_graph(space, architecture, kind) for kind in kinds]
-    placed = [_placed(space, kind, graph) for kind, graph in zip(kinds, graphs, strict=True)]
-    spans = [np.ptp(points, axis=0) + 1.4 for points in placed]
-    width = max(6.0, *(span[0] for span in spans))
-    heights = [span[1] for span in spans]
+    width = max(COLUMN_WIDTH * (len(space.node_names(kind)) - 1) + 1.4 for kind in kinds)
+    heights = [np.ptp(_limits(graph)) for graph in graphs]
     figure = Figure(figsize=(width, sum(heights) + 0.35 * bool(title)), layout="constrained")
     panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, kind, graph, points in zip(panels, kinds, graphs, placed, strict=True):
-        _draw_graph(panel, space, kind, graph, points)
+    for panel, kind, graph in zip(panels, kinds, graphs, strict=True):
+        _draw_graph(panel, space, kind, graph)
         if len(kinds) > 1:
             panel.set_title(_title(kind), loc="left", fontsize=10)
     if title:
@@ -208,18 +200,14 @@ def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
     return files
 
 
-def _graph(space: CellSpace, architecture: Architecture, kind: str) -> _Graph:
+def _graph(space: CellSpace, architecture: Architecture, kind: str) -> list[Edge]:
     operations = space.operations_of(architecture)
     edges = [
         (row.source, row.target, space.operations[operation])
         for row, operation in zip(space.rows, operations, strict=True)
         if row.cell == kind and operation != space.none
     ]
-    return (*edges, *((source, target, "") for source, target in space.concatenated(kind)))
-
-
-def _placed(space: CellSpace, kind: str, graph: _Graph) -> Points:
-    return _place(graph, len(space.node_names(kind)), _num_inputs(space, kind))
+    return [*edges, *((source, target, "") for source, target in space.concatenated(kind))]
 
 
 def _num_inputs(space: CellSpace, kind: str) -> int:
@@ -249,28 +237,35 @@ def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
     return [source in reached and target in useful for source, target, _ in graph]
 
 
-@lru_cache(maxsize=256)
-def _place(graph: _Graph, num_nodes: int, num_inputs: int) -> Points:
-    """Inputs share the first column, spread over the height; the others have a column each."""
-    columns = [max(0.0, 1.0 + node - num_inputs) for node in range(num_nodes)]
-    fixed = dict(zip(range(num_inputs), np.linspace(1.0, -1.0, num_inputs), strict=True))
-    if num_inputs == 1:
-        fixed = {0: 0.0}
-    return place(columns, graph, {**fixed, num_nodes - 1: 0.0})
+def arc(source: int, target: int) -> float:
+    """Height of an edge's control point over its length; positive above the row of nodes."""
+    return 0.0 if target - source == 1 else RISE * (-1) ** source
 
 
-def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: _Graph, points: Points) -> None:
-    used = on_a_path(graph, _num_inputs(space, kind), len(points) - 1)
-    for (source, target, name), middle, is_used in zip(
-        graph, middles(points, graph), used, strict=True
-    ):
+def middle(source: int, target: int) -> tuple[float, float]:
+    """Position of the middle of an edge, and of its label, in inches."""
+    across, length = (source + target) / 2, target - source
+    return COLUMN_WIDTH * across, COLUMN_WIDTH * length * arc(source, target) / 2
+
+
+def _limits(graph: Sequence[Edge]) -> tuple[float, float]:
+    """Lowest and highest position in the panel of a graph, in inches."""
+    heights = [middle(source, target)[1] for source, target, _ in graph]
+    return min([0.0, *heights]) - 0.5, max([0.0, *heights]) + 0.5
+
+
+def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: Sequence[Edge]) -> None:
+    names = space.node_names(kind)
+    used = on_a_path(graph, _num_inputs(space, kind), len(names) - 1)
+    for (source, target, name), is_used in zip(graph, used, strict=True):
         color = _color(space, name) if name else "#b0b0b0"
         panel.annotate(
             "",
-            points[target],
-            points[source],
+            (COLUMN_WIDTH * target, 0.0),
+            (COLUMN_WIDTH * source, 0.0),
             arrowprops={
                 "arrowstyle": "-|>",
+                "connectionstyle": f"arc3,rad={-arc(source, target)}",
                 "color": color,
                 "linewidth": 1.6 if name else 0.9,
                 "linestyle": "solid" if is_used else "dashed",
@@ -286,17 +281,15 @@ def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: _Graph, points:
             "linestyle": "solid" if is_used else "dashed",
         }
         if name:
-            panel.text(
-                middle[0], middle[1], name, ha="center", va="center", fontsize=8, bbox=box, zorder=5
-            )
-    for point, name in zip(points, space.node_names(kind), strict=True):
+            place = middle(source, target)
+            panel.text(*place, name, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
+    for number, name in enumerate(names):
         shown = f"${name}$" if "_" in name else name
         node = {"boxstyle": "round,pad=0.35", "facecolor": "#eef3f8", "edgecolor": "#444444"}
-        panel.text(
-            point[0], point[1], shown, ha="center", va="center", fontsize=9, bbox=node, zorder=6
-        )
-    low, high = points.min(0) - 0.5, points.max(0) + 0.5
-    panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
+        place = COLUMN_WIDTH * number, 0.0
+        panel.text(*place, shown, ha="center", va="center", fontsize=9, bbox=node, zorder=6)
+    right = COLUMN_WIDTH * (len(names) - 1) + 0.5
+    panel.set(xlim=(-0.5, right), ylim=_limits(graph), aspect="equal")
     panel.axis("off")
 
 
@@ -308,90 +301,3 @@ def _edge_name(space: CellSpace, number: int) -> str:
     row = space.rows[number]
     names = [f"${name}$" if "_" in name else name for name in space.node_names(row.cell)]
     return f"{names[row.source]}→{names[row.target]}"
-
-
-LEVELS = (0.0, 1.0, -1.0, 2.0, -2.0)  # heights to try
-COLUMN_WIDTH, LEVEL_HEIGHT = 1.7, 0.75  # inches
-LABEL_SIZE = np.array([1.1, 0.2])  # of a box around an operation's name, inches
-NODE_RADIUS = 0.25
-_ALONG = np.linspace(0.0, 1.0, 21)[1:-1, None]
-
-
-def place(columns: Sequence[float], edges: Sequence[Edge], fixed: Mapping[int, float]) -> Points:
-    """Position of each node in inches, (num_nodes, 2).
-
-    Args:
-        columns: of each node.
-        edges: between them.
-        fixed: the level of nodes whose height is given; the others are few (5 levels each).
-    """
-    heights = [(fixed[node],) if node in fixed else LEVELS for node in range(len(columns))]
-    levels = np.array(list(product(*heights)))
-    across = np.broadcast_to(np.multiply(columns, COLUMN_WIDTH), levels.shape)
-    choices = np.stack([across, levels * LEVEL_HEIGHT], axis=-1)
-    best: Points = choices[_disorder(choices, edges).argmin()]
-    return best
-
-
-def middles(points: Points, edges: Sequence[Edge]) -> Points:
-    """Position of each edge's label, (…, num_edges, 2)."""
-    return (points[..., _sources(edges), :] + points[..., _targets(edges), :]) / 2
-
-
-def _disorder(points: Points, edges: Sequence[Edge]) -> Points:
-    """Disorder of each choice of points (choices, nodes, 2), shape (choices,)."""
-    if not edges:
-        return np.zeros(len(points))
-    starts, ends = points[:, _sources(edges)], points[:, _targets(edges)]
-    named = [number for number, (*_, label) in enumerate(edges) if label]
-    labels = middles(points, edges)[:, named]
-    lines = starts[:, :, None] + _ALONG * (ends - starts)[:, :, None]  # choice, edge, place, 2
-
-    nodes = np.arange(points.shape[1])
-    own_node = (nodes == np.array(_sources(edges))[:, None]) | (
-        nodes == np.array(_targets(edges))[:, None]
-    )
-    distances = np.linalg.norm(lines[:, :, :, None] - points[:, None, None], axis=-1)
-    through_nodes = (distances < NODE_RADIUS + 0.15).any(2) & ~own_node
-
-    over_labels = _inside(lines[:, :, :, None] - labels[:, None, None], 0.55 * LABEL_SIZE).any(2)
-    over_labels &= np.arange(len(edges))[:, None] != np.array(named, dtype=int)
-
-    label_pairs = _inside(labels[:, :, None] - labels[:, None], LABEL_SIZE)
-    label_pairs &= ~np.eye(len(named), dtype=bool)
-    node_pairs = _inside(labels[:, :, None] - points[:, None], LABEL_SIZE / 2 + NODE_RADIUS)
-
-    disorder: Points = (
-        60.0 * through_nodes.sum((1, 2))
-        + 3.0 * over_labels.sum((1, 2))
-        + 10.0 * label_pairs.sum((1, 2))
-        + 20.0 * node_pairs.sum((1, 2))
-        + 1.0 * _crossings(starts, ends).sum((1, 2))
-        + 0.5 * np.linalg.norm(ends - starts, axis=-1).sum(1)
-    )
-    return disorder
-
-
-def _inside(offsets: Points, half_size: Points) -> NDArray[np.bool_]:
-    return np.asarray((abs(offsets) < half_size).all(-1))
-
-
-def _crossings(starts: Points, ends: Points) -> NDArray[np.bool_]:
-    """True for pairs of edges that cross, each pair twice; edges with a common node do not cross."""
-
-    def sides(points: Points) -> Points:
-        """On which side of each line each point is, (choices, lines, points)."""
-        along = (ends - starts)[:, :, None]
-        to = points[:, None] - starts[:, :, None]
-        return np.round(along[..., 0] * to[..., 1] - along[..., 1] * to[..., 0], 9)
-
-    parted = sides(starts) * sides(ends) < 0
-    return parted & parted.swapaxes(1, 2)
-
-
-def _sources(edges: Sequence[Edge]) -> list[int]:
-    return [source for source, _, _ in edges]
-
-
-def _targets(edges: Sequence[Edge]) -> list[int]:
-    return [target for _, target, _ in edges]

@@ -56,7 +56,7 @@ from fl_lightning.nas.checks import (
 )
 from fl_lightning.nas.cost.cost import CostTable, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
-from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
+from fl_lightning.nas.cost.penalties import Penalty
 from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Softmax, weights_of
 from fl_lightning.nas.report import CellStatistics, SearchReport, Shown
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
@@ -196,7 +196,7 @@ class Supernet(SharedWeights):
         )
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
-        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
+        self._learn, self._penalty = learn or Gradient(), penalty
         check_learning(self.rule, self._learn, self._penalty)
         check_draws(self.rule, alpha_draws)
         self.alpha_from = self.rule.alpha_from if alpha_from is None else alpha_from
@@ -418,9 +418,8 @@ class Supernet(SharedWeights):
 
         def search(weights: Tensors, alphas: Tensors) -> Tensor:
             found = loss("search", weights, alphas)
-            if isinstance(self._penalty, NoPenalty):  # spares counting
-                return found
-            return self._penalty(found, self.expected_cost(alphas))
+            penalty = self._penalty
+            return penalty(found, self.expected_cost(alphas)) if penalty else found
 
         def reward(operations: Sequence[int]) -> Tensor:
             images, labels = batch["search"]

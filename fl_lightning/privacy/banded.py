@@ -24,7 +24,8 @@ its columns scaled to norm 1, which is close to the optimum.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -34,16 +35,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import (
-    ClientPrivacy,
-    Mechanism,
-    MechanismDefaults,
-    check_options,
-)
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.run import AccountedRun, Participation
@@ -54,7 +50,7 @@ _MOST_BANDS = 32
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BandedMatrixDP(ClientPrivacy):
+class BandedMatrixDP(Privacy):
     """Protects each client as `CentralDP` does, without amplification by sampling.
 
     Neighbours are data sets with and without one client, whose rounds are public. The number of rounds
@@ -83,29 +79,17 @@ class BandedMatrixDP(ClientPrivacy):
         unit: client, one client added or removed; turns of 2 in 20 rounds at least 10 apart, 10 bands
     """
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
     bands: int | None = None
-    secure_noise: bool = True
     log_unprotected: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
-        if self.bands is not None and self.bands < 1:
-            raise ConfigurationError(
-                f"federation.privacy: bands must be at least 1, got {self.bands}"
-            )
+        super().__post_init__()
+        check_range("federation.privacy: bands", self.bands, "at least 1")
 
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
-        """Return the matrix mechanism of a run.
-
-        Raises:
-            ConfigurationError: if two rounds of a client are closer than ``bands`` rounds.
-        """
+        """Return the matrix mechanism; refuse two rounds of a client closer than ``bands`` rounds."""
         turns = run.participation()
         bands = self.bands or min(turns.separation, _MOST_BANDS)
         if bands > turns.separation:
@@ -114,18 +98,17 @@ class BandedMatrixDP(ClientPrivacy):
                 f"to its next, and here some wait only {turns.separation}: lower bands, or set "
                 "federation.cohort to RoundRobinCohort with a smaller size"
             )
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if noise is None:
-            assert self.epsilon is not None
-            share = 1 / (GRID_COST * math.sqrt(turns.most[-1]))
-            noise = gaussian_noise_for_budget(share, self.epsilon, self.delta)
+        share = 1 / (GRID_COST * math.sqrt(turns.most[-1]))
+        noise = self.noise(
+            noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
+        )
         columns = banded_factor(run.planned_rounds, bands)
         grid = Grid.of(self.clip_norm, run.num_coordinates) if noise else None
         return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort, grid)
 
 
 @dataclass
-class BandedGaussian(MechanismDefaults):
+class BandedGaussian(Mechanism):
     """Gaussian noise that is correlated over rounds; see `Mechanism`."""
 
     columns: Matrix
@@ -134,14 +117,17 @@ class BandedGaussian(MechanismDefaults):
     noise_multiplier: float
     expected: float
     grid: Grid | None = None
-    noise_per_round: float = field(init=False)
 
     def __post_init__(self) -> None:
         # for updates without a mask: a mask makes them shorter, and the radius no larger
         radius = 1.0 if self.grid is None else self.grid.radius
         stddev = self.noise_multiplier * radius
         self._sums = CorrelatedSums(self.columns, stddev, self.expected * radius)
-        self.noise_per_round = self.noise_multiplier * noise_of_rounds(self.columns)
+
+    @cached_property
+    @override
+    def noise_per_round(self) -> float:
+        return self.noise_multiplier * noise_of_rounds(self.columns)
 
     def __str__(self) -> str:
         rounds, bands = self.columns.shape
@@ -150,8 +136,8 @@ class BandedGaussian(MechanismDefaults):
             f"rounds at least {self.turns.separation} apart, {bands} bands"
         )
 
+    @override
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after ``rounds`` rounds."""
         turns = int(self.turns.most[rounds])
         ratio = self.noise_multiplier / GRID_COST
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import final
 
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
@@ -27,12 +28,7 @@ from fl_lightning.privacy.accounting.accountant import (
     sampling_of,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import (
-    ClientPrivacy,
-    Mechanism,
-    MechanismDefaults,
-    check_options,
-)
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
@@ -45,7 +41,7 @@ from fl_lightning.privacy.run import AccountedRun, MostTurns
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CentralDP(ClientPrivacy):
+class CentralDP(Privacy):
     """Protects each client, with all its examples, from everybody who sees the models.
 
     The server sees updates in clear. Neighbouring data sets differ in one client: added or removed with
@@ -81,17 +77,12 @@ class CentralDP(ClientPrivacy):
         7.0466
     """
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
     adaptive_clip: AdaptiveClip | None = None
     accountant: Method = "pld"
-    secure_noise: bool = True
     log_unprotected: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+        super().__post_init__()
         if isinstance(self.adaptive_clip, Mapping):  # as YAML gives options without their class
             known = {field.name for field in fields(AdaptiveClip)}
             if unknown := self.adaptive_clip.keys() - known:
@@ -110,16 +101,12 @@ class CentralDP(ClientPrivacy):
     ) -> Mechanism:
         """Return the Gaussian mechanism of a run."""
         sampling = sampling_of(run.cohort, run.num_clients)
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if noise is None:
-            assert self.epsilon is not None
-            rounds = run.planned_rounds
 
-            def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
-                accountant = self._accountant(sampling, noise_multiplier)
-                return accountant.epsilon(rounds, self.delta, quick=quick)
+        def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+            accountant = self._accountant(sampling, noise_multiplier)
+            return accountant.epsilon(run.planned_rounds, self.delta, quick=quick)
 
-            noise = noise_for_budget(epsilon_of, self.epsilon)
+        noise = self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of))
         bits_stddev = None
         if self.adaptive_clip is not None:
             bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
@@ -134,7 +121,7 @@ class CentralDP(ClientPrivacy):
 
 
 @dataclass
-class CentralGaussian(MechanismDefaults):
+class CentralGaussian(Mechanism):
     """Independent Gaussian noise on the sum of every round; see `Mechanism`."""
 
     accountant: Accountant
@@ -143,22 +130,26 @@ class CentralGaussian(MechanismDefaults):
     num_coordinates: int = 1
     bits_stddev: float | None = None
     turns: MostTurns | None = None
-    noise_per_round: float = field(init=False)
     expected: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = self.accountant.sampling.expected
-        self.noise_per_round = self.noise_multiplier
-        if self.bits_stddev is not None:
-            self.noise_per_round = update_noise_multiplier(self.noise_multiplier, self.bits_stddev)
+        _ = self.noise_per_round  # too little noise on the count is refused
+
+    @property
+    @override
+    def noise_per_round(self) -> float:
+        if self.bits_stddev is None:
+            return self.noise_multiplier
+        return update_noise_multiplier(self.noise_multiplier, self.bits_stddev)
 
     def __str__(self) -> str:
         sampling = self.accountant.sampling
         method = self.accountant.method_used.upper()
         return f"unit: client, {sampling.relation}; {sampling}; {method}"
 
+    @override
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after ``rounds`` rounds."""
         return self.accountant.epsilon(rounds, self.delta, quick=quick)
 
     @property

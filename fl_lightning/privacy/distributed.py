@@ -17,24 +17,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import final
 
 import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers, Words
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw, Integers, Words
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.accountant import noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import (
-    ClientPrivacy,
-    Mechanism,
-    MechanismDefaults,
-    check_options,
-)
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import CHECKED_TO, from_integers, norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
@@ -44,45 +39,9 @@ from fl_lightning.privacy.run import AccountedRun, Participation
 _FINENESS, _RADIUS = 64.0, 16.0
 
 
-@dataclass(frozen=True)
-class IntegerCode:
-    """Encoding of clipped updates as noisy integers.
-
-    Attributes:
-        radius: clip norm in steps, R.
-        share_variance: variance of each client's noise, in steps².
-    """
-
-    radius: float
-    share_variance: float
-
-    def encode(self, delta: Tensor, clip_norm: float, draw: Draw) -> Integers:
-        """Round a client's update and add its share of the noise, int64 of shape (k,).
-
-        Args:
-            delta: update of norm ≤ ``clip_norm``, shape (k,).
-            clip_norm: S.
-            draw: source of random words.
-        """
-        noise = skellam_noise(self.share_variance, len(delta), draw)
-        return to_integers(delta, clip_norm, clip_norm / self.radius, draw) + noise
-
-    def decode(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Convert a sum of integers into floating point, with the dtype of ``like``."""
-        return from_integers(numbers, clip_norm / self.radius, like)
-
-    def num_bits(self, num_clients: int) -> int:
-        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
-
-        Every coordinate and every share of the noise is bounded, so that there is no exception.
-        """
-        one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
-        return (2 * num_clients * one).bit_length()
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
-class DistributedDP(ClientPrivacy):
+class DistributedDP(Privacy):
     """Protects each client from everybody, as long as the server sees only the sum of updates.
 
     Neighbours differ in the data of one client, replaced by any other. The server knows which clients
@@ -105,20 +64,11 @@ class DistributedDP(ClientPrivacy):
 
     clients_add_noise = is_for_sums = True
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
     min_shares: int | None = None
-    secure_noise: bool = True
-    log_unprotected: bool = False
 
     def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
-        if self.min_shares is not None and self.min_shares < 1:
-            raise ConfigurationError(
-                f"federation.privacy: min_shares must be at least 1, got {self.min_shares}"
-            )
+        super().__post_init__()
+        check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
 
     def check_cohort(self, cohort: CohortSampler) -> None:
         """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
@@ -135,7 +85,6 @@ class DistributedDP(ClientPrivacy):
         """Return the clients' mechanism."""
         turns = run.participation()
         shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
 
         def made(noise_multiplier: float) -> DistributedSkellam:
             return DistributedSkellam(
@@ -151,14 +100,11 @@ class DistributedDP(ClientPrivacy):
         def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
             return made(noise_multiplier).epsilon(run.planned_rounds)
 
-        if noise is None:
-            assert self.epsilon is not None
-            noise = noise_for_budget(epsilon_of, self.epsilon)
-        return made(noise)
+        return made(self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of)))
 
 
 @dataclass
-class DistributedSkellam(MechanismDefaults):
+class DistributedSkellam(Mechanism):
     """Shares of Skellam noise; see `Mechanism`."""
 
     source: NoiseSource
@@ -175,13 +121,18 @@ class DistributedSkellam(MechanismDefaults):
         return self
 
     @property
-    def code(self) -> IntegerCode:
-        """The encoding, with steps that are small against a share's noise and against k roundings."""
-        shares, noise = self.fewest_replies, self.noise_multiplier
+    def radius(self) -> float:
+        """Clip norm in steps, which are small against a share's noise and against k roundings."""
         radius = _RADIUS * math.sqrt(self.size)
-        if noise > 0:
-            radius = max(radius, _FINENESS * math.sqrt(shares) / noise)
-        return IntegerCode(radius, (noise * radius) ** 2 / shares)
+        if self.noise_multiplier > 0:
+            fine = _FINENESS * math.sqrt(self.fewest_replies) / self.noise_multiplier
+            radius = max(radius, fine)
+        return radius
+
+    @property
+    def share_variance(self) -> float:
+        """Variance of each client's noise, in steps²."""
+        return (self.noise_multiplier * self.radius) ** 2 / self.fewest_replies
 
     @property
     def noise_per_round(self) -> float:
@@ -189,7 +140,7 @@ class DistributedSkellam(MechanismDefaults):
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
-        bits = self.code.num_bits(math.ceil(self.expected))
+        bits = self.num_bits(math.ceil(self.expected))
         return (
             "unit: client, its data replaced by any other, towards a server that sees sums of "
             f"{self.fewest_replies} clients or more ({bits} bits a number); "
@@ -203,8 +154,8 @@ class DistributedSkellam(MechanismDefaults):
     @property
     def release_cost(self) -> ReleaseCost:
         """Sensitivity and noise of one update of a client, in steps."""
-        code, shares = self.code, self.fewest_replies
-        return ReleaseCost(2 * code.radius * self.rounding, code.share_variance * shares, self.size)
+        variance = self.share_variance * self.fewest_replies
+        return ReleaseCost(2 * self.radius * self.rounding, variance, self.size)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the function that rounds a client's update and adds its share of the noise."""
@@ -218,27 +169,33 @@ class DistributedSkellam(MechanismDefaults):
         return release
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b such that no sum over ``num_clients`` wraps around modulo 2^b."""
-        return self.code.num_bits(num_clients)
+        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
+
+        Every coordinate and every share of the noise is bounded, so that there is no exception.
+        """
+        one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
+        return (2 * num_clients * one).bit_length()
 
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
         """Return a client's clipped update as integers with its share of the noise."""
-        return self.code.encode(delta, clip_norm, self.source.stream(round_index, client))
+        draw = self.source.stream(round_index, client)
+        noise = skellam_noise(self.share_variance, len(delta), draw)
+        return to_integers(delta, clip_norm, self.step(clip_norm), draw) + noise
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
         """Convert a sum of integers into floating point, with the dtype of ``like``."""
-        return self.code.decode(numbers, clip_norm, like)
+        return from_integers(numbers, self.step(clip_norm), like)
 
     @property
     def rounding(self) -> float:
         """Factor by which rounding raises the sensitivity."""
-        return norm_bound(self.code.radius, 1.0, self.size) * CHECKED_TO**2 / self.code.radius
+        return norm_bound(self.radius, 1.0, self.size) * CHECKED_TO**2 / self.radius
 
     @override
     def step(self, clip_norm: float) -> float:
-        return clip_norm / self.code.radius
+        return clip_norm / self.radius
 
 
 # with more, a table would have many millions of entries

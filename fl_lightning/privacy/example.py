@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
     Method,
@@ -31,9 +30,9 @@ from fl_lightning.privacy.accounting.accountant import (
     noise_for_budget,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import check_options
-from fl_lightning.privacy.noise.grid import GRID_COST, Grid
-from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in_advance
+from fl_lightning.privacy.mechanism import Accounted, Budgeted
+from fl_lightning.privacy.noise.grid import GRID_COST
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 
 # (examples n, expected batch size, steps) of a client, which determine its ε.
 Work = tuple[int, int, int]
@@ -56,7 +55,7 @@ _TRAITS = Traits(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ExampleDP:
+class ExampleDP(Budgeted):
     """Protects each single example from everybody, including the server, by DP-SGD in the clients.
 
     Neighbours are two shards of one client that differ in one example, added or removed. Assumed
@@ -88,16 +87,7 @@ class ExampleDP:
         2.337
     """
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
     accountant: Method = "pld"
-    secure_noise: bool = True
-    log_unprotected: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
 
     @property
     def traits(self) -> Traits:
@@ -109,10 +99,6 @@ class ExampleDP:
         """True if there is neither clipping nor noise."""
         return self.clip_norm == float("inf") and self.noise_multiplier == 0
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
-        """Raise ConfigurationError if cohorts depend on events of the run."""
-        check_fixed_in_advance(cohort)
-
     def mechanism(
         self, run: AccountedRun, noise_multiplier: float | None = None
     ) -> ExampleGaussian:
@@ -122,10 +108,7 @@ class ExampleDP:
             run: the run, with the sampling of local batches.
             noise_multiplier: value of the resumed run; computed if None.
         """
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if noise is None:
-            assert self.epsilon is not None
-            noise = self._noise(run, self.epsilon)
+        noise = self.noise(noise_multiplier, partial(self._noise, run))
         return ExampleGaussian(run, self.delta, noise, self.accountant)
 
     def _noise(self, run: AccountedRun, budget: float) -> float:
@@ -145,14 +128,13 @@ class ExampleDP:
 
 
 @dataclass
-class ExampleGaussian:
+class ExampleGaussian(Accounted):
     """ε of the examples of a run's clients; see `Accounted`."""
 
     run: AccountedRun
     delta: float
     noise_multiplier: float
     method: Method = "pld"
-    rounding: float = GRID_COST
     local: LocalSampling = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,11 +142,7 @@ class ExampleGaussian:
             raise ConfigurationError(
                 "ExampleDP accounts for local steps, and the run has no information about them"
             )
-        self.local = self.run.local
-
-    def step(self, clip_norm: float) -> float:
-        """Return the step width of the grid."""
-        return Grid.of(clip_norm, self.run.num_coordinates).step
+        self.local, self.num_coordinates = self.run.local, self.run.num_coordinates
 
     @cached_property
     def _cohorts(self) -> list[npt.NDArray[np.int64]]:
@@ -236,13 +214,6 @@ class ExampleGaussian:
             f"batches of {local.batch_size} from {_span(n)} examples, {_span(steps)} local steps "
             f"({digest}); {self.method.upper()}"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: rounds are independent."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore nothing: rounds are independent."""
 
 
 def _span(numbers: npt.NDArray[np.int64]) -> str:

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import (
-    ClientPrivacy,
-    Mechanism,
-    MechanismDefaults,
-    check_options,
-)
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, noisy
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
@@ -31,7 +26,7 @@ from fl_lightning.privacy.run import AccountedRun, Participation
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LocalDP(ClientPrivacy):
+class LocalDP(Privacy):
     """Protects each client's data from everybody, including the server.
 
     The noise of m clients adds up to √m times the noise that `CentralDP` needs for the same ε: use it
@@ -59,32 +54,21 @@ class LocalDP(ClientPrivacy):
 
     clients_add_noise = True
 
-    clip_norm: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
-    secure_noise: bool = True
-    log_unprotected: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
-
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if noise is None:
-            assert self.epsilon is not None
-            share = 0.5 / (GRID_COST * math.sqrt(turns.most[-1]))
-            noise = gaussian_noise_for_budget(share, self.epsilon, self.delta)
+        share = 0.5 / (GRID_COST * math.sqrt(turns.most[-1]))
+        noise = self.noise(
+            noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
+        )
         expected, size = run.expected_cohort, run.num_coordinates
         return LocalGaussian(source, turns, self.delta, noise, expected, size)
 
 
 @dataclass
-class LocalGaussian(MechanismDefaults):
+class LocalGaussian(Mechanism):
     """Independent Gaussian noise on every update; see `Mechanism`."""
 
     source: NoiseSource

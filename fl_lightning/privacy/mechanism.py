@@ -1,93 +1,103 @@
-"""Protocols and bases of differential privacy: its options, and its mechanism in a run."""
+"""Bases of differential privacy: its options, and its mechanism in a run."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import AdaptiveClip, Release
 from fl_lightning.privacy.run import AccountedRun, check_fixed_in_advance
 from fl_lightning.server.protected import NoiseShares
-from fl_lightning.updates.clip import check_clip_norm
 
 
-class Accounted(Protocol):
-    """The releases of a run and their ε.
+class Accounted(ABC):
+    """The releases of a run and their ε; rounds are independent by default.
 
     Attributes:
         noise_multiplier: z, in clip norms.
+        num_coordinates: length k of what is released.
     """
 
     noise_multiplier: float
+    num_coordinates: int = 1
 
     @property
     def rounding(self) -> float:
         """Factor ≥ 1 by which rounding to a grid raises the sensitivity; ε includes it."""
+        return GRID_COST
 
     def step(self, clip_norm: float) -> float:
         """Return the step width of the grid of released numbers."""
+        return Grid.of(clip_norm, self.num_coordinates).step
 
+    @abstractmethod
     def __str__(self) -> str:
         """Describe the unit of privacy and the sampling, for the log."""
 
+    @abstractmethod
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return ε after ``rounds`` rounds; ``quick`` allows a slightly higher one."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later rounds depend on."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-
-
-@runtime_checkable
-class Amplified(Protocol):
-    """A mechanism whose ε may be lower because random draws are secret (amplification)."""
-
     @property
     def amplifies(self) -> bool:
-        """True if secret draws lower ε in this run."""
+        """True if secret draws lower ε in this run (amplification)."""
+        return False
 
     def epsilon_if_known(self, rounds: int) -> float:
         """Return ε against an adversary who knows the draws."""
+        return self.epsilon(rounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that later rounds depend on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from `state_dict`."""
+        assert not state
 
 
-class Mechanism(Accounted, Protocol):
-    """The noise on the sums of one run, with its ε.
+class Mechanism(Accounted):
+    """The noise on the sums of one run, with its ε; by default nobody adds any.
 
     Attributes:
         expected: expected size of the cohort, by which sums are divided.
         fewest_replies: smallest number of replies with enough noise to release the round.
+        bits_stddev: standard deviation of the noise on the number of unclipped updates; None
+            without a count.
     """
 
     expected: float
-    fewest_replies: int
+    fewest_replies: int = 0
+    bits_stddev: float | None = None
 
     @property
     def shares(self) -> NoiseShares | None:
         """Encoder of clients' updates as integers with shares of the noise, or None for no shares."""
+        return None
 
     @property
-    def bits_stddev(self) -> float | None:
-        """Standard deviation of the noise on the number of unclipped updates; None without a count."""
-
-    @property
+    @abstractmethod
     def noise_per_round(self) -> float:
         """Standard deviation of the noise in a sum of updates, in clip norms."""
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the function that clients apply to clipped updates, or None."""
+        return None
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
         """Return the noise that the server adds in one round, integers of shape (size,)."""
+        return np.zeros(size, np.int64)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
         """Return the sum with noise, in steps, shape (k,); it depends on integers alone.
@@ -96,129 +106,76 @@ class Mechanism(Accounted, Protocol):
             total: sum of the clipped updates in steps, int64, shape (k,); 0 in an aborted round.
             noise: noise of the round from `server_noise`, requested once per round, in order.
         """
-
-
-class MechanismDefaults:
-    """Base of mechanisms with a grid for clip norms, no shares of noise, and no state.
-
-    Attributes:
-        fewest_replies: see `Mechanism`.
-        num_coordinates: length k of an update.
-    """
-
-    fewest_replies: int = 0
-    num_coordinates: int = 1
-
-    @property
-    def shares(self) -> NoiseShares | None:
-        """None: the noise is not shared."""
-        return None
-
-    @property
-    def bits_stddev(self) -> float | None:
-        """None: unclipped updates are not counted."""
-        return None
-
-    @property
-    def rounding(self) -> float:
-        """Factor by which rounding raises the sensitivity."""
-        return GRID_COST
-
-    def step(self, clip_norm: float) -> float:
-        """Return the step width of the grid."""
-        return Grid.of(clip_norm, self.num_coordinates).step
-
-    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return None: clients add no noise."""
-        return None
-
-    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return zeros: the server adds no noise."""
-        return np.zeros(size, np.int64)
-
-    def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum with the noise."""
         return wide(total + noise)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: rounds are independent."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore nothing: rounds are independent."""
+@dataclass(frozen=True, kw_only=True)
+class Budgeted:
+    """Options of every kind of privacy.
 
-
-class Budgeted(Protocol):
-    """Options of every kind of privacy; frozen."""
-
-    @property
-    def clip_norm(self) -> float:
-        """Largest L2 norm of an update or a gradient after clipping."""
-
-    @property
-    def noise_multiplier(self) -> float | None:
-        """z, in clip norms; None if it is computed from the budget."""
-
-    @property
-    def epsilon(self) -> float | None:
-        """The budget, or None."""
-
-    @property
-    def delta(self) -> float:
-        """δ of ε."""
-
-    @property
-    def secure_noise(self) -> bool:
-        """True if noise comes from the operating system's secure generator."""
-
-    @property
-    def log_unprotected(self) -> bool:
-        """True to log values that the noise does not cover."""
-
-    def check_cohort(self, cohort: CohortSampler) -> None:
-        """Raise ConfigurationError if ε of this cohort sampler is unknown."""
-
-
-@runtime_checkable
-class Privacy(Budgeted, Protocol):
-    """Options of client-level privacy, ``federation.privacy``; frozen.
-
-    A class of your own derives from `ClientPrivacy`, which has defaults of most members.
+    Attributes:
+        clip_norm: largest L2 norm of an update or a gradient after clipping.
+        noise_multiplier: z, in clip norms; None if it is computed from the budget.
+        epsilon: the budget, or None.
+        delta: δ of ε.
+        secure_noise: whether noise comes from the operating system's secure generator.
+        log_unprotected: whether to log values that the noise does not cover.
     """
 
-    @property
-    def adaptive_clip(self) -> AdaptiveClip | None:
-        """Adaptation of the clip norm; None for a fixed norm."""
+    clip_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    secure_noise: bool = True
+    log_unprotected: bool = False
 
-    @property
-    def min_shares(self) -> int | None:
-        """Smallest number of clients whose noise suffices, if the user sets it."""
+    def __post_init__(self) -> None:
+        check_range(
+            "federation.privacy: clip_norm",
+            self.clip_norm,
+            "above 0",
+            ": it is the largest L2 norm of a client's update; inf does not clip and protects nobody",
+        )
+        noise, epsilon = self.noise_multiplier, self.epsilon
+        if noise is None and epsilon is None:
+            raise ConfigurationError(
+                "federation.privacy needs noise_multiplier (noise in clip norms) or epsilon (the budget "
+                "that noise is found for), or both: then training stops before the budget is exceeded"
+            )
+        if noise is not None and not 0 <= noise < float("inf"):
+            raise ConfigurationError(
+                "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
+                f"{noise}"
+            )
+        check_range(
+            "federation.privacy: epsilon",
+            epsilon,
+            "above 0 and finite",
+            ": leave it out for no budget",
+        )
+        check_range(
+            "federation.privacy: delta",
+            self.delta,
+            "in (0, 1)",
+            ": it is the probability that ε does not hold; well below 1 / number of clients, e.g. 1.0e-5",
+        )
+        if noise != 0 and self.clip_norm == float("inf"):  # None: noise is to be found
+            raise ConfigurationError(
+                "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "
+                "number, e.g. the median of round/client_update_norm"
+            )
 
-    @property
-    def clients_add_noise(self) -> bool:
-        """True if clients add the noise, so that their updates must not change; else the server."""
+    def noise(self, resumed: float | None, found: Callable[[float], float]) -> float:
+        """Return the noise multiplier: of a resumed run, as given, or what is found for the budget."""
+        given = self.noise_multiplier if resumed is None else resumed
+        if given is not None:
+            return given
+        assert self.epsilon is not None
+        return found(self.epsilon)
 
-    @property
-    def is_for_sums(self) -> bool:
-        """True if clients send integers with a share of the noise, for a sum that hides them."""
-
-    @property
-    def traits(self) -> Traits:
-        """Traits of this part."""
-
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the mechanism of a run.
-
-        Args:
-            run: the run.
-            source: source of the clients' noise.
-            noise_multiplier: value of the resumed run; computed if None.
-
-        Raises:
-            ConfigurationError: if its ε is unknown.
-        """
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Raise ConfigurationError if ε of this sampler is unknown; cohorts must not depend on the run."""
+        check_fixed_in_advance(cohort)
 
 
 _WAYS = {
@@ -227,16 +184,21 @@ _WAYS = {
 }
 
 
-class ClientPrivacy:
-    """Base of client-level privacy, with defaults for a fixed clip norm and cohorts known in advance.
+class Privacy(Budgeted, ABC):
+    """Options of client-level privacy, ``federation.privacy``; your own is a frozen dataclass as well.
 
     Attributes:
-        clients_add_noise: see `Privacy`.
-        is_for_sums: see `Privacy`.
+        clients_add_noise: whether clients add the noise, so that their updates must not change; else
+            the server does.
+        is_for_sums: whether clients send integers with a share of the noise, for a sum that hides them.
+        adaptive_clip: adaptation of the clip norm; None for a fixed norm.
+        min_shares: smallest number of clients whose noise suffices, if the user sets it.
     """
 
     clients_add_noise: ClassVar[bool] = False
     is_for_sums: ClassVar[bool] = False
+    adaptive_clip: AdaptiveClip | None = None
+    min_shares: int | None = None
 
     @property
     def traits(self) -> Traits:
@@ -253,53 +215,17 @@ class ClientPrivacy:
         )
         return Traits(needs, {}, _WAYS)
 
-    @property
-    def adaptive_clip(self) -> AdaptiveClip | None:
-        """None: the clip norm is fixed."""
-        return None
+    @abstractmethod
+    def mechanism(
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the mechanism of a run.
 
-    @property
-    def noise_multiplier(self) -> float | None:
-        """None: the noise is computed from the budget."""
-        return None
+        Args:
+            run: the run.
+            source: source of the clients' noise.
+            noise_multiplier: value of the resumed run; computed if None.
 
-    @property
-    def min_shares(self) -> int | None:
-        """None: the noise is not shared."""
-        return None
-
-    def check_cohort(self, cohort: CohortSampler) -> None:
-        """Raise ConfigurationError if cohorts depend on events of the run."""
-        check_fixed_in_advance(cohort)
-
-
-def check_options(
-    clip_norm: float, noise_multiplier: float | None, epsilon: float | None, delta: float
-) -> None:
-    """Raise ConfigurationError if an option that all mechanisms have is out of range."""
-    check_clip_norm(clip_norm)
-    if noise_multiplier is None and epsilon is None:
-        raise ConfigurationError(
-            "federation.privacy needs noise_multiplier (noise in clip norms) or epsilon (the budget "
-            "that noise is found for), or both: then training stops before the budget is exceeded"
-        )
-    if noise_multiplier is not None and not 0 <= noise_multiplier < float("inf"):
-        raise ConfigurationError(
-            "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
-            f"{noise_multiplier}"
-        )
-    if epsilon is not None and not 0 < epsilon < float("inf"):
-        raise ConfigurationError(
-            f"federation.privacy: epsilon must be above 0 and finite, got {epsilon}: leave it out "
-            "for no budget"
-        )
-    if not 0 < delta < 1:
-        raise ConfigurationError(
-            f"federation.privacy: delta must be in (0, 1), got {delta}: it is the probability that ε "
-            "does not hold; well below 1 / number of clients, e.g. 1.0e-5"
-        )
-    if noise_multiplier != 0 and clip_norm == float("inf"):  # None: noise is to be found
-        raise ConfigurationError(
-            "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "
-            "number, e.g. the median of round/client_update_norm"
-        )
+        Raises:
+            ConfigurationError: if its ε is unknown.
+        """

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import Draw
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Draw
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.means.running_mean import new_mean
@@ -202,20 +202,19 @@ class AdaptiveClip:
     bits_stddev: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1:
-            raise ConfigurationError(
-                f"federation.privacy: quantile must be in (0, 1), got {self.quantile}: it is the "
-                "share of updates that remain unclipped"
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise ConfigurationError(
-                "federation.privacy: the clip norm's learning_rate must be above 0 and finite, got "
-                f"{self.learning_rate}: leave adaptive_clip out for a fixed norm"
-            )
-        if self.bits_stddev is not None and not 0 <= self.bits_stddev < math.inf:
-            raise ConfigurationError(
-                f"federation.privacy: bits_stddev must be at least 0 and finite, got {self.bits_stddev}"
-            )
+        check_range(
+            "federation.privacy: quantile",
+            self.quantile,
+            "in (0, 1)",
+            ": it is the share of updates that remain unclipped",
+        )
+        check_range(
+            "federation.privacy: the clip norm's learning_rate",
+            self.learning_rate,
+            "above 0 and finite",
+            ": leave adaptive_clip out for a fixed norm",
+        )
+        check_range("federation.privacy: bits_stddev", self.bits_stddev, "at least 0 and finite")
 
     def next_norm(self, clip_norm: float, unclipped: float) -> float:
         """Return the next round's clip norm.

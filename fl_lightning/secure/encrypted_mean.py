@@ -33,8 +33,7 @@ from fl_lightning.secure.encryption.encrypted_update import (
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierRun
 from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, EncryptedSum, OpenedSum
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.aggregator import Aggregator, check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
 _MOVED = "moved"

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.secure_sum import RoundSum, SecureSum
-from fl_lightning.server.aggregator import PrivateAggregator
-from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.aggregator import PrivateAggregator, check_whole
 from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
 from fl_lightning.updates.clip import clipped
 

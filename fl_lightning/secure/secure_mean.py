@@ -21,8 +21,7 @@ from fl_lightning.secure.protocol.session import SparseGraph, new_run_id
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.aggregator import Aggregator, check_whole
 from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.sparsifiers import RandomK

@@ -32,7 +32,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 
 _OF_ADAPTERS = Traits(
     needs={

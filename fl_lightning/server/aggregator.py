@@ -1,7 +1,9 @@
 """Aggregators: folds over a round's updates.
 
 A weighted mean derives from `WeightedMean` and defines `weight`; a rule that needs all updates of a
-round together is a `RobustRule`; anything else derives from `Aggregator`.
+round together is a `RobustRule`; anything else derives from `Aggregator`, or from `KeptUpdates` if it
+keeps all updates until the round ends. These do not add up over processes as sums do: they are exchanged,
+so that each process has all of them.
 """
 
 from __future__ import annotations
@@ -284,3 +286,54 @@ class TakesNoiseShares(Protocol):
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
         """Return an aggregator of integers with noise; called after `Protected.begin`."""
+
+
+class KeptUpdates(Aggregator):
+    """Base of aggregators that keep all updates; subclasses define `open`, which creates the rows, and `close`."""
+
+    exchanges = True
+
+    _rows: UpdateRows
+
+    @property
+    @abstractmethod
+    def reader(self) -> str:
+        """Name of the class that reads the updates, for error messages."""
+
+    def add(self, update: ClientUpdate) -> None:
+        """Keep one update.
+
+        Raises:
+            ConfigurationError: if the client has a mask of its own.
+        """
+        check_whole(update, self.reader)
+        self._rows.append(update)
+
+    @override
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
+        self._rows = self._rows.exchange(gather, all_reduce)
+
+    def sums(self) -> list[Tensor]:
+        """Return an empty list: rows do not add up, see `exchange`."""
+        return []
+
+    @override
+    def load_sums(self, sums: list[Tensor]) -> None:
+        assert not sums
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._rows.state_dict()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows.load_state_dict(state)
+
+
+def check_whole(update: ClientUpdate, name: str) -> None:
+    """Raise ConfigurationError, naming the reader, if the client has a mask of its own."""
+    if update.active is not None:
+        raise ConfigurationError(
+            f"{name} compares whole updates, and these clients have masks of their own: share one "
+            "mask, or use OverlapMean"
+        )

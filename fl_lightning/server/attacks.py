@@ -38,10 +38,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import Aggregator, KeptUpdates
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows, RowsAndOne
 from fl_lightning.server.robust.passes import combined, mean_and_std, squared_distances
 
@@ -156,8 +155,7 @@ class Scaling:
     factor: float = 10.0
 
     def __post_init__(self) -> None:
-        if not np.isfinite(self.factor):
-            raise ConfigurationError(f"Scaling: factor must be a finite number, got {self.factor}")
+        check_range("Scaling: factor", self.factor, "a finite number")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -182,10 +180,7 @@ class SignFlip:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.scale < np.inf:
-            raise ConfigurationError(
-                f"SignFlip: scale must be at least 0 and finite, got {self.scale}"
-            )
+        check_range("SignFlip: scale", self.scale, "at least 0 and finite")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -209,10 +204,7 @@ class GaussianNoise:
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.std < np.inf:
-            raise ConfigurationError(
-                f"GaussianNoise: std must be at least 0 and finite, got {self.std}"
-            )
+        check_range("GaussianNoise: std", self.std, "at least 0 and finite")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -253,8 +245,7 @@ class ALIE(_Collusion):
     z: float | None = None
 
     def __post_init__(self) -> None:
-        if not np.isfinite(0.0 if self.z is None else self.z):
-            raise ConfigurationError(f"ALIE: z must be a finite number, got {self.z}")
+        check_range("ALIE: z", self.z, "a finite number")
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
@@ -276,10 +267,7 @@ class InnerProductManipulation(_Collusion):
     epsilon: float = 0.5
 
     def __post_init__(self) -> None:
-        if not np.isfinite(self.epsilon):
-            raise ConfigurationError(
-                f"InnerProductManipulation: epsilon must be a finite number, got {self.epsilon}"
-            )
+        check_range("InnerProductManipulation: epsilon", self.epsilon, "a finite number")
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:

@@ -24,9 +24,9 @@ scale of the updates does not matter, so that the rate must be small: 1e-3 to 1e
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -34,14 +34,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range, raise_together
+
+_RANGES = {
+    "lr": "at least 0 and finite",
+    "beta1": "in [0, 1)",
+    "beta2": "in [0, 1)",
+    "tau": "greater than 0 and finite",
+    "weight_decay": "at least 0 and finite",
+}
 
 
-class _RangeCheckedOptimizer(Optimizer):
+class _ServerOptimizer(Optimizer):
     """Base of the server optimizers: checks the options' ranges and moves one parameter at a time."""
 
     def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
-        check_ranges(type(self).__name__, options)
+        name = type(self).__name__
+        raise_together(
+            *(partial(check_range, f"{name}: {o}", v, _RANGES[o]) for o, v in options.items())
+        )
         super().__init__(params, options)
 
     @abstractmethod
@@ -62,35 +73,40 @@ class _RangeCheckedOptimizer(Optimizer):
         return loss
 
 
-class AdaptiveServerOptimizer(_RangeCheckedOptimizer):
+class _Adaptive(_ServerOptimizer):
     """Base of FedAdagrad, FedAdam and FedYogi, which differ in their second moment.
 
     The state exists from the start, so that a coordinate that joins later starts from τ² as well.
     """
 
-    def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
-        super().__init__(params, options)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param]["first"] = torch.zeros_like(param)
                 self.state[param]["second"] = torch.full_like(param, group["tau"] ** 2)
 
     @abstractmethod
-    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+    def _update_second(self, second: Tensor, square: Tensor, beta2: float) -> None:
         """Update the second moment in place, given the squared pseudo-gradient."""
 
     @override
     def _move(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        state["first"].lerp_(gradient, 1 - group["beta1"])
-        self.update_second(state["second"], gradient.square(), group)
-        param.addcdiv_(
-            state["first"], state["second"].sqrt().add_(group["tau"]), value=-group["lr"]
-        )
+        first, second = self.state[param]["first"], self.state[param]["second"]
+        first.lerp_(gradient, 1 - group["beta1"])
+        self._update_second(second, gradient.square(), group["beta2"])
+        param.addcdiv_(first, second.sqrt().add_(group["tau"]), value=-group["lr"])
 
 
 @final
-class FedAdagrad(AdaptiveServerOptimizer):
+class FedAdagrad(_Adaptive):
     """Adagrad over rounds.
 
     Args:
@@ -114,29 +130,15 @@ class FedAdagrad(AdaptiveServerOptimizer):
     def __init__(
         self, params: Iterable[Any], lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3
     ) -> None:
-        super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
+        super().__init__(params, lr, beta1, tau=tau)
 
     @override
-    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+    def _update_second(self, second: Tensor, square: Tensor, beta2: float) -> None:
         second.add_(square)
 
 
-class _DecayingSquares(AdaptiveServerOptimizer):
-    """Base of those whose second moment decays, by β₂."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
-
-
 @final
-class FedAdam(_DecayingSquares):
+class FedAdam(_Adaptive):
     """Adam over rounds, as in the paper: v₀ = τ², no bias correction.
 
     Args:
@@ -159,12 +161,12 @@ class FedAdam(_DecayingSquares):
     """
 
     @override
-    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        second.lerp_(square, 1 - group["beta2"])
+    def _update_second(self, second: Tensor, square: Tensor, beta2: float) -> None:
+        second.lerp_(square, 1 - beta2)
 
 
 @final
-class FedYogi(_DecayingSquares):
+class FedYogi(_Adaptive):
     """Yogi over rounds: the second moment moves by at most (1 - β₂) Δ² at a time.
 
     Args:
@@ -187,31 +189,12 @@ class FedYogi(_DecayingSquares):
     """
 
     @override
-    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        direction = torch.sign(second - square)
-        second.addcmul_(square, direction, value=group["beta2"] - 1)
-
-
-def check_ranges(name: str, options: dict[str, Any]) -> None:
-    """Raise ConfigurationError that names all options out of range."""
-    rules: dict[str, tuple[str, Callable[[float], bool]]] = {
-        "lr": ("at least 0 and finite", lambda value: 0 <= value < math.inf),
-        "beta1": ("in [0, 1)", lambda value: 0 <= value < 1),
-        "beta2": ("in [0, 1)", lambda value: 0 <= value < 1),
-        "tau": ("greater than 0 and finite", lambda value: 0 < value < math.inf),
-        "weight_decay": ("at least 0 and finite", lambda value: 0 <= value < math.inf),
-    }
-    broken = [
-        f"{option} must be {rules[option][0]}, got {value}"
-        for option, value in options.items()
-        if not rules[option][1](value)
-    ]
-    if broken:
-        raise ConfigurationError(f"{name}: {'; '.join(broken)}")
+    def _update_second(self, second: Tensor, square: Tensor, beta2: float) -> None:
+        second.addcmul_(square, torch.sign(second - square), value=beta2 - 1)
 
 
 @final
-class FedLion(_RangeCheckedOptimizer):
+class FedLion(_ServerOptimizer):
     """Lion as a server optimizer.
 
     Args:

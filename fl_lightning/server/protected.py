@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.core.whole_numbers import Integers
 
 # Adds up vectors that are at the clients' sites: maps a protocol's session, and the clients in the
 # order of their numbers in it, to the result of the sum.

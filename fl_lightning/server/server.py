@@ -146,12 +146,7 @@ class Server:
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
     def receive(self, updates: ClientUpdate | Updates) -> None:
-        """Fold updates in; only their sums are kept.
-
-        Raises:
-            NotFinite: if a delta is not finite. Nothing is folded in then, because aggregators check
-                before they change anything.
-        """
+        """Fold updates in; only their sums are kept."""
         if not isinstance(updates, Updates):
             updates = Updates.of(updates)
         self._aggregator.receive(updates)

@@ -21,7 +21,7 @@ from typing import Protocol, final
 
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.traits import Trait, Traits
 
 
@@ -48,8 +48,7 @@ class PolynomialStaleness:
     exponent: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.exponent < float("inf"):
-            raise ConfigurationError(f"exponent must be at least 0 and finite, got {self.exponent}")
+        check_range("exponent", self.exponent, "at least 0 and finite")
 
     def weight(self, staleness: int) -> float:
         """Return s(τ)."""
@@ -74,10 +73,8 @@ class HingeStaleness:
     grace: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.slope < float("inf"):
-            raise ConfigurationError(f"slope must be at least 0 and finite, got {self.slope}")
-        if self.grace < 0:
-            raise ConfigurationError(f"grace must be at least 0 rounds, got {self.grace}")
+        check_range("slope", self.slope, "at least 0 and finite")
+        check_range("grace", self.grace, "at least 0 rounds")
 
     def weight(self, staleness: int) -> float:
         """Return s(τ)."""
@@ -176,8 +173,7 @@ class FedAsync:
 
     def __post_init__(self) -> None:
         _check_counts(self.concurrency, 1)
-        if not 0 < self.mixing <= 1:
-            raise ConfigurationError(f"mixing must be in (0, 1], got {self.mixing}")
+        check_range("mixing", self.mixing, "in (0, 1]")
 
     @property
     def buffer_size(self) -> int:
@@ -197,5 +193,4 @@ def _weight(staleness: Staleness | None, tau: int) -> float:
 
 def _check_counts(concurrency: int, buffer_size: int) -> None:
     for name, count in (("concurrency", concurrency), ("buffer_size", buffer_size)):
-        if count < 1:
-            raise ConfigurationError(f"{name} must be at least 1 client, got {count}")
+        check_range(name, count, "at least 1 client")

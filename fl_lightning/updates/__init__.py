@@ -16,6 +16,5 @@ from fl_lightning.updates.sparsifiers import RandomK as RandomK
 from fl_lightning.updates.sparsifiers import TopK as TopK
 from fl_lightning.updates.transform import Chain as Chain
 from fl_lightning.updates.transform import Transform as Transform
-from fl_lightning.updates.transform import UpdateTransform as UpdateTransform
 
 __all__ = list(exports(__file__, globals()))

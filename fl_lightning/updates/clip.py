@@ -7,12 +7,8 @@ Source: McMahan et al. 2018 (1710.06963), Section 2.2, "flat clipping".
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-from fl_lightning.core.errors import ConfigurationError
 
 
 def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
@@ -35,12 +31,3 @@ def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(delta, dtype=wide)
     scale = (clip_norm / norm).clamp(max=1.0)  # of a zero vector ∞
     return delta * scale.to(delta.dtype), norm <= clip_norm
-
-
-def check_clip_norm(clip_norm: float) -> None:
-    """Raise ConfigurationError if ``clip_norm`` is no radius."""
-    if math.isnan(clip_norm) or clip_norm <= 0:
-        raise ConfigurationError(
-            f"federation.privacy: clip_norm must be above 0, got {clip_norm}: it is the largest L2 "
-            "norm of a client's update; inf does not clip and protects nobody"
-        )

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers
 
 Bytes = NDArray[np.uint8]
 CHUNK = 1 << 17  # codes at a time, so that what happens between the steps stays in the cache

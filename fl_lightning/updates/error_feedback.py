@@ -24,8 +24,6 @@ from fl_lightning.updates.transform import (
     Shapes,
     Transform,
     UpdateStep,
-    UpdateTransform,
-    as_transform,
 )
 
 _MEMORIES = Traits(
@@ -66,7 +64,7 @@ class ErrorFeedback(UpdateStep):
         (tensor([2., 0.]), tensor([0., 1.]))
     """
 
-    transforms: Sequence[UpdateTransform]
+    transforms: Sequence[Transform]
     under_privacy: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class ErrorFeedback(UpdateStep):
     @property
     def parts(self) -> tuple[Transform, ...]:
         """The transforms."""
-        return tuple(map(as_transform, self.transforms))
+        return tuple(self.transforms)
 
     @property
     def traits(self) -> Traits:

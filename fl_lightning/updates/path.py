@@ -36,9 +36,6 @@ from fl_lightning.updates.transform import (
     Shapes,
     Transform,
     UpdateStep,
-    UpdateTransform,
-    as_step,
-    as_transform,
 )
 
 OF_DOWNLOAD = Traits(
@@ -53,7 +50,7 @@ OF_DOWNLOAD = Traits(
 )
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
-Step = UpdateTransform | ErrorFeedback
+Step = Transform | ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -101,25 +98,20 @@ class UpdatePath:
     """
 
     def __init__(self, steps: Sequence[Step], seed: int) -> None:
-        asked = [as_step(step) for step in steps]
-        feedbacks = [step for step in asked if isinstance(step, ErrorFeedback)]
-        if feedbacks and asked[-1] is not feedbacks[0]:
+        feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
+        if feedbacks and steps[-1] is not feedbacks[0]:
             raise ConfigurationError(
                 "federation.updates: ErrorFeedback must come last, and once: what follows it would "
                 "lose what it cannot remember. Put those transforms inside it"
             )
-        self._before = Chain(
-            tuple(
-                part for step in asked if not isinstance(step, ErrorFeedback) for part in step.parts
-            )
-        )
+        self._before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
         self._feedback = feedbacks[0] if feedbacks else None
         self._unplaced = self._before, self._feedback
         self._seed = seed
         self.is_empty = not steps
         self.has_memory = bool(feedbacks)
-        self.needs_shapes = any(step.needs_shapes for step in asked)
-        _check_order(asked)
+        self.needs_shapes = any(step.needs_shapes for step in steps)
+        _check_order(steps)
 
     def place(self, shapes: Shapes) -> None:
         """Learn which tensors make the vectors that are sent from here on.
@@ -264,11 +256,11 @@ class Broadcast:
         tensor([0., 0., 1.])
     """
 
-    def __init__(self, steps: Sequence[UpdateTransform], seed: int) -> None:
+    def __init__(self, steps: Sequence[Transform], seed: int) -> None:
         self._chain = self._unplaced = Chain(tuple(steps))
         self._seed = seed
         for step in steps:
-            _refuse_what_leaves_out(as_transform(step))
+            _refuse_what_leaves_out(step)
         self._last: tuple[int, Tensor, SentModel] | None = None
 
     def place(self, shapes: Shapes) -> None:

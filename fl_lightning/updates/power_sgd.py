@@ -26,7 +26,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.transform import Shapes, Transform, only_dense
 
@@ -64,8 +64,7 @@ class PowerSGD(Transform):
 
     def __post_init__(self) -> None:
         for name in ("rank", "iterations"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_range(name, getattr(self, name), "at least 1")
 
     @property
     def name(self) -> str:

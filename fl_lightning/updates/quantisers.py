@@ -43,7 +43,7 @@ from typing import Literal, Self, final
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.updates.payload import (
     Block,
     Dense,
@@ -200,8 +200,7 @@ class Affine(InBlocks):
     block: BlockOption = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
+        check_range("bits", self.bits, "from 1 to 8")
         checked_block(self.block)
 
     @property
@@ -255,8 +254,7 @@ class QSGD(InBlocks):
     block: BlockOption = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
+        check_range("bits", self.bits, "from 1 to 8")
         checked_block(self.block)
 
     @property

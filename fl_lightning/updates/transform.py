@@ -11,47 +11,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol, Self, final
+from typing import Self, final
 
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-class UpdateTransform(Protocol):
-    """One step, as a user may write it; ours derive from `Transform`, which has defaults.
-
-    Attributes:
-        name: what it is and with which options, e.g. ``"top-k 0.1"``. It travels in the header.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name and options."""
-
-    def sent_size(self, size: int) -> int:
-        """Return how many numbers the payload stands for that is made of ``size`` numbers."""
-
-    def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Return what is sent instead of ``payload``.
-
-        Args:
-            payload: of ``size`` numbers.
-            seed: of this update and this step.
-        """
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return what the server takes a payload for that arrived, of ``size`` numbers again.
-
-        It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
-        be applied once to their sum instead of to each.
-        """
 
 
 _OF_STEPS = Traits(
@@ -97,6 +66,9 @@ class UpdateStep(ABC):
 class Transform(UpdateStep):
     """One step that keeps nothing; leaves are frozen dataclasses.
 
+    Attributes:
+        name: what it is and with which options, e.g. ``"top-k 0.1"``. It travels in the header.
+
     Example:
         >>> import torch
         >>> class Halves(Transform):
@@ -137,52 +109,21 @@ class Transform(UpdateStep):
 
     @abstractmethod
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Return what is sent instead of ``payload``, see `UpdateTransform`."""
+        """Return what is sent instead of ``payload``.
+
+        Args:
+            payload: of ``size`` numbers.
+            seed: of this update and this step.
+        """
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return the payload: it says itself what its numbers are."""
+        """Return what the server takes an arrived payload for, of ``size`` numbers again.
+
+        It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
+        be applied once to their sum instead of to each. By default a payload says itself what its
+        numbers are.
+        """
         return payload
-
-
-def as_step(given: UpdateTransform | UpdateStep) -> UpdateStep:
-    """Return a step that can be asked; a user's own transform need not derive from `Transform`."""
-    return given if isinstance(given, UpdateStep) else _OwnTransform(given)
-
-
-def as_transform(given: UpdateTransform) -> Transform:
-    """Return a transform that can be asked, see `as_step`."""
-    return given if isinstance(given, Transform) else _OwnTransform(given)
-
-
-@final
-@dataclass(frozen=True)
-class _OwnTransform(Transform):
-    """A user's transform that derives from nothing; it may have `needs_shapes` and `with_shapes`."""
-
-    given: UpdateTransform
-
-    @property
-    def name(self) -> str:
-        return self.given.name
-
-    @property
-    def needs_shapes(self) -> bool:
-        return bool(getattr(self.given, "needs_shapes", False))
-
-    def with_shapes(self, shapes: Shapes) -> _OwnTransform:
-        placed: Callable[[Shapes], UpdateTransform] | None = getattr(
-            self.given, "with_shapes", None
-        )
-        return _OwnTransform(placed(shapes)) if placed is not None and self.needs_shapes else self
-
-    def sent_size(self, size: int) -> int:
-        return self.given.sent_size(size)
-
-    def on_client(self, payload: Payload, seed: int) -> Payload:
-        return self.given.on_client(payload, seed)
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        return self.given.on_server(payload, seed, size)
 
 
 @final
@@ -205,7 +146,7 @@ class Chain(Transform):
         ('top-k 0.5', 'affine 8 bits')
     """
 
-    transforms: tuple[UpdateTransform, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
     @property
     def name(self) -> str:
@@ -215,26 +156,26 @@ class Chain(Transform):
     @property
     def names(self) -> tuple[str, ...]:
         """The names in order, as the header has them."""
-        return tuple(step.name for step in self._steps)
+        return tuple(step.name for step in self.transforms)
 
     @property
     def needs_shapes(self) -> bool:
         """True if one of the transforms needs the shapes of tensors."""
-        return any(step.needs_shapes for step in self._steps)
+        return any(step.needs_shapes for step in self.transforms)
 
     def with_shapes(self, shapes: Shapes) -> Chain:
         """Return the chain for vectors of these tensors."""
-        return Chain(tuple(step.with_shapes(shapes) for step in self._steps))
+        return Chain(tuple(step.with_shapes(shapes) for step in self.transforms))
 
     @property
     def scaling(self) -> Transform | None:
         """The first that does."""
-        return next((step.scaling for step in self._steps if step.scaling is not None), None)
+        return next((step.scaling for step in self.transforms if step.scaling is not None), None)
 
     @property
     def approximates(self) -> bool:
         """True if one of the transforms approximates."""
-        return any(step.approximates for step in self._steps)
+        return any(step.approximates for step in self.transforms)
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers the payload stands for."""
@@ -242,24 +183,20 @@ class Chain(Transform):
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Apply all in order."""
-        for place, step in enumerate(self._steps):
+        for place, step in enumerate(self.transforms):
             payload = step.on_client(payload, _seed_of(step, seed, place))
         return payload
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Undo all in reverse order."""
         sizes = self._sizes(size)
-        for place, step in reversed(list(enumerate(self._steps))):
+        for place, step in reversed(list(enumerate(self.transforms))):
             payload = step.on_server(payload, _seed_of(step, seed, place), size=sizes[place])
         return payload
 
-    @cached_property
-    def _steps(self) -> tuple[Transform, ...]:
-        return tuple(map(as_transform, self.transforms))
-
     def _sizes(self, size: int) -> list[int]:
         sizes = [size]
-        for step in self._steps:
+        for step in self.transforms:
             sizes.append(step.sent_size(sizes[-1]))
         return sizes
 
@@ -270,10 +207,7 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 
 def checked_fraction(fraction: float) -> None:
     """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
-    if not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of numbers that is sent"
-        )
+    check_range("fraction", fraction, "in (0, 1]", ": it is the share of numbers that is sent")
 
 
 def num_kept(size: int, fraction: float) -> int:

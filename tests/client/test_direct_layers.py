@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
-from fl_lightning.engines.functional.forwards import other_forwards
 from fl_lightning.kernels.c_library import c_library
 from fl_lightning.kernels.convolution import (
     SOURCE,
@@ -23,7 +22,7 @@ from fl_lightning.kernels.convolution import (
     convolve_weights,
 )
 from fl_lightning.kernels.convolution import flags as convolution_flags
-from fl_lightning.kernels.layers import direct_layers, reason_against_direct_layers
+from fl_lightning.kernels.layers import direct_layers, other_forwards, reason_against_direct_layers
 from fl_lightning.kernels.linear import FEW, dense, dense_inputs, dense_weights
 from fl_lightning.kernels.linear import SOURCE as LINEAR
 from fl_lightning.kernels.linear import flags as linear_flags
@@ -432,7 +431,7 @@ def test_as_one_compiled_graph():
     function = vmap(grad_and_value(by_example(net)))
     expected, _ = function(params, IMAGES, LABELS)
     with other_forwards(direct_layers(net, viewable=True)):
-        # the graph alone: test_thin_layers compiles one to machine code
+        # the graph alone: test_direct_slots compiles one to machine code
         options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
         compiled = torch.compile(lambda *a: function(*a), **options)
         found, _ = compiled(params, IMAGES, LABELS)

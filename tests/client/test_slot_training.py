@@ -196,7 +196,7 @@ def test_one_client_twice_in_other_company():
     assert torch.equal(first[3].delta, second[1].delta)
 
 
-@pytest.mark.slow  # test_thin_layers and test_engines compile one in every run of the tests
+@pytest.mark.slow  # test_direct_slots and test_engines compile one in every run of the tests
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_compiled_step_is_the_same_step(dropout):
     module = toy(dropout=dropout)

@@ -61,17 +61,15 @@ def test_without_a_compiler_or_where_it_fails(compiler, text, tmp_path, new_cach
 KERNELS = (
     "tests/client/test_direct_layers.py",
     "tests/client/test_winograd.py",
-    "tests/client/test_thin_deltas.py",
-    "tests/client/test_thin_layers.py::test_a_step_by_its_formula",
-    "tests/client/test_thin_layers.py::test_a_step_in_place",
     "tests/server/test_column_sort.py",
     "tests/sparsity/test_one_pass.py",
 )
-# A mean of one row fewer than the clients' errors have entries
+# A result of one row fewer than the weights have
 BEYOND_THE_END = """
 import torch
-from fl_lightning.kernels.linear import dense_fold
-dense_fold(torch.zeros(61, 784), torch.ones(2, 20, 62), torch.ones(2, 20, 784), torch.tensor([0.25, 1.0]))
+from fl_lightning.kernels.linear import _run
+inputs, weights = torch.ones(2, 20, 784), torch.ones(2, 62, 784)
+_run("dense", torch.zeros(2, 20, 61), inputs, weights, 2, 20, 784, 62)
 """
 
 

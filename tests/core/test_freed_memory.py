@@ -8,11 +8,11 @@ import sys
 import pytest
 import typed
 
-from fl_lightning.core.freed_memory import keep_freed_memory
+from fl_lightning.core.processes import keep_freed_memory
 
 FAULTS = """
 import resource, torch
-from fl_lightning.core.freed_memory import keep_freed_memory
+from fl_lightning.core.processes import keep_freed_memory
 keep_freed_memory()
 def step():
     blocks = [torch.ones(size) for size in (5_000_000, 11_000_000)]

@@ -259,19 +259,6 @@ class Endless:
 
 
 class TestRefuses:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
-            ({"num_clients": 3, "batch_size": 0}, "batch_size must be at least 1 example, got 0"),
-            ({"num_clients": 3, "client_val_fraction": 1.0}, r"must be in \[0, 1\), got 1.0"),
-            ({"num_clients": 3, "client_val_fraction": -0.1}, r"must be in \[0, 1\), got -0.1"),
-        ],
-    )
-    def test_values_out_of_range_at_once(self, options, message):
-        with pytest.raises(ConfigurationError, match=message):
-            FederatedDataModule(ToyData(), **options)
-
     def test_no_number_where_the_partition_does_not_know(self):
         with pytest.raises(ConfigurationError, match="FederatedDataModule needs num_clients"):
             _ = FederatedDataModule(ToyData()).clients

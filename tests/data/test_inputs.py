@@ -83,11 +83,8 @@ def test_a_federation_trains_on_them():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Reshape([0]), "shape must be numbers >= 1"),
         (lambda: Reshape([3]).fit(list)(torch.zeros(2, 4)), "does not have the numbers for"),
-        (lambda: Normalize([0.0], [0.0]), "std must hold 1 finite numbers > 0"),
         (lambda: Normalize([0.0] * 3, [1.0] * 3).fit(list)(torch.zeros(2, 4)), "give one, or 4"),
-        (lambda: FederatedNormalize(eps=-1), "eps must be at least 0 and finite"),
         (lambda: FederatedNormalize().fit(list), "have no training examples"),
         (lambda: on_inputs([torch.neg], {"x": torch.zeros(1)}), "got dict"),
     ],

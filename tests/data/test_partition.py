@@ -416,24 +416,6 @@ class TestQuantitySkew:
             assert sizes(rule.assign(DIGITS, 50, 0)).min() == rule.min_examples
 
 
-@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("rule", [DirichletPerClass, DirichletPerClient, DirichletSizes])
-def test_refuses_a_concentration_without_distribution(rule, alpha):
-    with pytest.raises(ConfigurationError, match="alpha must be in"):
-        rule(alpha=alpha)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LabelShards(classes_per_client=0), "classes_per_client must be at least 1, got 0"),
-        (lambda: McMahanShards(shards_per_client=0), "shards_per_client must be at least 1, got 0"),
-        (lambda: DirichletPerClass(alpha=1.0, min_examples=0), "min_examples must be at least 1"),
-        (lambda: DirichletSizes(alpha=1.0, min_examples=0), "min_examples must be at least 1"),
-        (lambda: PowerLawSizes(exponent=-0.5), "exponent must be at least 0"),
-        (lambda: check_sizes(np.zeros((4, 2)), 2), r"labels must have shape \(N,\)"),
-    ],
-)
-def test_refuses_at_the_door(make, message):
-    with pytest.raises(ConfigurationError, match=message):
-        make()
+def test_refuses_labels_of_two_axes():
+    with pytest.raises(ConfigurationError, match=r"labels must have shape \(N,\)"):
+        check_sizes(np.zeros((4, 2)), 2)

@@ -113,7 +113,11 @@ def kill(process, signum):
 
 
 @pytest.mark.parametrize(
-    ("command", "signum"), [("compare", signal.SIGKILL), ("sweep", signal.SIGTERM)]
+    ("command", "signum"),
+    [
+        ("compare", signal.SIGKILL),
+        pytest.param("sweep", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_runs_end_with_the_command_that_has_started_them(command, signum):
     with started(command, "out") as process:

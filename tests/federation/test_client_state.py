@@ -1,4 +1,7 @@
-"""What is a client's state: whoever trained before, and whatever the step writes, it is the plain loop."""
+"""What is a client's state: what is averaged, put back and kept, in lists, hooks, failures and resumed runs.
+
+That whatever a step writes, every client is that of a plain loop, is the table in `strange`.
+"""
 
 import copy
 import random
@@ -64,66 +67,6 @@ class Teacher(Base):
         return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
 
 
-class TeacherInHook(Teacher):
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.follow()
-
-
-class TeacherByData(Teacher):
-    def follow(self):
-        for mean, param in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            mean.data = 0.9 * mean.data + 0.1 * param.data
-
-
-class HiddenTeacher(Base):
-    """One that neither the optimizer nor a checkpoint finds."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = [copy.deepcopy(self.net).requires_grad_(False)]
-
-    def _apply(self, fn):
-        self.hidden[0]._apply(fn)
-        return super()._apply(fn)
-
-    def training_step(self, batch, batch_idx):
-        for mean, param in zip(self.hidden[0].parameters(), self.net.parameters(), strict=True):
-            mean.data.mul_(0.9).add_(param.data, alpha=0.1)
-        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.hidden[0](batch[0]))
-
-
-class Counts(Base):
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-
-    def training_step(self, batch, batch_idx):
-        self.n += 1
-        return self.loss(batch) * (1 + 0.3 * self.n)
-
-
-class CountsInBuffer(Base):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("n", torch.tensor(0))
-
-    def training_step(self, batch, batch_idx):
-        self.n += 1
-        return self.loss(batch) * (1 + 0.5 * self.n)  # exact in any precision
-
-
-class DrawsByItself(Base):
-    def __init__(self):
-        super().__init__()
-        self.rng = random.Random(3)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (1 + 0.3 * self.rng.random())
-
-
 class Appends(Base):
     def __init__(self):
         super().__init__()
@@ -133,48 +76,6 @@ class Appends(Base):
         loss = self.loss(batch)
         self.outputs.append(loss.detach())
         return loss * (1 + 0.3 * len(self.outputs))
-
-
-class RunningMean(Base):
-    def __init__(self):
-        super().__init__()
-        self.mean = torch.tensor(0.0)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        return loss * (1 + self.mean)
-
-
-class Caches(Base):
-    def training_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        if hasattr(self, "last"):
-            loss = loss + F.mse_loss(logits.mean(0), self.last)
-        self.last = logits.mean(0).detach()
-        return loss
-
-
-class Shadow:
-    def __init__(self, params):
-        self.values = [param.detach().clone() for param in params]
-
-    def update(self, params):
-        for value, param in zip(self.values, params, strict=True):
-            value.lerp_(param.detach().to(value.dtype), 0.1)
-
-
-class KeepsObject(Base):
-    def __init__(self):
-        super().__init__()
-        self.shadow = Shadow(self.net.parameters())
-
-    def training_step(self, batch, batch_idx):
-        self.shadow.update(self.net.parameters())
-        pairs = zip(self.net.parameters(), self.shadow.values, strict=True)
-        pull = sum((param - value).square().sum() for param, value in pairs)
-        return self.loss(batch) + 0.1 * pull
 
 
 class Centre(Base):
@@ -190,16 +91,6 @@ class Centre(Base):
         return F.cross_entropy(logits - self.centre, batch[1])
 
 
-class Toggles(Base):
-    """Freezes a layer and leaves it in another mode from its second step on."""
-
-    def training_step(self, batch, batch_idx):
-        self.net[0].requires_grad_(self.net.training)
-        loss = self.loss(batch)
-        self.net.eval()
-        return loss
-
-
 class Masked(Base):
     """Constant buffers, among them one with -inf."""
 
@@ -211,24 +102,6 @@ class Masked(Base):
     def training_step(self, batch, batch_idx):
         attended = (self.net(batch[0] @ self.table) + self.mask).softmax(1)
         return F.mse_loss(attended[:, :2], F.one_hot(batch[1] % 2, 2).to(attended.dtype))
-
-
-STATEFUL = [
-    Teacher,
-    TeacherInHook,
-    TeacherByData,
-    HiddenTeacher,
-    Counts,
-    CountsInBuffer,
-    DrawsByItself,
-    Appends,
-    RunningMean,
-    Caches,
-    KeepsObject,
-    Centre,
-    Toggles,
-    Masked,
-]
 
 
 def made(kind, dtype=torch.float64):
@@ -248,56 +121,6 @@ def fit(module, *callbacks, shards=SHARDS, max_epochs=2, ckpt_path=None, trainer
     )
     runs.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return federation
-
-
-def plain(module, rounds=2):
-    """FedAvg where each client is a copy of the global model, and full batches."""
-    source = toy_data(dtype=torch.float64).source
-    source.setup("fit")
-    x, y = source.train.tensors
-    for _ in range(rounds):
-        ends = []
-        for shard in SHARDS:
-            client = copy.deepcopy(module)
-            optimizer = client.configure_optimizers()
-            for index in range(3):
-                batch = x[list(shard)], y[list(shard)]
-                optimizer.zero_grad()
-                client.training_step(batch, index).backward()
-                optimizer.step()
-                client.on_train_batch_end(None, batch, index)
-            ends.append((len(shard), client.state_dict()))
-        with torch.no_grad():
-            for name, tensor in module.state_dict().items():
-                if tensor.is_floating_point() and name != "mask":
-                    tensor.copy_(sum(n * end[name] for n, end in ends) / sum(n for n, _ in ends))
-    return module
-
-
-@pytest.mark.parametrize("kind", STATEFUL, ids=lambda kind: kind.__name__)
-def test_it_is_the_plain_loop_where_every_client_begins_as_the_global_model(kind):
-    module, expected = made(kind), made(kind)
-    fit(module, max_epochs=1)
-    plain(expected, rounds=1)
-    for name, value in module.state_dict().items():
-        close = torch.testing.assert_close
-        close(value, expected.state_dict()[name], rtol=1e-12, atol=1e-12, msg=f"{kind} {name}")
-    more = made(kind)
-    fit(more, max_epochs=2)
-    assert not torch.equal(weights(more.net), weights(module.net))
-
-
-@pytest.mark.parametrize(
-    ("together", "dtype", "bound"), [(1, torch.float64, 1e-12), (4, torch.float32, 1e-6)]
-)
-@pytest.mark.parametrize("kind", STATEFUL, ids=lambda kind: kind.__name__)
-def test_the_order_of_clients_does_not_matter(kind, together, dtype, bound):
-    rounds = 1 if kind is Appends else 2  # its list goes on from round to round, in order
-    module, other = made(kind, dtype), made(kind, dtype)
-    fit(module, clients_per_group=together, max_epochs=rounds)
-    fit(other, shards=SHARDS[::-1], clients_per_group=4, max_epochs=rounds)
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, other.state_dict()[name], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -328,16 +151,6 @@ def test_what_a_skipped_client_appended_is_not_there():
     with pytest.warns(UserWarning, match="skipped: round 0, client 0"):
         fit(module, max_epochs=1, on_client_failure="skip")
     assert len(module.outputs) == 3 * 3
-
-
-@pytest.mark.parametrize("kind", [Counts, RunningMean, KeepsObject, DrawsByItself])
-def test_python_state_is_after_a_round_as_before(kind):
-    module, untouched = made(kind), made(kind)
-    fit(module, max_epochs=1)
-    for name in ("n", "mean"):
-        assert getattr(module, name, 0) == getattr(untouched, name, 0)
-    if kind is DrawsByItself:
-        assert module.rng.random() == untouched.rng.random()
 
 
 def test_hooks_between_rounds_set_what_the_next_clients_begin_with():

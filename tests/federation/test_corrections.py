@@ -688,10 +688,6 @@ class TestFedLC:
     def test_refuses_what_has_no_logits(self):
         with pytest.raises(ConfigurationError, match=r"get its logits by self\(inputs\)"):
             run(ToyModule, correction=FedLC())
-        with pytest.raises(
-            ConfigurationError, match="FedLC: tau must be at least 0 and finite, got -1"
-        ):
-            FedLC(tau=-1)
         logits, flat = torch.zeros(2, 2), torch.nn.Identity()
         ShiftedLogits(FedLC(), flat, torch.tensor([2]))
         with pytest.raises(ConfigurationError, match="at least 3 classes"):
@@ -718,19 +714,9 @@ class Climbing(ToyModule):
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda: FedProx(mu=-1), "mu must be at least 0 and finite, got -1"),
-            (lambda: FedDyn(alpha=0), "alpha must be above 0 and finite, got 0"),
-            (lambda: Scaffold("III"), "option must be one of 'I', 'II', got the text 'III'"),
-            (lambda: Moon(temperature=0), "temperature must be above 0 and finite, got 0"),
-            (lambda: Federation(client_memory_gb=-1), "client_memory_gb must be at least 0"),
-        ],
-    )
-    def test_options_out_of_range(self, make, message):
-        with pytest.raises(ConfigurationError, match=message):
-            make()
+    def test_options_out_of_range(self):
+        with pytest.raises(ConfigurationError, match="client_memory_gb must be at least 0"):
+            Federation(client_memory_gb=-1)
 
     @pytest.mark.parametrize(
         ("module", "block", "message"),

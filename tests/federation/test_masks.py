@@ -16,7 +16,7 @@ from fl_lightning.server import FedBuff
 from fl_lightning.server.attacks import SignFlip
 from fl_lightning.server.means.fair_means import QFedAvg
 from fl_lightning.server.means.mean import OverlapMean
-from fl_lightning.server.robust.median import Median
+from fl_lightning.server.robust.rule import Median
 from fl_lightning.sparsity import Mask, SparseSGDM
 
 DECAY = 0.01

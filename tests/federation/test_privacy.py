@@ -36,7 +36,7 @@ from fl_lightning.privacy.noise.grid import GRID_COST
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.private_mean import AdaptiveClip
 from fl_lightning.privacy.run import AccountedRun
-from fl_lightning.server.robust.median import Median
+from fl_lightning.server.robust.rule import Median
 from fl_lightning.sparsity import SparseSGDM
 from fl_lightning.updates import ErrorFeedback, RandomK, TopK
 
@@ -331,6 +331,9 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
         run(5, ckpt_path=path, **options)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler:UserWarning"
+)  # of an empty cohort
 def test_where_cohorts_are_known_both_epsilons_are_told(caplog):
     caplog.set_level("INFO")
     cohort = PoissonCohort(fraction=0.5)
@@ -428,7 +431,10 @@ def test_a_privacy_of_ones_own_says_what_it_is():
         def mechanism(self, run, source, noise_multiplier=None):
             raise NotImplementedError
 
-    with pytest.raises(ConfigurationError, match=r"the class Mine, which lacks .*check_cohort"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"privacy must be a Privacy or an ExampleDP .*, got an object of the class Mine",
+    ):
         Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
 
 

@@ -24,9 +24,8 @@ from fl_lightning.server.means.fair_means import AFL, QFedAvg
 from fl_lightning.server.optimizers import FedAdam
 from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.krum import Krum
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import Bucketing
 from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
+from fl_lightning.server.robust.rule import Bucketing, Median, TrimmedMean
 
 
 def fit(

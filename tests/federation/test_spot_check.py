@@ -33,7 +33,6 @@ from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
-from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.federation.clients.engine_options import EngineOptions
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.clients.in_slots import SlotEngine
@@ -97,7 +96,7 @@ def spoil(monkeypatch, change, since=1):
     def train(self, model, work, *args, **options):
         for group in right(self, model, work, *args, **options):
             is_spoilt = work[0].round_index >= since if len(work) else False
-            yield change(group.multiplied_out()) if is_spoilt else group
+            yield change(group) if is_spoilt else group
 
     monkeypatch.setattr(SlotEngine, "train", train)
 
@@ -329,29 +328,6 @@ def test_stale_starts_are_the_clients_own(checked):
         ends.append(weights(module))
     assert len(checked) == 5 * 2
     assert torch.equal(*ends)
-
-
-class Wide(ToyModule):
-    """Has dense layers whose gradients slots never write out."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.net = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 3))
-
-
-def test_updates_that_nobody_multiplies_out(monkeypatch, checked):
-    sizes, numbers = [], ThinDeltas.numbers.func
-    monkeypatch.setattr(
-        ThinDeltas, "numbers", property(lambda d: sizes.append(d.shape[0]) or numbers(d))
-    )
-    one_step = {"local_epochs": None, "local_steps": 1, "data": toy_data(batch_size=60)}
-    one_step["pad_batches"] = True
-    module, same = toy(Wide), toy(Wide)
-    run(module, **one_step)
-    run(same, **one_step | {"spot_check": 0.0})
-    assert len(checked) == 3 * 6
-    assert torch.equal(weights(module), weights(same))
-    assert sizes == []
 
 
 class Unstable(ToyModule):

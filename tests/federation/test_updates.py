@@ -16,7 +16,7 @@ from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK,
 from fl_lightning.updates.message import Message, encode
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.transform import Chain
+from fl_lightning.updates.transform import Chain, Transform
 
 COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 
@@ -219,13 +219,10 @@ class TestLowRank:
             Federation(download=[PowerSGD()])
 
 
-class Halves:
-    """A user's own transform, which derives from nothing."""
+class Halves(Transform):
+    """A user's own transform."""
 
     name = "halves"
-
-    def sent_size(self, size):
-        return size
 
     def on_client(self, payload, seed):
         return Dense(payload.to_dense() / 2)

@@ -20,7 +20,7 @@ from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.core.metrics import metrics_of
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.client_visits import evaluate_clients
 from fl_lightning.federation.visits.shard_gradient import measured_losses

@@ -13,7 +13,7 @@ from sklearn.cluster import KMeans as Oracle
 from torch import nn
 from toys import SaveEverywhere, toy_data, toy_trainer, weights
 
-from fl_lightning import ClientEvaluation, ConfigurationError, FederatedDataModule, Federation
+from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.data import Iris, LabelShards
 from fl_lightning.models import KMeans
 from fl_lightning.models.clustering_scores import SCORES, ClusteringScore
@@ -165,14 +165,3 @@ def test_an_update_need_not_be_a_gradient_step():
     pooled = data.source.train.tensors[0].mean(0)
     torch.testing.assert_close(module.mean.detach(), pooled, rtol=0, atol=1e-6)
     assert "train/size" in trainer.callback_metrics
-
-
-def test_refuses():
-    with pytest.raises(ConfigurationError, match="num_clusters must be at least 1, got 0"):
-        KMeans(0, 4)
-    with pytest.raises(
-        ConfigurationError, match="start must be one of 'clients', 'common', got the text 'far'"
-    ):
-        KMeans(3, 4, start="far")
-    with pytest.raises(ConfigurationError, match="Iris: batch_size must be at least 1"):
-        Iris(batch_size=0)

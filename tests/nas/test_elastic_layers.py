@@ -17,7 +17,7 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticLinear,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.mobilenet import Block, Chosen, InvertedResidual
+from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual
 from fl_lightning.nas.spaces.vit import ViT
 
 
@@ -116,9 +116,7 @@ def test_channels_round_as_in_timm(channels):
 @pytest.mark.parametrize("elastic", [False, True])
 def test_an_inverted_residual_is_timms(squeeze, elastic):
     torch.manual_seed(0)
-    block = InvertedResidual(
-        Block(16, 16, 1, squeeze, True, Chosen(5, 4)), (3, 5) if elastic else None
-    )
+    block = InvertedResidual(Block(16, 16, 1, squeeze, True, 5, 4), (3, 5) if elastic else None)
 
     def excite(channels, **kwargs):
         return TimmSqueezeExcite(

@@ -146,7 +146,6 @@ def test_noise_for_a_budget_and_less_noise_in_the_model_than_independent():
     [
         (4, RoundRobinCohort(size=4), "some wait only 3"),
         (2, AllClients(), "some wait only 1"),
-        (0, AllClients(), "bands must be at least 1"),
         (1, BySizeCohort(size=2), "how often a client is sampled"),
     ],
 )

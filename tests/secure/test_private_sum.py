@@ -1,5 +1,7 @@
 """Whole numbers with noise in a secure sum: exactly their sum, and never one that wraps round."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.distributed import IntegerCode, largest_noise, skellam_noise
+from fl_lightning.privacy.distributed import DistributedSkellam, largest_noise, skellam_noise
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
@@ -97,19 +99,16 @@ def test_below_the_noise_that_is_accounted_there_is_no_sum(protocol):
 
 @pytest.mark.parametrize(("clients", "noise"), [(2, 0.3), (9, 2.0), (1000, 7.0)])
 def test_no_sum_can_wrap_round(clients, noise):
-    code = IntegerCode(100.0, (noise * 100) ** 2 / clients)
-    bits = code.num_bits(clients)
-    limit = largest_noise(code.share_variance)
-
-    def lowest(count):
-        return np.full(count, 1, np.uint64)
-
+    lowest = SimpleNamespace(stream=lambda *ids: lambda count: np.full(count, 1, np.uint64))
+    made = DistributedSkellam(lowest, None, 1e-5, noise, clients, fewest_replies=clients, size=1)
+    bits = made.num_bits(clients)
+    limit = largest_noise(made.share_variance)
     extremes = [
-        skellam_noise(code.share_variance, 1, lambda count, word=word: np.full(count, word))[0]
+        skellam_noise(made.share_variance, 1, lambda count, word=word: np.full(count, word))[0]
         for word in np.array([0, 1, 2**64 - 1, 2**64 - 2], np.uint64)
     ]
     assert np.abs(extremes).max() == limit
-    largest = int(np.abs(code.encode(torch.tensor([-1.0]), 1.0, lowest)).max())
+    largest = int(np.abs(made.client_integers(torch.tensor([-1.0]), 1.0, 0, 0)).max())
     assert largest > limit
     assert clients * largest < 2 ** (bits - 1) <= 2 * clients * (largest + 2)
 

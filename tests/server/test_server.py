@@ -16,9 +16,8 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.server.attacks import Forged, SignFlip
 from fl_lightning.server.means.mean import Mean, OverlapMean
 from fl_lightning.server.robust.krum import Bulyan, Krum
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import NearestNeighbourMixing
 from fl_lightning.server.robust.reweighted import GeometricMedian
+from fl_lightning.server.robust.rule import Median, NearestNeighbourMixing, TrimmedMean
 from fl_lightning.server.server import Server, added_up, as_aggregator
 
 X0 = [1.0, -2.0, 0.5, 0.0]

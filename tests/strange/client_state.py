@@ -49,6 +49,29 @@ class MeanTeacherInTheHook(WithTeacher):
 
 
 @row()
+class MeanTeacherByData(MeanTeacher):
+    def follow(self):
+        for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+
+
+@row()
+class HiddenTeacher(MeanTeacher):
+    """One that neither the optimizer nor a checkpoint finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [self.teacher]
+        del self.teacher
+
+    teacher = property(lambda self: self.hidden[0])
+
+    def _apply(self, fn):
+        self.hidden[0]._apply(fn)
+        return super()._apply(fn)
+
+
+@row()
 class MeanTeacherBeforeZeroGrad(WithTeacher):
     """As the older BYOL implementations do it."""
 
@@ -141,6 +164,40 @@ class PreviousBatch(WithLoss):
         if self.previous is not None:
             loss = loss + 0.1 * (out.mean(0) - self.previous).square().sum()
         self.previous = out.detach().mean(0)
+        return loss
+
+
+class _Shadow:
+    def __init__(self, params):
+        self.values = [param.detach().clone() for param in params]
+
+    def update(self, params):
+        for value, param in zip(self.values, params, strict=True):
+            value.lerp_(param.detach().to(value.dtype), 0.1)
+
+
+@row()
+class KeepsAnObject(WithLoss):
+    """A plain object with tensors that pull."""
+
+    def __init__(self):
+        super().__init__()
+        self.shadow = _Shadow(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        self.shadow.update(self.net.parameters())
+        pairs = zip(self.net.parameters(), self.shadow.values, strict=True)
+        return self.loss(batch) + 0.1 * sum((p - value).square().sum() for p, value in pairs)
+
+
+@row()
+class Toggles(WithLoss):
+    """Freezes a layer and leaves it in another mode from its second step on."""
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(self.net.training)
+        loss = self.loss(batch)
+        self.net.eval()
         return loss
 
 

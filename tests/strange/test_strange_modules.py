@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
@@ -56,6 +57,7 @@ class Ended:
     engine: str | None
     reason: str | None
     metrics: dict
+    module: LightningModule
 
 
 def data_of(row):
@@ -80,7 +82,7 @@ def run(row, engine, dtype=torch.float32, devices=1, cohort=None, rounds=ROUNDS)
     reasons = [match.group(1) for match in found if match]
     used = None if devices > 1 else engine_of(federation)  # known to the other processes
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Ended(tensors_of(module), used, reasons[0] if reasons else None, metrics)
+    return Ended(tensors_of(module), used, reasons[0] if reasons else None, metrics, module)
 
 
 def engine_of(federation):
@@ -183,6 +185,18 @@ def test_lists_hold_what_all_clients_append_in_a_round(engine):
     plain_loop(row, plan_of(row), 1, torch.float32, at_end=lambda m: outputs.extend(m.outputs))
     ended = run(row, engine, rounds=1)
     assert ended.metrics["epoch_mean"] == pytest.approx(float(torch.stack(outputs).mean()))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("PythonCounter", lambda module: module.count),
+        ("RunningMean", lambda module: module.baseline),
+        ("OwnPythonGenerator", lambda module: module.random.getstate()),
+    ],
+)
+def test_python_state_is_after_a_round_as_before(name, state):
+    assert state(run(TRAINED[name], "sequential").module) == state(new_module(TRAINED[name]))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation import Federation, Ranks, shares, training_loader

@@ -32,11 +32,11 @@ from fl_lightning.callbacks.calibration.owners import (
     visit_together,
 )
 from fl_lightning.core.seeds import (
+    Integers,
     derive_seed,
     seed_global_generators,
     torch_generator,
 )
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation import Ranks, Visit, visiting

@@ -38,14 +38,12 @@ class Compiled:
     Args:
         function: a method or function of tensors.
         name: of what it does, for a warning.
-        otherwise: what runs where it cannot be compiled; the function itself if None. If given,
-            there is one graph, and what would need another one is not compiled any more.
         is_alone: between two checks nothing changes but the tensors in the first argument, so that
             later calls check no more than that these are of kinds seen since.
 
     Attributes:
-        is_given_up: whether it runs in the other way from here on.
-        plain: that other way.
+        is_given_up: whether it runs as it is from here on.
+        plain: the function.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -58,15 +56,12 @@ class Compiled:
         function: Callable[..., Any],
         name: str = "the local step of many clients",
         *,
-        otherwise: Callable[..., Any] | None = None,
         is_alone: bool = False,
     ) -> None:
         _start_autograd()
         _start_no_processes()
-        self._name, self.plain = name, otherwise or function
-        self._has_one_graph = otherwise is not None
+        self._name, self.plain = name, function
         self._is_alone = is_alone
-        self._function = function
         # kinds of first arguments: of those with a graph, and of those that go to it unchecked
         self._made: list[Any] = []
         self._checked: list[Any] = []
@@ -77,7 +72,7 @@ class Compiled:
         self._leaves_out = leaves_out
         self._made, self._checked = [], []
         self._compiled = torch.compile(
-            _with_own_code(self._function),
+            with_own_code(self.plain),
             fullgraph=True,
             dynamic=False,
             options={"guard_filter_fn": _checks} if leaves_out else None,
@@ -113,7 +108,7 @@ class Compiled:
         return self.plain(*args)
 
     def give_up(self, error: Exception) -> None:
-        """Run it in the other way from here on, and warn."""
+        """Run it as it is from here on, and warn."""
         self.is_given_up = True
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # after a colon comes what the compiler's backend has raised
@@ -130,14 +125,14 @@ class Compiled:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
         is_new = bool(self._checked) and kind not in self._made  # e.g. batches of another size
-        if (self._refuses and not is_new) or (self._has_one_graph and self._made):
+        if self._refuses and not is_new:
             result = self._run_unchanged(*args)
             self._checked.append(kind)
             return result
         with self._as_compiled():
             result = self._compiled(*args)
         # what a first call changes (a counter, say) shows only in a second one
-        if not self._has_one_graph and (kind in self._made or not self._is_alone):
+        if kind in self._made or not self._is_alone:
             self._checked.append(kind)
         if kind not in self._made:
             self._made.append(kind)
@@ -192,7 +187,7 @@ def _start_no_processes() -> None:
         os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with a code object that no other shares.
 
     The compiler keeps its graphs at the code object, at most eight of them: several engines in one

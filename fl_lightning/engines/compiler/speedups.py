@@ -9,7 +9,7 @@ rounding. Which of them pay depends on model, batch and machine: see `federation
 - ``fused_optimizer``: the optimizer's step reads and writes every number once.
 - ``math_attention``: attention as plain matrix products, in bfloat16 where its inputs are. On CPUs
   with matrix units the backward pass of PyTorch's fused kernel is slower in bfloat16 than these.
-- ``compiled``: forward and backward pass are one compiled graph, see `CompiledGradients`.
+- ``compiled``: ``training_step`` on full batches by `torch.compile`; what it cannot compile runs as it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
-from fl_lightning.engines.functional.forwards import Forwards, other_forwards
-from fl_lightning.kernels import direct_layers, reason_against_direct_layers
+from fl_lightning.engines.compiler.compiling import with_own_code
+from fl_lightning.kernels import (
+    Forwards,
+    direct_layers,
+    other_forwards,
+    reason_against_direct_layers,
+)
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 Speedup = Literal[
@@ -47,8 +51,6 @@ class FasterStep:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
         optimizer: over its parameters.
         speedups: those that apply, see `reason_against`.
-        graph: of ``compiled``; may serve several of these one after the other, as long as direct
-            layers, memory layout and attention are the same.
         direct: what `direct_layers` gives for the module, where that is known.
 
     Example:
@@ -68,14 +70,12 @@ class FasterStep:
         module: nn.Module,
         optimizer: Optimizer,
         speedups: Sequence[Speedup],
-        graph: CompiledGradients | None = None,
         direct: Forwards | None = None,
     ) -> None:
         self.speedups = tuple(speedups)
         self._direct: Forwards = {}
         if "direct_layers" in speedups:
             self._direct = direct_layers(module) if direct is None else direct
-        self._graph = graph
         self._module, self._optimizer = module, optimizer
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._is_channels_last = "channels_last" in speedups
@@ -91,21 +91,6 @@ class FasterStep:
     def batch(self, batch: Any) -> Any:
         """Return a batch in the layout that the model has."""
         return _channels_last(batch) if self._is_channels_last else batch
-
-    def gradients(self, batch: Any, index: int) -> Tensor | None:
-        """Compute loss and gradients in the compiled graph.
-
-        Args:
-            batch: laid out by `batch`, of the shapes that all such batches have.
-            index: its number in the client's round.
-
-        Returns:
-            The loss, detached; None, with nothing done, if there is no graph.
-        """
-        if self._graph is None or self._graph.is_given_up:
-            return None
-        with other_forwards(self._direct), self._attention():
-            return self._graph(batch, index)
 
     def _attention(self) -> AbstractContextManager[None]:
         return _as_products() if self._has_math_attention else nullcontext()
@@ -134,6 +119,23 @@ class FasterStep:
         finally:
             for group in groups:
                 group["fused"] = None
+
+
+def compiled_step(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's ``training_step`` compiled, for batches of one shape.
+
+    Its random numbers are those of the step as it is.
+    """
+    options = {"fallback_random": True}
+    compiled = torch.compile(with_own_code(module.training_step), dynamic=False, options=options)  # type: ignore[arg-type]
+
+    def step(batch: Any, *index: int) -> Any:
+        # numbers would each want a graph: of steps, and of a metric's updates
+        options = {"suppress_errors": True, "allow_unspec_int_on_nn_module": True}
+        with torch._dynamo.config.patch(**options):
+            return compiled(batch, *map(torch.tensor, index))
+
+    return step
 
 
 @contextmanager

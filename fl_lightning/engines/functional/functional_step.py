@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torchmetrics import Metric
 from fl_lightning.client.state.tensors import memory_of
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.draws import Draw, DrawRecorder, DropoutWatch, ReplayedDraws
-from fl_lightning.engines.functional.forwards import ThinLayers, other_forwards
 from fl_lightning.engines.functional.metrics import (
     BatchValue,
     MetricCall,
@@ -24,7 +23,7 @@ from fl_lightning.engines.functional.metrics import (
     StandIns,
     tensors_of,
 )
-from fl_lightning.kernels import direct_layers
+from fl_lightning.kernels import direct_layers, other_forwards
 
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
@@ -45,25 +44,11 @@ class StepResult:
         loss: a scalar.
         logged: values logged, detached.
         given: tensors given to torchmetrics objects, detached, in the order of the calls.
-        inputs: of thin layers, by the names of their weights.
     """
 
     loss: Tensor
     logged: Logged
     given: list[Tensor]
-    inputs: Tensors
-
-
-class Thin(NamedTuple):
-    """Tensors for thin layers in a call of the training step, by the names of their weights.
-
-    Attributes:
-        weights: theirs.
-        zeros: added to their outputs.
-    """
-
-    weights: Tensors
-    zeros: Tensors
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,6 @@ class TrainingStep:
 
     Attributes:
         stand_ins: for the module's metrics.
-        thin_layers: that a call may ask to be thin; None if layers are not direct.
     """
 
     def __init__(
@@ -106,10 +90,7 @@ class TrainingStep:
         context: StepContext = nullcontext,
     ) -> None:
         self.stand_ins = StandIns(module)
-        self.thin_layers = ThinLayers(module) if direct else None
         self._forwards = dict(direct_layers(module, viewable=True)) if direct else {}
-        if self.thin_layers is not None:
-            self._forwards.update(self.thin_layers.forwards)
         self._wrapper, self._log = _StepAsForward(module), _Log()
         self._takes_index, self._context = takes_index, context
 
@@ -135,7 +116,6 @@ class TrainingStep:
         batch: Any,
         count: Tensor,
         draws: Sequence[Tensor] = (),
-        thin: Thin | None = None,
     ) -> StepResult:
         """Run it, between the two ends of `in_place`.
 
@@ -144,54 +124,13 @@ class TrainingStep:
             batch: what the step takes.
             count: steps that the client has taken.
             draws: the random numbers, in the order in which the step draws them.
-            thin: of the layers that are to be thin.
 
         Raises:
             CannotStack: if it does what slots cannot.
         """
-        inputs: Tensors = {}
-        if thin is None or self.thin_layers is None or not thin.weights:
-            loss, logged, calls, _ = self._run(tensors, batch, count, draws)
-        else:
-            self.thin_layers.begin(thin.weights, thin.zeros)
-            try:
-                loss, logged, calls, _ = self._run({**tensors, **thin.weights}, batch, count, draws)
-                inputs = self.thin_layers.inputs
-            finally:
-                self.thin_layers.end()
-            if missing := [name for name in thin.weights if name not in inputs]:
-                raise CannotStack(f"its layer of {min(missing)} is not called as it was before")
+        loss, logged, calls, _ = self._run(tensors, batch, count, draws)
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
-        return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
-
-    def thin_here(self, names: Iterable[str], batch: Any, count: Tensor) -> list[str]:
-        """Run it as the sequential engine would, and tell which layers can be thin.
-
-        Args:
-            names: of the weights of some of `thin_layers`.
-            batch: what the step takes.
-            count: as for a call.
-
-        Returns:
-            Names of those weights whose gradient is all that their layer makes of one input.
-        """
-        if self.thin_layers is None:
-            return []
-        module, size = self._wrapper.module, len(tensors_in(batch)[0])
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        weights = {n: self.thin_layers.weight(n).detach().requires_grad_() for n in names}
-        zeros = {name: weight.new_zeros(size, len(weight)) for name, weight in weights.items()}
-        self.thin_layers.begin(weights, zeros, [*module.parameters(), *buffers.values()])
-        try:
-            with torch.enable_grad():
-                loss, *_ = self._run({**buffers, **weights}, batch, count, ())
-            called = list(self.thin_layers.inputs)
-        finally:
-            self.thin_layers.end()
-        if not called or not loss.requires_grad:  # nothing else in it can train
-            return called
-        others = torch.autograd.grad(loss, [weights[name] for name in called], allow_unused=True)
-        return [name for name, other in zip(called, others, strict=True) if other is None]
+        return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
 
     def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
         """Write what took the place of buffers, ``self.n = self.n + 1``, into them."""

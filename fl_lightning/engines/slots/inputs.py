@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.seeds import GlobalGenerators, seed_global_generators
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import GlobalGenerators, Integers, seed_global_generators
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.draws import Draw
 from fl_lightning.engines.functional.functional_step import map_tensors, tensors_in

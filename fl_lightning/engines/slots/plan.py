@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.modules import sent
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers
 
 
 @dataclass(frozen=True, eq=False)

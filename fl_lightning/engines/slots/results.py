@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GlobalModel, LazyDeltas, Updates, check_finite
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.update import GlobalModel, Updates, check_finite
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
@@ -115,7 +115,7 @@ class SlotResults:
         self._clear()
         yield group
 
-    def group(self, clients: Integers, deltas: Tensor | LazyDeltas, sums: Tensors) -> Updates:
+    def group(self, clients: Integers, deltas: Tensor, sums: Tensors) -> Updates:
         """Return clients' updates.
 
         Args:
@@ -147,9 +147,9 @@ def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
         group: of clients that trained together.
     """
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
-    if math.isfinite(others) and _has_finite_deltas(group):
+    if math.isfinite(others) and math.isfinite(group.norms.sum()):
         return group, []
-    group, rows, failures = group.multiplied_out(), [], []
+    rows, failures = [], list[ClientFailure]()
     for row, update in enumerate(group):
         try:
             check_finite(update)
@@ -158,11 +158,6 @@ def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
         else:
             rows.append(row)
     return group.rows(rows) if failures else group, failures
-
-
-def _has_finite_deltas(group: Updates) -> bool:
-    deltas = group.deltas
-    return math.isfinite(group.norms.sum()) if isinstance(deltas, Tensor) else deltas.are_finite
 
 
 class SlotRows:

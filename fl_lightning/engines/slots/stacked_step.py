@@ -3,8 +3,7 @@
     (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
 
 Fixed shapes and no Python between the operators let the compiler turn the whole step, which
-`StackedFunctions` has, into one graph: that is where the speed comes from. The gradients of thin layers
-come out of it as factors, and `ThinSteps` follow.
+`StackedFunctions` has, into one graph: that is where the speed comes from.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.update import LazyDeltas
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import StepContext, Tensors
 from fl_lightning.engines.slots.inputs import StepPart
@@ -31,7 +29,6 @@ from fl_lightning.engines.slots.step_functions import (
     StackedTerm,
 )
 from fl_lightning.engines.slots.step_graphs import StepGraphs, StepKind
-from fl_lightning.engines.slots.thin import ThinSteps
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 
@@ -114,7 +111,6 @@ class StackedStep:
             lr.copy_(present)
         masks = self._optimizer.masks if isinstance(self._optimizer, MaskedOptimizer) else {}
         functions = self.graphs.functions
-        functions.rates_change = any(lr.ndim for lr in self._lrs)
         functions.masks = {name: masks[p] for name, p in self._trained.items() if p in masks}
         if rules != functions.rules:
             functions.rules = [rule for rule in rules if rule is not None]
@@ -130,13 +126,7 @@ class StackedStep:
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
         """Find out what the step does in the round that begins, see `StepGraphs.rehearse`."""
-        rehearsal = self.graphs.rehearse(batch, sizes)
-        rules, lrs = (
-            self.graphs.by_name(self.graphs.functions.rules),
-            self.graphs.by_name(self._lrs),
-        )
-        self._thin = ThinSteps(self.params, self.states, rules, lrs)
-        return rehearsal
+        return self.graphs.rehearse(batch, sizes)
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
         """Step in every slot.
@@ -148,8 +138,7 @@ class StackedStep:
         """
         ends = [self._apart(other) for other in apart]
         inputs = self._inputs(part)
-        outputs, factors = self._done("step", inputs, self._slots, self.buffers)
-        self._thin.step(factors)
+        outputs = self._done("step", inputs, self._slots, self.buffers)
         for other in apart:
             for sums in outputs.sums.values():
                 sums[other.slots] = 0
@@ -170,8 +159,7 @@ class StackedStep:
         draws = [numbers[at] for numbers in part.draws]
         inputs = Inputs(part.batch, part.valid, self.count[at], draws)
         copies = Slots(params, states, slots.lrs, term)
-        outputs, factors = self.graphs.run_apart(inputs, copies, buffers)
-        self._thin.of(params, states).step(factors)
+        outputs = self.graphs.run_apart(inputs, copies, buffers)
         rows = [*params.values(), *(s for of in states.values() for s in of), *buffers.values()]
         return [*rows, inputs.steps], outputs
 
@@ -200,13 +188,9 @@ class StackedStep:
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
         inputs = self._inputs(part)
-        outputs, factors = self._done("first", inputs, start, self._slots)
-        self._thin.first(start, factors)
-        self._add(outputs.sums)
+        self._add(self._done("first", inputs, start, self._slots).sums)
 
-    def only(
-        self, start: Tensors, part: StepPart, active: Tensors
-    ) -> tuple[Tensor | LazyDeltas, Tensors]:
+    def only(self, start: Tensors, part: StepPart, active: Tensors) -> tuple[Tensor, Tensors]:
         """Return what the only step of a new client in every slot comes to.
 
         Args:
@@ -219,9 +203,8 @@ class StackedStep:
         """
         self.count.zero_()
         inputs = self._inputs(part)
-        outputs, factors, deltas = self._done("only", inputs, start, self._slots, active)
-        if factors:
-            deltas = self._thin.deltas(deltas, start, factors, active)
+        outputs, deltas = self.graphs.run("only", inputs, start, self._slots, active)
+        self.given = [(None, outputs.given)]
         return deltas, outputs.sums
 
     @property
@@ -234,11 +217,11 @@ class StackedStep:
     def _inputs(self, part: StepPart) -> Inputs:
         return Inputs(part.batch, part.valid, self.count, part.draws)
 
-    def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
+    def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Outputs:
         """Run a kind of step, and keep what it gives to metrics."""
-        result = self.graphs.run(kind, inputs, *arguments)
-        self.given = [(None, result[0].given)]
-        return result
+        outputs: Outputs = self.graphs.run(kind, inputs, *arguments)
+        self.given = [(None, outputs.given)]
+        return outputs
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():

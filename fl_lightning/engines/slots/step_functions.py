@@ -9,13 +9,12 @@ examples, smaller batches may be padded: the loss is evaluated example by exampl
 costs nothing once compiled), and the mean is taken with weights 0 and 1.
 
 Random numbers (dropout) are inputs like the batch, drawn beforehand from each client's own
-generator. What the step would give to torchmetrics objects is among the outputs. Of thin layers' weights
-the gradients come as two factors, see `ThinLayers`; their steps are not among these functions.
+generator. What the step would give to torchmetrics objects is among the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fl_lightning.engines.functional.functional_step import Tensors, Thin, TrainingStep, map_tensors
+from fl_lightning.engines.functional.functional_step import Tensors, TrainingStep, map_tensors
 from fl_lightning.engines.slots.stacked_optimizers import StackedRule
-from fl_lightning.engines.slots.thin import Factors
 
 
 class Inputs(NamedTuple):
@@ -44,18 +42,6 @@ class Inputs(NamedTuple):
     draws: list[Tensor]
 
 
-class Gradients(NamedTuple):
-    """The gradients of a local step.
-
-    Attributes:
-        whole: by name, shape (G, …).
-        errors: at thin layers' outputs, by the names of their weights, shape (G, B, out).
-    """
-
-    whole: Tensors
-    errors: Tensors
-
-
 class Outputs(NamedTuple):
     """Outputs of a local step besides gradients.
 
@@ -63,13 +49,11 @@ class Outputs(NamedTuple):
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         given: tensors given to torchmetrics objects.
         buffers: after the step, by name; none where the loss is evaluated by example.
-        inputs: of thin layers, by the names of their weights, shape (G, B, in).
     """
 
     sums: Tensors
     given: list[Tensor]
     buffers: Tensors
-    inputs: Tensors
 
 
 class StackedGradients:
@@ -81,19 +65,17 @@ class StackedGradients:
 
     Attributes:
         draw_axes: of each random number the axis over examples; None where it has none.
-        thin: names of the weights whose layers are thin.
     """
 
     def __init__(self, call: TrainingStep, padded: bool) -> None:
         self._call = call
         self._loss = self._padded if padded else self._whole
         self.draw_axes: list[int | None] = []
-        self.thin: Sequence[str] = ()
 
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
-    ) -> tuple[Gradients, Outputs]:
-        """Return gradients, and what else came out.
+    ) -> tuple[Tensors, Outputs]:
+        """Return gradients by name, shape (G, …), and what else came out.
 
         Args:
             params: by name, shape (G, …).
@@ -101,52 +83,41 @@ class StackedGradients:
             inputs: of the step.
             shared: all clients have the same parameters, given without the first axis.
         """
-        weights = {name: params[name] for name in self.thin}
-        others = {name: param for name, param in params.items() if name not in weights}
-        zeros = {n: w.new_zeros(*inputs.valid.shape, w.shape[-2]) for n, w in weights.items()}
-        gradient = grad_and_value(self._loss, (0, 1), has_aux=True)
+        gradient = grad_and_value(self._loss, has_aux=True)
         axis = None if shared else 0
-        stacked = vmap(gradient, (axis, 0, axis, axis, 0), randomness="error")
-        (whole, errors), (_, outputs) = stacked(others, zeros, weights, buffers, inputs)
-        return Gradients(whole, errors), outputs
+        stacked = vmap(gradient, (axis, axis, 0), randomness="error")
+        gradients, (_, outputs) = stacked(params, buffers, inputs)
+        return gradients, outputs
 
-    def _whole(
-        self, params: Tensors, zeros: Tensors, weights: Tensors, buffers: Tensors, inputs: Inputs
-    ) -> tuple[Tensor, Outputs]:
+    def _whole(self, params: Tensors, buffers: Tensors, inputs: Inputs) -> tuple[Tensor, Outputs]:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        thin = Thin(weights, zeros)
-        result = self._call(params | buffers, inputs.batch, inputs.steps, inputs.draws, thin)
+        result = self._call(params | buffers, inputs.batch, inputs.steps, inputs.draws)
         size = inputs.valid.sum()
         sums = {
             name: torch.stack([value * (weight or size), torch.ones_like(value) * (weight or size)])
             for name, (value, weight) in result.logged.items()
         }
-        return result.loss, Outputs(sums, result.given, buffers, result.inputs)
+        return result.loss, Outputs(sums, result.given, buffers)
 
-    def _padded(
-        self, params: Tensors, zeros: Tensors, weights: Tensors, buffers: Tensors, inputs: Inputs
-    ) -> tuple[Tensor, Outputs]:
+    def _padded(self, params: Tensors, buffers: Tensors, inputs: Inputs) -> tuple[Tensor, Outputs]:
         sizes: dict[str, float | None] = {}
 
-        def one(
-            example: Any, draws: list[Tensor], zeros: Tensors
-        ) -> tuple[Tensor, Tensors, list[Tensor], Tensors]:
-            batch, zeros = map_tensors(lambda x: x.unsqueeze(0), (example, zeros))
-            result = self._call(params, batch, inputs.steps, draws, Thin(weights, zeros))
+        def one(example: Any, draws: list[Tensor]) -> tuple[Tensor, Tensors, list[Tensor]]:
+            batch = map_tensors(lambda x: x.unsqueeze(0), example)
+            result = self._call(params, batch, inputs.steps, draws)
             sizes.update({name: size for name, (_, size) in result.logged.items()})
             logged = {name: value for name, (value, _) in result.logged.items()}
-            rows = {name: value.squeeze(0) for name, value in result.inputs.items()}
-            return result.loss, logged, result.given, rows
+            return result.loss, logged, result.given
 
-        by_example = vmap(one, (0, self.draw_axes, 0), randomness="error")
-        losses, logged, given, rows = by_example(inputs.batch, inputs.draws, zeros)
+        by_example = vmap(one, (0, self.draw_axes), randomness="error")
+        losses, logged, given = by_example(inputs.batch, inputs.draws)
         valid = inputs.valid
         sums = {
             name: torch.stack([(value * valid).sum(), valid.sum()]) * (sizes[name] or 1)
             for name, value in logged.items()
         }
         loss = (losses * valid).sum() / valid.sum().clamp(min=1)
-        return loss, Outputs(sums, given, {}, rows)
+        return loss, Outputs(sums, given, {})
 
 
 @dataclass(frozen=True)
@@ -175,12 +146,6 @@ class StackedOptions:
     has_pull: bool = False
     has_shift: bool = False
     whole_because: str = ""
-
-    @property
-    def changes_gradients(self) -> bool:
-        """True if anything happens to gradients before the optimizer steps."""
-        is_clipped = self.clip_norm is not None or self.clip_value is not None
-        return is_clipped or self.has_pull or self.has_shift
 
 
 class StackedTerm(NamedTuple):
@@ -225,7 +190,6 @@ class StackedFunctions:
         masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
         unused: names of parameters that the loss does not depend on: they have no gradient, which is
             not one of 0, and no step of the optimizer.
-        rates_change: whether learning rates change from step to step.
     """
 
     gradients: StackedGradients
@@ -234,64 +198,52 @@ class StackedFunctions:
     rules: list[StackedRule] = field(default_factory=list)
     masks: Tensors = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
-    rates_change: bool = False
 
-    def step(
-        self, inputs: Inputs, slots: Slots, buffers: Tensors
-    ) -> tuple[Outputs, dict[str, Factors]]:
-        """Step in every slot; return the outputs, and thin layers' gradients."""
-        grads, outputs, factors = self._whole_and_thin(slots.params, buffers, inputs)
+    def step(self, inputs: Inputs, slots: Slots, buffers: Tensors) -> Outputs:
+        """Step in every slot."""
+        grads, outputs = self._gradients(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
             buffer.copy_(outputs.buffers[name])
-        return Outputs(outputs.sums, outputs.given, {}, {}), factors
+        return Outputs(outputs.sums, outputs.given, {})
 
-    def first(
-        self, inputs: Inputs, start: Tensors, slots: Slots
-    ) -> tuple[Outputs, dict[str, Factors]]:
+    def first(self, inputs: Inputs, start: Tensors, slots: Slots) -> Outputs:
         """Step for new clients from common parameters, by name."""
-        moved, outputs, factors = self._moved_from(start, slots, inputs)
+        moved, outputs = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
-        return outputs, factors
+        return outputs
 
     def only(
         self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
-    ) -> tuple[Outputs, dict[str, Factors], Tensor]:
-        """Deltas after `first`, shape (G, k), of thin layers' weights as factors; no parameter moves.
+    ) -> tuple[Outputs, Tensor]:
+        """Deltas after `first`, shape (G, k); no parameter moves.
 
         Of parameters in ``active`` only the entries with these indices are among the k coordinates.
         """
-        moved, outputs, grads = self._moved_from(start, slots, inputs)
-        lrs = {name: slots.lrs[self.group_of[name]] for name in grads}
-        factors = {n: Factors(grad.errors * lrs[n], grad.inputs) for n, grad in grads.items()}
+        moved, outputs = self._moved_from(start, slots, inputs)
         count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
         deltas = {n: (start[n] - end).reshape(count, -1) for n, end in moved.params.items()}
         for name, index in active.items():
             deltas[name] = deltas[name][:, index]
         none = inputs.valid.new_empty(count, 0)
-        return outputs, factors, torch.cat([*deltas.values(), none], 1)
+        return outputs, torch.cat([*deltas.values(), none], 1)
 
-    def _whole_and_thin(
+    def _gradients(
         self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
-    ) -> tuple[Tensors, Outputs, dict[str, Factors]]:
+    ) -> tuple[Tensors, Outputs]:
         grads, outputs = self.gradients(params, buffers, inputs, shared=shared)
-        factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
-        # not _replace, which older compilers do not follow
-        whole = {name: grad for name, grad in grads.whole.items() if name not in self.unused}
-        return whole, Outputs(outputs.sums, outputs.given, outputs.buffers, {}), factors
+        return {name: grad for name, grad in grads.items() if name not in self.unused}, outputs
 
-    def _moved_from(
-        self, start: Tensors, slots: Slots, inputs: Inputs
-    ) -> tuple[Slots, Outputs, dict[str, Factors]]:
+    def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
         """Return the slots after the first step of new clients, and what came out of it."""
-        grads, outputs, factors = self._whole_and_thin(start, {}, inputs, shared=True)
+        grads, outputs = self._gradients(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {
             name: [torch.zeros_like(grad) for _ in slots.states[name]]
             for name, grad in grads.items()
         }
         fresh = Slots(params, states, slots.lrs, slots.term)
-        return self._moved(fresh, grads, inputs.steps), outputs, factors
+        return self._moved(fresh, grads, inputs.steps), outputs
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
         """Return what has a gradient after the optimizer's step."""

@@ -1,7 +1,6 @@
 """What a step of G clients does at present, found out before a round, and the graphs that do it.
 
-Graphs are made anew for other rules of the optimizer, other thin layers, other kinds of batches. What
-Python reads in the step may change from round to round: graphs tell, and the rest is looked at again.
+Graphs are made anew for other rules of the optimizer and other kinds of batches. What Python reads in the step may change from round to round: graphs tell, and the rest is looked at again.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from fl_lightning.engines.slots.step_functions import (
     StackedGradients,
     StackedOptions,
 )
-from fl_lightning.engines.slots.thin import can_be_thin
-from fl_lightning.kernels import FEW
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
 MOST_GRAPHS = 3
@@ -101,7 +98,7 @@ class StepGraphs:
         self.written: frozenset[str] = frozenset()
         self._seen: set[int] = set()  # sizes of batches of which the step is known
         self._compiled_sizes: set[int] = set()
-        # by what needs one of its own: the optimizer's rules and thin layers' names
+        # by what needs one of its own: the optimizer's rules and what the loss does not use
         self._made: dict[Any, _Graphs] = {}
         self._looked_for: Any = None  # in no round so far
         self._kinds: set[Any] = set()
@@ -228,8 +225,7 @@ class StepGraphs:
     def _read_step(self, batch: BatchOf, sizes: Sequence[int]) -> None:
         """Prepare for a step that may have changed.
 
-        Graphs tell whether what Python reads in the step has. They do not read rules and masks of
-        weights that are thin.
+        Graphs tell whether what Python reads in the step has.
         """
         can_tell = self._graphs_can_tell
         if not can_tell:
@@ -242,7 +238,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Find out what the step does now, which layers can be thin, and take the graphs for that."""
+        """Find out what the step does now, and take the graphs for that."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)
@@ -251,9 +247,7 @@ class StepGraphs:
             raise CannotStack(
                 f"a correction moves the parameter {name}, which its loss does not use"
             )
-        with preserve_global_generators():
-            functions.gradients.thin = self._thin_names(batch, full)
-        key = (*functions.rules, *functions.gradients.thin, functions.unused)
+        key = (*functions.rules, functions.unused)
         if key not in self._made:
             step, first = self._graph(functions.step), self._graph(functions.first)
             self._made[key] = _Graphs(step, first, self._graph(functions.only))
@@ -277,23 +271,6 @@ class StepGraphs:
         for run in self.present:
             if isinstance(run, Compiled):
                 run.recheck(refuse=refuse)
-
-    def _thin_names(self, batch: BatchOf, full: int) -> list[str]:
-        """Return the names of the weights whose layers can be thin."""
-        layers = self._call.thin_layers
-        if layers is None or self._options.changes_gradients or self.functions.rates_change:
-            return []
-        names = [name for name in layers.names if name not in self.functions.masks]
-        names = can_be_thin(names, self.by_name(self.functions.rules))
-        if not names:
-            return []
-        if full > FEW:
-            return []
-        sample = batch(full)
-        if self._options.padded:
-            sample = map_tensors(lambda tensor: tensor[:1], sample)
-        with self._call.in_place():
-            return self._call.thin_here(names, sample, self._count[0])
 
     def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # a schedule that changes more than the learning rate would want a graph every round

@@ -18,9 +18,9 @@ from torch import Tensor
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GlobalModel, Updates, rows_of
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.engines.compiler.compiling import HasChanged
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import Tensors
@@ -233,10 +233,8 @@ class SlotTrainer:
         """Return the updates of clients whose first step is their last."""
         deltas, sums = self._step.only(start, part, self._space.active)
         count = len(clients)
-        if count < self._num_slots:
-            deltas = rows_of(deltas, slice(count))
-            sums = {name: total[:count] for name, total in sums.items()}
-        return self._results.group(clients, deltas, sums)
+        sums = {name: total[:count] for name, total in sums.items()}
+        return self._results.group(clients, deltas[:count], sums)
 
     def _take_over(
         self, slots: list[int], clients: list[int], work: GroupWork

@@ -13,6 +13,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import check_examples_apart
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.federation.visits.visiting import has_batch_hooks
 from fl_lightning.privacy.example import ExampleDP
@@ -34,42 +35,15 @@ def shown_by(owners: Iterable[object]) -> list[str]:
     return [owner.unprotected for owner in showing if owner.unprotected]
 
 
-def check_trainer_private(
-    trainer: Trainer, of_clients: Privacy | None, of_examples: ExampleDP | None
-) -> None:
+def check_trainer_private(trainer: Trainer, options: Options) -> None:
     """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: naming a transform that learns from clients, or a Trainer's limit by which
+            fewer clients train than were drawn.
     """
-    if of_clients is not None or of_examples is not None:
-        check_inputs(trainer)
-    if of_clients is not None:
-        check_whole_cohorts(trainer)
-
-
-def check_whole_cohorts(trainer: Trainer) -> None:
-    """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
-
-    Raises:
-        ConfigurationError: if ``limit_train_batches`` is in use, or ``fast_dev_run``, which sets it.
-    """
-    limit = trainer.limit_train_batches
-    if limit == 0 or (isinstance(limit, float) and limit == 1.0):  # the whole number 1 is a client
+    if options.privacy is None:
         return
-    raise ConfigurationError(
-        f"federation.privacy: trainer.limit_train_batches {limit} (fast_dev_run sets it) drops the "
-        "clients with the highest ids from a cohort, which then is no random sample: lower the "
-        "cohort instead"
-    )
-
-
-def check_inputs(trainer: Trainer) -> None:
-    """Refuse inputs that depend on everybody's examples; to be asked before anything reads them.
-
-    Raises:
-        ConfigurationError: naming the transform that learns from clients.
-    """
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     for transform in data.transforms:
         if shown_by([transform]):
@@ -78,6 +52,14 @@ def check_inputs(trainer: Trainer) -> None:
                 "everybody's, without clipping or noise: use Normalize in data.transforms, with "
                 "numbers that are given"
             )
+    limit = trainer.limit_train_batches  # as a whole number 1 is a client
+    is_whole = limit == 0 or (isinstance(limit, float) and limit == 1.0)
+    if options.client_privacy is not None and not is_whole:
+        raise ConfigurationError(
+            f"federation.privacy: trainer.limit_train_batches {limit} (fast_dev_run sets it) drops the "
+            "clients with the highest ids from a cohort, which then is no random sample: lower the "
+            "cohort instead"
+        )
 
 
 def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:

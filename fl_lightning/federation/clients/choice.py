@@ -26,7 +26,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import (
     SPEEDUPS,
@@ -93,11 +93,7 @@ class EngineChooser:
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
-        self._reason_against = partial(
-            reason_against_speedup,
-            run.step,
-            changes_loss=correction is not None and correction.changes_loss,
-        )
+        self._reason_against = partial(reason_against_speedup, run.step)
         self._needs_plain_steps = personal is not None and (
             personal.own_epochs is not None or personal.mixture is not None
         )

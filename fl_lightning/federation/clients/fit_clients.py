@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import kept_apart, metrics_of
+from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.choice import EngineChooser

@@ -16,7 +16,7 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.plan import WorkPlan

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators, torch_generator, uniform_numbers
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
@@ -232,13 +232,7 @@ class GroupCheck:
 
 
 def _copy_of(group: Updates, row: int) -> ClientUpdate:
-    """One client's update; of lazy deltas, no other is multiplied out."""
-    deltas = group.deltas
-    if isinstance(deltas, Tensor):
-        delta = deltas[row].clone()
-    else:  # a mean of one is itself
-        delta = group.buffers.new_zeros(deltas.shape[1], dtype=deltas.dtype)
-        deltas.of([row]).fold(delta, [1.0])
+    delta = group.deltas[row].clone()
     metrics = {name: values[row].clone() for name, values in group.metrics.items()}
     buffers, num_examples = group.buffers[row].clone(), group.num_examples[row]
     client, num_steps = group.client_ids[row], group.num_steps[row]

@@ -25,12 +25,11 @@ from torchmetrics import Metric
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import (
     CannotPad,
     CannotStack,
-    NotCompiled,
     Speedup,
     StackedOptions,
     reason_against,
@@ -268,9 +267,7 @@ class Trial:
         client, found = self._longest, []
         for speedups in ((), after):
             self.step.use(speedups)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", NotCompiled)
-                found.append(self.train_one(client.head(2)))
+            found.append(self.train_one(client.head(2)))
         one, other = found
         for value, changed in ((one.delta, other.delta), (one.buffers, other.buffers)):
             if not is_close(value, changed, self._rounding):
@@ -286,25 +283,13 @@ class Trial:
         return min(median(ratios), min(took[before]) / min(took[after]))
 
 
-def reason_against_speedup(
-    step: LightningStep, speedup: Speedup, *, changes_loss: bool
-) -> str | None:
-    """Why a speedup does not apply to the steps of a fit; None if it does.
-
-    Args:
-        step: of the fit.
-        speedup: that is asked about.
-        changes_loss: whether a correction changes the loss of a step.
-    """
+def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
+    """Why a speedup does not apply to the steps of a fit; None if it does."""
     module = step.trainer.lightning_module
     if not module.automatic_optimization:
         return extra_work(step.trainer)
     if not step.is_lean:
         return "accumulation, clipping, gradient scaling or hooks take part in its steps"
-    if speedup == "compiled" and step.has_batch_hooks:
-        return "the module has hooks at the start or end of a batch"
-    if speedup == "compiled" and changes_loss:
-        return "a correction changes the loss"
     return reason_against(speedup, module, step.trainer.optimizers[0])
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, distributed
 
-from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.core.seeds import Integers
 
 
 class Ranks:

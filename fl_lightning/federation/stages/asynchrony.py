@@ -209,7 +209,7 @@ def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
         rule: how stale updates count.
     """
     drift = start.present.params - start.model.params if start.staleness else None
-    deltas, buffers = rule.weighed(updates.whole, start.staleness, drift), updates.buffers
+    deltas, buffers = rule.weighed(updates.deltas, start.staleness, drift), updates.buffers
     if (
         buffers.numel()
     ):  # the present ones, with as much of these as counts: variances stay positive

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
@@ -53,11 +53,12 @@ class Attackers:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction <= 1:
-            raise ConfigurationError(
-                f"attackers: fraction must be in [0, 1], got {self.fraction}: it is the part of "
-                "the clients that attack"
-            )
+        check_range(
+            "attackers: fraction",
+            self.fraction,
+            "in [0, 1]",
+            ": it is the part of the clients that attack",
+        )
         check_seed("attackers", self.seed)
 
     @property

@@ -22,7 +22,7 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import NO_TRAITS
-from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -209,7 +209,7 @@ class Corrector(Correcting, SpansNetwork):
         num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
         return (upload._replace(num_bytes=num_bytes),)
 
-    def _bytes_up(self, like: Tensor | LazyDeltas) -> int:
+    def _bytes_up(self, like: Tensor) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory."""
         rule = self.correction
         travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
@@ -304,7 +304,7 @@ def _any(num_steps: int | tuple[int, ...]) -> bool:
     return num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
 
 
-def _num_bytes(like: Tensor | LazyDeltas) -> int:
+def _num_bytes(like: Tensor) -> int:
     return like.shape[-1] * like.dtype.itemsize
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.privacy import warn_of_unprotected

@@ -19,7 +19,7 @@ from fl_lightning.client.personal.beside import Mixing
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises

@@ -23,7 +23,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import AroundFit, Stage
 from fl_lightning.privacy.accounting.accountant import most_rounds
 from fl_lightning.privacy.central import CentralGaussian
-from fl_lightning.privacy.mechanism import Accounted, Amplified, Budgeted
+from fl_lightning.privacy.mechanism import Accounted, Budgeted
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.aggregator import Aggregator
 
@@ -117,14 +117,13 @@ class PrivacyLedger(Generic[M]):
     @property
     def amplifies(self) -> bool:
         """True if ε is lower because nobody knows who takes part."""
-        return isinstance(self.mechanism, Amplified) and self.mechanism.amplifies
+        return self.mechanism.amplifies
 
     def _if_known(self, rounds: int) -> float | None:
         """Return ε without amplification; None if nothing amplifies, or draws are secret."""
-        mechanism, is_secret = self.mechanism, self._privacy.secure_noise
-        if is_secret or not isinstance(mechanism, Amplified) or not mechanism.amplifies:
+        if self._privacy.secure_noise or not self.mechanism.amplifies:
             return None
-        return self._earlier.unamplified + mechanism.epsilon_if_known(rounds)
+        return self._earlier.unamplified + self.mechanism.epsilon_if_known(rounds)
 
     def announce(self, clip_norm: str) -> None:
         """Say, before training, what the run will have cost."""

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
+from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.checkpoints.state import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks

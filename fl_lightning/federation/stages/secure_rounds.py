@@ -63,7 +63,7 @@ class SecureRounds(Stage):
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Count no deltas: what travels instead is told by the aggregator when it is done."""
         whole, arrived = bytes_up(upload.arrived), upload.arrived
-        rest = bytes_up(replace(arrived, deltas=arrived.whole[:, :0]))
+        rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:

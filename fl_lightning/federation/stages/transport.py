@@ -20,7 +20,7 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
 from fl_lightning.updates.message import bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
-from fl_lightning.updates.transform import UpdateTransform, as_step
+from fl_lightning.updates.transform import Transform
 
 _FEEDBACK = "error feedback"
 
@@ -40,11 +40,9 @@ class Transport(Stage):
 
     key = "updates"
 
-    def __init__(
-        self, updates: Sequence[Step], download: Sequence[UpdateTransform], seed: int
-    ) -> None:
+    def __init__(self, updates: Sequence[Step], download: Sequence[Transform], seed: int) -> None:
         of_download = OF_DOWNLOAD if download else NO_TRAITS
-        self.traits = reduce(or_, (as_step(step).traits for step in updates), of_download)
+        self.traits = reduce(or_, (step.traits for step in updates), of_download)
         self.path = UpdatePath(updates, seed)
         self.broadcast = Broadcast(download, seed)
 

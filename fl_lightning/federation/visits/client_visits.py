@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.core.metrics import metrics_of
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.groups import limited

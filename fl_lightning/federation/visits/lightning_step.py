@@ -29,12 +29,12 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.beside import Mixing
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.engines import CompiledGradients, FasterStep, Forwards, Speedup, StepContext
+from fl_lightning.engines import FasterStep, Speedup, StepContext, compiled_step
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
 from fl_lightning.federation.visits.visiting import batch_preparation, takes_index
-from fl_lightning.kernels import direct_layers
+from fl_lightning.kernels import Forwards, direct_layers
 
 # Sets the gradients of a batch, given its size and its number, and returns the loss if it may be known.
 PrivateGradients = Callable[[Any, int, int], Tensor | None]
@@ -83,7 +83,8 @@ class LightningStep:
         self.term: AddedTerm | Mixing | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
         self.examples: PrivateGradients | None = None
-        self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
+        # by the other speedups, with each of which a graph is another one
+        self._compiled: dict[frozenset[Speedup], Callable[..., Any]] = {}
         self.on_new_layout: Callable[[], None] = lambda: None
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
@@ -93,27 +94,12 @@ class LightningStep:
         """Use these speedups in lean steps from here on, and no others."""
         if self._faster is not None:
             self._faster.close()
-        graph = self._graph(speedups) if "compiled" in speedups else None
         if "direct_layers" in speedups and self._direct is None:
             self._direct = direct_layers(self._module)  # a graph stays good for these only
         self._faster = (
-            FasterStep(self._module, self._optimizer, speedups, graph, self._direct)
-            if speedups
-            else None
+            FasterStep(self._module, self._optimizer, speedups, self._direct) if speedups else None
         )
         self.on_new_layout()
-
-    def _graph(self, speedups: Sequence[Speedup]) -> CompiledGradients:
-        """Return the graph that goes with the other speedups; a trial asks for it many times."""
-        key = frozenset(speedups) - {"fused_optimizer"}
-        if key not in self._graphs:
-            self._graphs[key] = CompiledGradients(self._module, self._output)
-        return self._graphs[key]
-
-    @property
-    def has_batch_hooks(self) -> bool:
-        """True if the module overrides a hook at the start or end of a batch."""
-        return self._starts or self._ends
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
@@ -162,14 +148,11 @@ class LightningStep:
                 return None
             loss.backward()
         else:
-            is_full = sized_batch[1] == self._batch_size  # others would want graphs of their own
-            loss = faster.gradients(batch, index) if is_full else None
+            with faster.forwards():
+                loss = self._loss(batch, index)
             if loss is None:
-                with faster.forwards():
-                    loss = self._loss(batch, index)
-                if loss is None:
-                    return None
-                loss.backward()
+                return None
+            loss.backward()
         if self.term is not None:
             self.term.add()
         return loss.detach()
@@ -269,7 +252,17 @@ class LightningStep:
     def _output(self, batch: Any, index: Any) -> Any:
         arguments = (batch, index) if self._takes_index else (batch,)
         with self._context():
-            return self._module.training_step(*arguments)
+            return self._training_step()(*arguments)
+
+    def _training_step(self) -> Callable[..., Any]:
+        # batches of other sizes would want graphs of their own
+        is_full = self._collector.batch_size == self._batch_size
+        if self._faster is None or "compiled" not in self._faster.speedups or not is_full:
+            return self._module.training_step
+        key = frozenset(self._faster.speedups) - {"fused_optimizer"}
+        if key not in self._compiled:
+            self._compiled[key] = compiled_step(self._module)
+        return self._compiled[key]
 
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []

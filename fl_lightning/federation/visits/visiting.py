@@ -22,7 +22,7 @@ from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import ModuleTensors
-from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.core.metrics import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.federation.hooks import BATCH_HOOKS, NOT_THE_USERS, overrides

@@ -45,8 +45,8 @@ def of(
 ) -> Cost:
     """Exact cost of an architecture's network for one image.
 
-    For cells it is a sum from the space's table, which is counted once; for sizes it follows from
-    formulas; for other spaces the network is built, without memory for its parameters, and counted.
+    For cells it is a sum from the space's table, which is counted once; for sizes a sum over blocks, each
+    counted once; for other spaces the network is built, without memory for its parameters, and counted.
 
     Args:
         space: space of the architecture.

@@ -1,4 +1,4 @@
-"""Cost of a module for one example, counted by running it, and of single layers by formulas.
+"""Cost of a module for one example, counted by running it.
 
     flops        multiply-adds of convolutions, products of matrices and attention, and their biases
     params       numbers that are trained or frozen, each once
@@ -9,21 +9,15 @@ NAS-Bench-201's tables and of most papers (theirs say FLOPs, as we do).
 Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations and leaves biases
 out. It also does not see into `nn.MultiheadAttention` where that runs as one fused operator: the
 fused path is switched off while we count.
-
-The formulas give what `count` finds when it runs the layer:
-
-    convolution   flops = k² · in / groups · out · area (+ out · area with bias)
-    linear        flops = tokens · in · out (+ tokens · out)
-    attention     flops = 2 · tokens² · heads · features of a head, besides its linear layers
-    batch norm, layer norm, activations, pools: no flops, their outputs are activations
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,6 +68,11 @@ def count(module: nn.Module, *inputs: Any) -> Cost:
         >>> count(nn.Linear(4, 3), torch.zeros(1, 4))
         Cost(flops=15, params=15, activations=3)
     """
+    return _counted(module, *inputs)[0]
+
+
+def _counted(module: nn.Module, *inputs: Any) -> tuple[Cost, Any]:
+    """Return the cost of a module, and its outputs."""
     counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
     exactly = (
         _ContiguousLinear(),
@@ -83,12 +82,12 @@ def count(module: nn.Module, *inputs: Any) -> Cost:
         counter,
     )
     with ExitStack() as stack:
-        outputs = stack.enter_context(_outputs())
+        sizes = stack.enter_context(_outputs())
         for context in exactly:
             stack.enter_context(context)
-        module(*inputs)
+        outputs = module(*inputs)
     params = sum(parameter.numel() for parameter in module.parameters())
-    return Cost(counter.get_total_flops() // 2, params, sum(outputs))
+    return Cost(counter.get_total_flops() // 2, params, sum(sizes)), outputs
 
 
 def _convolution(
@@ -189,48 +188,29 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def convolution(
-    channels_in: int,
-    channels_out: int,
-    kernel: int,
-    area: int,
-    *,
-    depthwise: bool = False,
-    bias: bool = False,
-) -> Cost:
-    """Return the cost of a convolution whose output has ``area`` pixels.
+# makes a module, with its arguments
+Piece = tuple[Callable[..., nn.Module], *tuple[Any, ...]]
 
-    Example:
-        >>> convolution(3, 16, 3, 32 * 32)
-        Cost(flops=442368, params=432, activations=16384)
+
+def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
+    """Cost of modules that run one after the other; each different one is counted once in a process.
+
+    Args:
+        pieces: what makes each module, and its arguments, which are hashable.
+        shape: of one example that the first gets.
     """
-    weights = kernel**2 * channels_out * (1 if depthwise else channels_in)
-    shifts = channels_out if bias else 0
-    return Cost((weights + shifts) * area, weights + shifts, channels_out * area)
+    total, here = Cost(0, 0, 0), tuple(shape)
+    for make, *arguments in pieces:
+        cost, here = _piece_cost(make, tuple(arguments), here)
+        total += cost
+    return total
 
 
-def linear(features_in: int, features_out: int, tokens: int = 1) -> Cost:
-    """Return the cost of an affine map of each token."""
-    params = (features_in + 1) * features_out
-    return Cost(params * tokens, params, features_out * tokens)
-
-
-def norm(channels: int, area: int) -> Cost:
-    """Return the cost of a norm with a scale and a shift a channel."""
-    return Cost(0, 2 * channels, channels * area)
-
-
-def outputs(numbers: int) -> Cost:
-    """Return the cost of a layer that only puts numbers out: an activation, a pool."""
-    return Cost(0, 0, numbers)
-
-
-def normalised(convolved: Cost, channels: int, area: int, *, activated: bool = True) -> Cost:
-    """Return the cost of a convolution with its batch norm, and its activation."""
-    cost = convolved + norm(channels, area)
-    return cost + outputs(channels * area) if activated else cost
-
-
-def halved(side: int, stride: int) -> int:
-    """Return the side after a layer of this stride that pads: ⌈side / stride⌉."""
-    return -(-side // stride)
+@lru_cache(maxsize=10_000)
+def _piece_cost(
+    make: Callable[..., nn.Module], arguments: tuple[Any, ...], shape: tuple[int, ...]
+) -> tuple[Cost, tuple[int, ...]]:
+    """Return the cost of a module, and the shape of its output for one example."""
+    with torch.device("meta"):
+        cost, output = _counted(make(*arguments), torch.empty(1, *shape))
+    return cost, tuple(output.shape[1:])

@@ -2,12 +2,12 @@
 
     E = expected cost, Σ p · F,   r = reference,   CE = the task's loss
 
-    mul#log      CE · α (log E / log r)^β          Cai et al. 2019, ProxylessNAS, its code
-    add#linear   CE + λ (E - r) / r                Cai et al. 2019, ProxylessNAS, its code
-    mul log      CE · α (log E)^β                  Wu et al. 2019, FBNet, section 3.2
-    absolute     CE + β |E / r - 1|                Bender et al. 2020, TuNAS
+    log          CE · α (log E / log r)^β     r = e:   Wu et al. 2019, FBNet, section 3.2
+                                              else:    Cai et al. 2019, ProxylessNAS, its code (mul#log)
+    linear       CE + λ (E - r) / r           Cai et al. 2019, ProxylessNAS, its code (add#linear)
+    absolute     CE + λ |E - r| / r           Bender et al. 2020, TuNAS
 
-The first three always reduce the cost; the last one moves it towards the reference. Logarithms need costs
+All but the last reduce the cost without end; the last moves it towards the reference. Logarithms need costs
 above 1: choose a suitable unit.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 
@@ -37,18 +38,9 @@ class Penalty(ABC):
 
 
 @final
-class NoPenalty(Penalty):
-    """The task's loss alone."""
-
-    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the loss unchanged."""
-        return loss
-
-
-@final
 @dataclass(frozen=True)
-class RelativeLogPenalty(Penalty):
-    """``mul#log``: CE · α (log E / log r)^β.
+class LogPenalty(Penalty):
+    """CE · α (log E / log r)^β: FBNet's by default; ProxylessNAS has a reference and an exponent of 0.3.
 
     Attributes:
         reference: r > 1.
@@ -59,54 +51,34 @@ class RelativeLogPenalty(Penalty):
         ConfigurationError: if one is out of its range.
     """
 
-    reference: float
+    reference: float = math.e
     scale: float = 0.2
-    exponent: float = 0.3
+    exponent: float = 0.6
 
     def __post_init__(self) -> None:
         _check("reference", self.reference, above=1)
         _check("scale", self.scale, above=0)
         _check_weight("exponent", self.exponent)
 
+    @override
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the product."""
-        relative = _log(cost) / math.log(self.reference)
-        return loss * self.scale * relative**self.exponent
-
-
-@final
-@dataclass(frozen=True)
-class LogPenalty(Penalty):
-    """FBNet: CE · α (log E)^β.
-
-    Attributes:
-        scale: α > 0.
-        exponent: β >= 0.
-
-    Raises:
-        ConfigurationError: if one is out of its range.
-    """
-
-    scale: float = 0.2
-    exponent: float = 0.6
-
-    def __post_init__(self) -> None:
-        _check("scale", self.scale, above=0)
-        _check_weight("exponent", self.exponent)
-
-    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the product."""
-        return loss * self.scale * _log(cost) ** self.exponent
+        if not cost > 1:
+            raise ValueError(
+                f"the logarithm of the cost needs an expected cost above 1, got {float(cost)}: give costs "
+                "in a smaller unit, or take a linear or absolute penalty"
+            )
+        return loss * self.scale * (cost.log() / math.log(self.reference)) ** self.exponent
 
 
 @final
 @dataclass(frozen=True)
 class LinearPenalty(Penalty):
-    """``add#linear``: CE + λ (E - r) / r.
+    """CE + λ (E - r) / r, or with ``absolute`` TuNAS's CE + λ |E - r| / r.
 
     Attributes:
-        reference: r > 0.
+        reference: r > 0; with ``absolute`` the cost to meet.
         weight: λ >= 0.
+        absolute: whether costs below the reference are penalised as those above it.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -114,48 +86,16 @@ class LinearPenalty(Penalty):
 
     reference: float
     weight: float = 0.1
+    absolute: bool = False
 
     def __post_init__(self) -> None:
         _check("reference", self.reference, above=0)
         _check_weight("weight", self.weight)
 
+    @override
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the sum."""
-        return loss + self.weight * (cost - self.reference) / self.reference
-
-
-@final
-@dataclass(frozen=True)
-class AbsolutePenalty(Penalty):
-    """Adds β |cost / reference - 1| to the loss, as TuNAS does.
-
-    Attributes:
-        reference: r > 0, the cost to meet.
-        weight: β >= 0.
-
-    Raises:
-        ConfigurationError: if one is out of its range.
-    """
-
-    reference: float
-    weight: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check("reference", self.reference, above=0)
-        _check_weight("weight", self.weight)
-
-    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
-        """Return the sum."""
-        return loss + self.weight * (cost / self.reference - 1).abs()
-
-
-def _log(cost: Tensor) -> Tensor:
-    if not cost > 1:
-        raise ValueError(
-            f"the logarithm of the cost needs an expected cost above 1, got {float(cost)}: give costs "
-            "in a smaller unit, or take a linear or absolute penalty"
-        )
-    return cost.log()
+        excess = (cost - self.reference) / self.reference
+        return loss + self.weight * (excess.abs() if self.absolute else excess)
 
 
 def _check(name: str, value: float, *, above: float) -> None:

@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, convolution, halved, linear, normalised, outputs
+from fl_lightning.nas.cost.count import Cost, chain_cost
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -31,7 +32,7 @@ from fl_lightning.nas.spaces.elastic import (
     multiple_of_8,
     squeezed_channels,
 )
-from fl_lightning.nas.spaces.sizes import Part, PartSizes, Size, SizeSpace, finish_settings
+from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, finish_settings
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
@@ -96,22 +97,33 @@ class MobileNet(SizeSpace):
             Part(f"stage {number}", (), depth, block) for number in range(1, len(self.widths) - 3)
         )
 
-    def plan(self, stages: Sequence[PartSizes]) -> MobileNetShape:
-        """Return the layers of a network with blocks of these sizes."""
-        blocks = [[Chosen(int(k), float(e)) for k, e in stage.blocks] for stage in stages]
-        settings = zip(self.strides[1:], self.squeeze[1:], self.swish[1:], strict=True)
-        return plan_stages(
-            self.widths, self.strides[0], self.squeeze[0], self.swish[0], list(settings), blocks
-        )
+    @property
+    def first(self) -> Block:
+        """The block before the stages, which is in every network."""
+        return Block(*self.widths[:2], 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
 
+    def blocks(self, architecture: Architecture) -> list[list[Block]]:
+        """Return the shapes of the blocks, stage by stage."""
+        stages = []
+        for number, stage in enumerate(self.sizes(architecture), 1):
+            before, width = self.widths[number : number + 2]
+            kind = self.squeeze[number], self.swish[number]
+            blocks = []
+            for kernel, expansion in stage.blocks:
+                stride = 1 if blocks else self.strides[number]
+                blocks.append(Block(before, width, stride, *kind, int(kernel), float(expansion)))
+                before = width
+            stages.append(blocks)
+        return stages
+
+    @override
     def network(
         self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
     ) -> MobileNetNetwork:
-        """Return the network of an architecture; ``elastic``: with all kernels of the space."""
-        plan = self.plan(self.sizes(architecture))
         kernels = self.kernels if elastic else None
-        return MobileNetNetwork(self, plan, num_classes, in_channels, kernels)
+        return MobileNetNetwork(self, self.blocks(architecture), num_classes, in_channels, kernels)
 
+    @override
     def cost(
         self,
         architecture: Architecture,
@@ -120,9 +132,13 @@ class MobileNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Cost of an architecture for one image, by formulas."""
-        plan = self.plan(self.sizes(architecture))
-        return network_cost(plan, side, in_channels, num_classes)
+        pieces = [
+            (stem, in_channels, self.widths[0], self.strides[0]),
+            (InvertedResidual, self.first),
+            *((InvertedResidual, block) for stage in self.blocks(architecture) for block in stage),
+            (head, *self.widths[-3:], num_classes),
+        ]
+        return chain_cost(pieces, (in_channels, side, side))
 
 
 def small_mobilenet() -> MobileNet:
@@ -134,14 +150,6 @@ def small_mobilenet() -> MobileNet:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Kernel and expansion chosen for a block."""
-
-    kernel: int
-    expansion: float
-
-
-@dataclass(frozen=True)
 class Block:
     """The shape of an inverted residual."""
 
@@ -150,58 +158,19 @@ class Block:
     stride: int
     squeeze: bool
     swish: bool
-    chosen: Chosen
+    kernel: int
+    expansion: float
     expands: bool = True
 
     @property
     def hidden(self) -> int:
         """Number of inner channels."""
-        return hidden_channels(self.channels_in, self.chosen.expansion)
-
-
-@dataclass(frozen=True)
-class MobileNetShape:
-    """The shapes of a network's layers."""
-
-    stem: int
-    stem_stride: int
-    first: Block
-    stages: tuple[tuple[Block, ...], ...]
-    head: tuple[int, int]
+        return hidden_channels(self.channels_in, self.expansion)
 
 
 def hidden_channels(channels: int, expansion: float) -> int:
     """Return ``expansion`` times the channels, as a multiple of 8 that is not much less."""
     return multiple_of_8(round(channels * expansion))
-
-
-def plan_stages(
-    widths: Sequence[int],
-    stem_stride: int,
-    squeeze: bool,
-    swish: bool,
-    settings: Sequence[tuple[int, bool, bool]],
-    chosen: Sequence[Sequence[Chosen]],
-) -> MobileNetShape:
-    """Return the shapes of a network.
-
-    Args:
-        widths: of stem, first block, stages, and the two layers of the head.
-        stem_stride: of the first convolution.
-        squeeze: whether the first block has squeeze-and-excitation.
-        swish: whether it has hard swish.
-        settings: stride, squeeze and swish of each stage.
-        chosen: kernel and expansion of each stage's blocks.
-    """
-    first = Block(widths[0], widths[1], 1, squeeze, swish, Chosen(3, 1), expands=False)
-    stages = []
-    for number, (setting, blocks) in enumerate(zip(settings, chosen, strict=True)):
-        stride, excites, swishes = setting
-        before, width = widths[number + 1], widths[number + 2]
-        shapes = [(before, width, stride), *[(width, width, 1)] * (len(blocks) - 1)]
-        pairs = zip(shapes, blocks, strict=True)
-        stages.append(tuple(Block(*shape, excites, swishes, block) for shape, block in pairs))
-    return MobileNetShape(widths[0], stem_stride, first, tuple(stages), (widths[-2], widths[-1]))
 
 
 class InvertedResidual(nn.Module):
@@ -229,7 +198,7 @@ class InvertedResidual(nn.Module):
             self.bn1 = norm(hidden)
             self.act1 = activation()
         self.conv_dw = (
-            _depthwise(hidden, shape.chosen.kernel, stride)
+            _depthwise(hidden, shape.kernel, stride)
             if kernels is None
             else ElasticDepthwise(hidden, kernels, stride)
         )
@@ -292,17 +261,17 @@ def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
     )
 
 
-def head(channels: int, widths: tuple[int, int], num_classes: int) -> nn.Sequential:
+def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequential:
     """Return two 1×1 convolutions, the second after the mean over pixels, and the classifier."""
     return nn.Sequential(
-        nn.Conv2d(channels, widths[0], 1, bias=False),
-        nn.BatchNorm2d(widths[0]),
+        nn.Conv2d(channels, wide, 1, bias=False),
+        nn.BatchNorm2d(wide),
         nn.Hardswish(),
         nn.AdaptiveAvgPool2d(1),
-        nn.Conv2d(widths[0], widths[1], 1, bias=False),
+        nn.Conv2d(wide, mixed, 1, bias=False),
         nn.Hardswish(),
         nn.Flatten(),
-        nn.Linear(widths[1], num_classes),
+        nn.Linear(mixed, num_classes),
     )
 
 
@@ -311,7 +280,7 @@ class MobileNetNetwork(nn.Module):
 
     Args:
         space: it is of.
-        plan: its shapes.
+        stages: the shapes of its blocks.
         num_classes: of the classifier.
         in_channels: of the images.
         kernels: to choose from, in a supernet; None: a plain network.
@@ -320,20 +289,19 @@ class MobileNetNetwork(nn.Module):
     def __init__(
         self,
         space: Any,
-        plan: MobileNetShape,
+        stages: Sequence[Sequence[Block]],
         num_classes: int,
         in_channels: int,
         kernels: Sequence[int] | None,
     ) -> None:
         super().__init__()
         self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
-        self.stem = stem(in_channels, plan.stem, plan.stem_stride)
-        self.first = InvertedResidual(plan.first)
+        self.stem = stem(in_channels, space.widths[0], space.strides[0])
+        self.first = InvertedResidual(space.first)
         self.stages = nn.ModuleList(
-            ElasticDepth([InvertedResidual(shape, kernels) for shape in stage])
-            for stage in plan.stages
+            ElasticDepth([InvertedResidual(shape, kernels) for shape in stage]) for stage in stages
         )
-        self.head = head(plan.stages[-1][0].channels_out, plan.head, num_classes)
+        self.head = head(*space.widths[-3:], num_classes)
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
         """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
@@ -349,49 +317,3 @@ class MobileNetNetwork(nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
         return self.head[-1]
-
-
-def block_cost(shape: Block, side: int) -> Cost:
-    """Cost of a block for one image of this side."""
-    hidden, width = shape.hidden, shape.channels_out
-    before, after = side**2, halved(side, shape.stride) ** 2
-    kernel = shape.chosen.kernel
-    cost = normalised(convolution(hidden, hidden, kernel, after, depthwise=True), hidden, after)
-    if shape.expands:
-        expanded = convolution(shape.channels_in, hidden, 1, before)
-        cost += normalised(expanded, hidden, before)
-    if shape.squeeze:
-        squeezed = squeezed_channels(hidden)
-        cost += convolution(hidden, squeezed, 1, 1, bias=True)
-        cost += convolution(squeezed, hidden, 1, 1, bias=True) + outputs(hidden)
-    return cost + normalised(convolution(hidden, width, 1, after), width, after, activated=False)
-
-
-def ends_cost(
-    plan: MobileNetShape, side: int, last: int, in_channels: int, num_classes: int
-) -> Cost:
-    """Cost of the stem, the first block and the head for one image.
-
-    Args:
-        plan: of the network.
-        side: of the stem's output.
-        last: side of what the head gets.
-        in_channels: of the images.
-        num_classes: of the classifier.
-    """
-    wide, mixed = plan.head
-    cost = normalised(convolution(in_channels, plan.stem, 3, side**2), plan.stem, side**2)
-    cost += block_cost(plan.first, side)
-    width = plan.stages[-1][0].channels_out
-    cost += normalised(convolution(width, wide, 1, last**2), wide, last**2) + outputs(wide)
-    return cost + convolution(wide, mixed, 1, 1) + outputs(mixed) + linear(mixed, num_classes)
-
-
-def network_cost(plan: MobileNetShape, side: int, in_channels: int, num_classes: int) -> Cost:
-    """Cost of the network of a plan for one image."""
-    first = side = halved(side, plan.stem_stride)
-    cost = Cost(0, 0, 0)
-    for shape in (shape for stage in plan.stages for shape in stage):
-        cost += block_cost(shape, side)
-        side = halved(side, shape.stride)
-    return cost + ends_cost(plan, first, side, in_channels, num_classes)

@@ -22,7 +22,6 @@ from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import (
     Block,
-    Chosen,
     InvertedResidual,
     MobileNet,
     head,
@@ -168,8 +167,7 @@ def _scaled(shapes: MobileNet, channels: int) -> MobileNet:
 
 def _block(kernel: int, expansion: int, squeeze: bool, swish: bool, affine: bool) -> Candidate:
     def make(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-        chosen = Chosen(kernel, expansion)
-        shape = Block(channels_in, channels_out, stride, squeeze, swish, chosen)
+        shape = Block(channels_in, channels_out, stride, squeeze, swish, kernel, expansion)
         return InvertedResidual(shape, affine=affine)
 
     return make
@@ -199,10 +197,9 @@ class LayeredNetwork(nn.Module):
         affine: bool,
     ) -> None:
         super().__init__()
-        plan = shapes.plan(shapes.sizes(shapes.largest))
-        self.stem = stem(in_channels, plan.stem, plan.stem_stride)
-        self.first = InvertedResidual(plan.first)
-        blocks = [block for stage in plan.stages for block in stage]
+        self.stem = stem(in_channels, shapes.widths[0], shapes.strides[0])
+        self.first = InvertedResidual(shapes.first)
+        blocks = [block for stage in shapes.blocks(shapes.largest) for block in stage]
         self.layers = nn.ModuleList()
         for row, block in enumerate(blocks):
             kind = block.squeeze, block.swish, affine
@@ -210,7 +207,7 @@ class LayeredNetwork(nn.Module):
             layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
             assert layer is not None, "there is no operation that leaves a layer out"
             self.layers.append(layer)
-        self.head = head(blocks[-1].channels_out, plan.head, num_classes)
+        self.head = head(*shapes.widths[-3:], num_classes)
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
         """Return logits, (batch, num_classes)."""

@@ -10,15 +10,16 @@ Differs: one convolution as stem, of fixed width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, convolution, halved, linear, normalised, outputs
+from fl_lightning.nas.cost.count import Cost, chain_cost
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -88,10 +89,7 @@ class ResNet(SizeSpace):
 
     def blocks(self, architecture: Architecture) -> list[list[Bottleneck]]:
         """Return the shapes of the blocks, stage by stage."""
-        return list(self._stages(architecture))
-
-    def _stages(self, architecture: Architecture) -> Iterator[list[Bottleneck]]:
-        before = self.stem
+        before, stages = self.stem, []
         for stage, part in enumerate(self.sizes(architecture)):
             width = self.stage_channels(stage, part.own[0])
             blocks = []
@@ -99,14 +97,16 @@ class ResNet(SizeSpace):
                 stride = self.strides[stage] if number == 0 else 1
                 blocks.append(Bottleneck(before, width, stride, expansion, opens=number == 0))
                 before = width
-            yield blocks
+            stages.append(blocks)
+        return stages
 
+    @override
     def network(
         self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
     ) -> ResNetNetwork:
-        """Return the network of an architecture, of plain layers or of elastic ones."""
         return ResNetNetwork(self, self.blocks(architecture), num_classes, in_channels, elastic)
 
+    @override
     def cost(
         self,
         architecture: Architecture,
@@ -115,14 +115,15 @@ class ResNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Cost of an architecture for one image, by formulas."""
-        cost, side = stem_cost(self.stem, self.stem_strides, side, in_channels)
-        stages = self.blocks(architecture)
-        for block in (block for stage in stages for block in stage):
-            cost += block_cost(block, side)
-            side = halved(side, block.stride)
-        width = stages[-1][-1].channels_out
-        return cost + outputs(width) + linear(width, num_classes)
+        blocks = [block for stage in self.blocks(architecture) for block in stage]
+        pieces = [
+            (stem, in_channels, self.stem, self.stem_strides),
+            *((BottleneckBlock, block) for block in blocks),
+            (nn.AdaptiveAvgPool2d, 1),
+            (nn.Flatten,),
+            (nn.Linear, blocks[-1].channels_out, num_classes),
+        ]
+        return chain_cost(pieces, (in_channels, side, side))
 
 
 def small_resnet() -> ResNet:
@@ -174,7 +175,7 @@ class BottleneckBlock(nn.Module):
         elastic: whether parts of it can run.
     """
 
-    def __init__(self, shape: Bottleneck, *, elastic: bool) -> None:
+    def __init__(self, shape: Bottleneck, *, elastic: bool = False) -> None:
         super().__init__()
         convolution_ = partial(ElasticConv2d if elastic else nn.Conv2d, bias=False)
         norm = ElasticBatchNorm2d if elastic else nn.BatchNorm2d
@@ -211,6 +212,18 @@ class BottleneckBlock(nn.Module):
         ]
 
 
+def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequential:
+    """Return a convolution, batch norm, ReLU, and a pool if its stride is above 1."""
+    stride, pool = strides
+    kernel = 3 if stride == 1 else 7
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Identity() if pool == 1 else nn.MaxPool2d(3, pool, padding=1),
+    )
+
+
 class ResNetNetwork(nn.Module):
     """A network of the space.
 
@@ -232,14 +245,7 @@ class ResNetNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
-        stride, pool = space.stem_strides
-        kernel = 3 if stride == 1 else 7
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, space.stem, kernel, stride, kernel // 2, bias=False),
-            nn.BatchNorm2d(space.stem),
-            nn.ReLU(),
-            nn.Identity() if pool == 1 else nn.MaxPool2d(3, pool, padding=1),
-        )
+        self.stem = stem(in_channels, space.stem, space.stem_strides)
         self.stages = nn.ModuleList(
             ElasticDepth([BottleneckBlock(shape, elastic=elastic) for shape in stage])
             for stage in stages
@@ -264,32 +270,3 @@ class ResNetNetwork(nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
         return self.head
-
-
-def block_cost(shape: Bottleneck, side: int) -> Cost:
-    """Cost of a block for one image of this side."""
-    hidden, width = shape.hidden, shape.channels_out
-    before, after = side**2, halved(side, shape.stride) ** 2
-    cost = normalised(convolution(shape.channels_in, hidden, 1, before), hidden, before)
-    cost += normalised(convolution(hidden, hidden, 3, after), hidden, after)
-    cost += normalised(convolution(hidden, width, 1, after), width, after)
-    if shape.opens:
-        shortcut = convolution(shape.channels_in, width, 1, after)
-        cost += normalised(shortcut, width, after, activated=False)
-        if shape.stride > 1:
-            cost += outputs(shape.channels_in * after)
-    return cost
-
-
-def stem_cost(
-    channels: int, strides: tuple[int, int], side: int, in_channels: int
-) -> tuple[Cost, int]:
-    """Cost of the stem for one image, and the side of its output."""
-    stride, pool = strides
-    side = halved(side, stride)
-    kernel = 3 if stride == 1 else 7
-    cost = normalised(convolution(in_channels, channels, kernel, side**2), channels, side**2)
-    if pool == 1:
-        return cost, side
-    side = halved(side, pool)
-    return cost + outputs(channels * side**2), side

@@ -137,7 +137,7 @@ class SizeSpace(SearchSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Exact cost of an architecture's network for one image, by formulas.
+        """Exact cost of an architecture's network for one image.
 
         Args:
             architecture: of this space.

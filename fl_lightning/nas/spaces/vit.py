@@ -16,9 +16,10 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, convolution, linear, norm, outputs
+from fl_lightning.nas.cost.count import Cost, chain_cost
 from fl_lightning.nas.spaces.elastic import (
     Attention,
     ElasticConv2d,
@@ -85,10 +86,10 @@ class ViT(SizeSpace):
         blocks = tuple((int(heads), float(ratio)) for heads, ratio in part.blocks)
         return Shape(self.image_side, self.patch, int(part.own[0]), self.head_features, blocks)
 
+    @override
     def network(
         self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
     ) -> ViTNetwork:
-        """Return the network of an architecture, of plain layers or of elastic ones."""
         return ViTNetwork(self, self.shape(architecture), num_classes, in_channels, elastic=elastic)
 
     def cost(
@@ -99,7 +100,7 @@ class ViT(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        """Cost of an architecture for one image, by formulas.
+        """Exact cost of an architecture's network for one image.
 
         Raises:
             ConfigurationError: if images have another side than the space is for.
@@ -108,7 +109,20 @@ class ViT(SizeSpace):
             raise ConfigurationError(
                 f"{self.name} is for images of {self.image_side} pixels, got {side}: set image_side"
             )
-        return network_cost(self.shape(architecture), in_channels, num_classes)
+        shape = self.shape(architecture)
+        width, tokens = shape.features, shape.patches + 1
+        blocks = [
+            (TransformerBlock, width, heads, shape.head_features, hidden(width, ratio))
+            for heads, ratio in shape.blocks
+        ]
+        return (
+            chain_cost(
+                [(PatchEmbedding, in_channels, width, shape.patch)], (in_channels, side, side)
+            )
+            + Cost(0, width * (1 + tokens), 0)  # class token and positions
+            + chain_cost([*blocks, (nn.LayerNorm, width)], (tokens, width))
+            + chain_cost([(nn.Linear, width, num_classes)], (width,))
+        )
 
 
 def small_vit() -> ViT:
@@ -144,7 +158,7 @@ class Shape:
 class Mlp(nn.Module):
     """Two affine maps with a GELU between."""
 
-    def __init__(self, features: int, hidden: int, *, elastic: bool) -> None:
+    def __init__(self, features: int, hidden: int, *, elastic: bool = False) -> None:
         super().__init__()
         layer = ElasticLinear if elastic else nn.Linear
         self.fc1, self.act, self.fc2 = layer(features, hidden), nn.GELU(), layer(hidden, features)
@@ -168,7 +182,7 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(
-        self, features: int, heads: int, head_features: int, hidden: int, *, elastic: bool
+        self, features: int, heads: int, head_features: int, hidden: int, *, elastic: bool = False
     ) -> None:
         super().__init__()
         make_norm = ElasticLayerNorm if elastic else nn.LayerNorm
@@ -200,7 +214,7 @@ def hidden(features: int, ratio: float) -> int:
 class PatchEmbedding(nn.Module):
     """Non-overlapping patches as tokens."""
 
-    def __init__(self, channels: int, features: int, patch: int, *, elastic: bool) -> None:
+    def __init__(self, channels: int, features: int, patch: int, *, elastic: bool = False) -> None:
         super().__init__()
         self.proj = (ElasticConv2d if elastic else nn.Conv2d)(channels, features, patch, patch)
 
@@ -262,17 +276,3 @@ class ViTNetwork(nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
         return self.head
-
-
-def network_cost(shape: Shape, in_channels: int, num_classes: int) -> Cost:
-    """Cost of a network for one image."""
-    width, tokens = shape.features, shape.patches + 1
-    cost = convolution(in_channels, width, shape.patch, shape.patches, bias=True)
-    cost += Cost(0, width * (1 + tokens), 0)
-    for heads, ratio in shape.blocks:
-        inner, inside = heads * shape.head_features, hidden(width, ratio)
-        cost += norm(width, tokens) + linear(width, 3 * inner, tokens)
-        cost += Cost(2 * tokens**2 * inner, 0, 0) + linear(inner, width, tokens)
-        cost += norm(width, tokens) + linear(width, inside, tokens)
-        cost += outputs(inside * tokens) + linear(inside, width, tokens)
-    return cost + norm(width, tokens) + linear(width, num_classes)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.kernels import (
     LARGEST_STDDEV,
     LEAST_STDDEV,

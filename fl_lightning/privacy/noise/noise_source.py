@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.core.whole_numbers import Draw, Words
+from fl_lightning.core.seeds import Draw, Words, numpy_generator
 
 
 class NoiseSource(Protocol):

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 from fl_lightning.server.robust.matrix import UpdateRows
 
 Points = npt.NDArray[np.float64]
@@ -118,8 +118,7 @@ class ClusterFedAvg(KeptUpdates):
         seed: int = 0,
     ) -> None:
         for name, count in (("num_clusters", num_clusters), ("num_starts", num_starts)):
-            if count < 1:
-                raise ConfigurationError(f"ClusterFedAvg: {name} must be at least 1, got {count}")
+            check_range(f"ClusterFedAvg: {name}", count, "at least 1")
         if not 0 <= seed < 2**32:
             raise ConfigurationError(
                 f"ClusterFedAvg: seed must be from 0 to 2^32 - 1, as scikit-learn takes it, got {seed}"

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
 from fl_lightning.core.traits import Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregator import BY_LOSSES, BY_STEPS, AllReduce, Gather, WeightedMean
@@ -75,13 +75,13 @@ class QFedAvg(WeightedMean):
     def __init__(
         self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
     ) -> None:
-        if not 0 <= q < math.inf:
-            raise ConfigurationError(f"QFedAvg: q must be at least 0 and finite, got {q}")
-        if local_lr is not None and not 0 < local_lr < math.inf:
-            raise ConfigurationError(
-                f"QFedAvg: local_lr must be greater than 0 and finite, got {local_lr}: leave it out for "
-                "that of the clients' optimizer"
-            )
+        check_range("QFedAvg: q", q, "at least 0 and finite")
+        check_range(
+            "QFedAvg: local_lr",
+            local_lr,
+            "greater than 0 and finite",
+            ": leave it out for that of the clients' optimizer",
+        )
         self.q, self.local_lr, self.weight_by_examples = q, local_lr, weight_by_examples
 
     @property
@@ -196,8 +196,7 @@ class TiltedMean(WeightedMean):
     """
 
     def __init__(self, tilt: float = 1.0, weight_by_examples: bool = True) -> None:
-        if not 0 <= tilt < math.inf:
-            raise ConfigurationError(f"TiltedMean: tilt must be at least 0, got {tilt}")
+        check_range("TiltedMean: tilt", tilt, "at least 0 and finite")
         self.tilt, self.weight_by_examples = tilt, weight_by_examples
 
     @property
@@ -271,8 +270,7 @@ class AFL(WeightedMean):
     exchanges = True
 
     def __init__(self, step: float = 0.1) -> None:
-        if not 0 <= step < float("inf"):
-            raise ConfigurationError(f"AFL: step must be at least 0, got {step}")
+        check_range("AFL: step", step, "at least 0 and finite")
         self.step = step
 
     @property

@@ -16,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.core.update import LazyDeltas
 
 
 class RunningMean:
@@ -46,17 +44,10 @@ class RunningMean:
         self._weight += weight
         self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
-    def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+    def add_rows(self, vectors: Tensor, weights: Sequence[float]) -> None:
         """Add m vectors, shape (m, k); bit-identical to adding one after the other."""
-        if isinstance(vectors, Tensor):
-            for vector, weight in zip(vectors, weights, strict=True):
-                self.add(vector, weight)
-        else:
-            own = np.array(weights, np.float64)
-            totals = np.cumsum(np.concatenate([[self._weight], own]))
-            shares = np.divide(own, totals[1:], out=np.zeros_like(own), where=own != 0)
-            vectors.fold(self._mean, shares)
-            self._weight = float(totals[-1])  # not if they are not finite
+        for vector, weight in zip(vectors, weights, strict=True):
+            self.add(vector, weight)
 
     def value(self) -> Tensor:
         """Return the mean so far, which changes as vectors are added; zeros if none was."""
@@ -137,10 +128,9 @@ class ExactMean:
         self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
-    def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+    def add_rows(self, vectors: Tensor, weights: Sequence[float]) -> None:
         """Add m vectors, shape (m, k)."""
-        whole = vectors if isinstance(vectors, Tensor) else vectors.whole
-        for vector, weight in zip(whole, weights, strict=True):
+        for vector, weight in zip(vectors, weights, strict=True):
             self.add(vector, weight)
 
     def value(self) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.errors import RoundFailure, check_range
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.aggregator import KeptUpdates
 from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
@@ -40,7 +40,7 @@ class Collected(KeptUpdates):
 
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
-        >>> from fl_lightning.server.robust.median import Median
+        >>> from fl_lightning.server.robust.rule import Median
         >>> aggregator = Collected(Median())
         >>> aggregator.open(torch.empty(1))
         >>> for client, value in enumerate((1.0, 2.0, 1e9)):
@@ -50,10 +50,7 @@ class Collected(KeptUpdates):
     """
 
     def __init__(self, rule: RobustRule, memory_gb: float = 1.0, folder: str | None = None) -> None:
-        if not 0 <= memory_gb < float("inf"):
-            raise ConfigurationError(
-                f"Collected: memory_gb must be at least 0 and finite, got {memory_gb}"
-            )
+        check_range("Collected: memory_gb", memory_gb, "at least 0 and finite")
         self.rule, self.folder = rule, folder
         self._limit = int(memory_gb * 2**30)
         self._context = RuleContext()

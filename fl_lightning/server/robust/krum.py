@@ -29,7 +29,7 @@ from typing import final
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows
 from fl_lightning.server.robust.passes import (
     combined,
@@ -37,12 +37,12 @@ from fl_lightning.server.robust.passes import (
     sorted_blocks,
     squared_distances,
 )
-from fl_lightning.server.robust.rule import RobustRule, RuleContext, check_num_attackers
+from fl_lightning.server.robust.rule import AgainstAttackers, RuleContext
 
 
 @final
 @dataclass(frozen=True)
-class Krum(RobustRule):
+class Krum(AgainstAttackers):
     """The one update that is nearest to its n - f - 2 nearest others.
 
     Args:
@@ -52,15 +52,7 @@ class Krum(RobustRule):
         ConfigurationError: if it is negative.
     """
 
-    num_attackers: int
-
-    def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
-
-    @property
-    @override
-    def min_updates(self) -> int:
-        return 2 * self.num_attackers + 3
+    needed = 2, 3
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -70,7 +62,7 @@ class Krum(RobustRule):
 
 @final
 @dataclass(frozen=True)
-class MultiKrum(RobustRule):
+class MultiKrum(AgainstAttackers):
     """The mean of the updates with the lowest scores of `Krum`.
 
     Args:
@@ -81,20 +73,18 @@ class MultiKrum(RobustRule):
         ConfigurationError: for values out of range.
     """
 
-    num_attackers: int
+    needed = 2, 3
+
     num_kept: int | None = None
 
     def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
-        if self.num_kept is not None and self.num_kept < 1:
-            raise ConfigurationError(
-                f"MultiKrum: num_kept must be at least 1 update, got {self.num_kept}"
-            )
+        super().__post_init__()
+        check_range("MultiKrum: num_kept", self.num_kept, "at least 1 update")
 
     @property
     @override
     def min_updates(self) -> int:
-        return max(2 * self.num_attackers + 3, self.num_kept or 0)
+        return max(super().min_updates, self.num_kept or 0)
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -125,7 +115,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 
 @final
 @dataclass(frozen=True)
-class Bulyan(RobustRule):
+class Bulyan(AgainstAttackers):
     """The mean of Krum's choices around their median, coordinate by coordinate.
 
     Args:
@@ -135,15 +125,7 @@ class Bulyan(RobustRule):
         ConfigurationError: if it is negative.
     """
 
-    num_attackers: int
-
-    def __post_init__(self) -> None:
-        check_num_attackers(self, self.num_attackers)
-
-    @property
-    @override
-    def min_updates(self) -> int:
-        return 4 * self.num_attackers + 3
+    needed = 4, 3
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:

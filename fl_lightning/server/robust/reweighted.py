@@ -41,7 +41,7 @@ from typing import final
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
 from fl_lightning.server.robust.matrix import Floats, Rows, RowsAndOne
 from fl_lightning.server.robust.passes import combined, row_norms, squared_distances
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
@@ -67,14 +67,8 @@ class CentredClipping(RobustRule):
     num_iterations: int = 1
 
     def __post_init__(self) -> None:
-        if not self.radius > 0:
-            raise ConfigurationError(
-                f"CentredClipping: radius must be greater than 0, got {self.radius}"
-            )
-        if self.num_iterations < 1:
-            raise ConfigurationError(
-                f"CentredClipping: num_iterations must be at least 1, got {self.num_iterations}"
-            )
+        check_range("CentredClipping: radius", self.radius, "greater than 0")
+        check_range("CentredClipping: num_iterations", self.num_iterations, "at least 1")
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, which is remembered for the next round."""
@@ -131,10 +125,7 @@ class NormBounding(RobustRule):
     weight_by_examples: bool = False
 
     def __post_init__(self) -> None:
-        if self.bound is not None and not self.bound > 0:
-            raise ConfigurationError(
-                f"NormBounding: bound must be greater than 0, got {self.bound}"
-            )
+        check_range("NormBounding: bound", self.bound, "greater than 0")
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -170,10 +161,7 @@ class GeometricMedian(RobustRule):
     weight_by_examples: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.smoothing < float("inf"):
-            raise ConfigurationError(
-                f"GeometricMedian: smoothing must be greater than 0 and finite, got {self.smoothing}"
-            )
+        check_range("GeometricMedian: smoothing", self.smoothing, "greater than 0 and finite")
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:

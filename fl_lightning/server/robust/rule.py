@@ -1,13 +1,41 @@
-"""Base of robust rules, which need all updates of a round together."""
+"""Robust rules, which need all updates of a round together: their bases, medians, pre-aggregation.
+
+Coordinate-wise median and trimmed mean.
+
+    median_j = median_i x_ij,      trimmed_j = mean of x_(f+1)j … x_(n-f)j, in increasing order
+
+Source: Yin et al. 2018, Byzantine-Robust Distributed Learning, Definitions 1 and 2; there a
+fraction β of the updates is trimmed at each end, here a number f of them. The median of an even
+number is the mean of the two in the middle (torch's is the lower one). Clients have equal weights.
+
+Pre-aggregation: mix updates, so that they differ less, and apply a robust rule to the mixtures.
+
+    nearest-neighbour mixing   y_i = mean of the n - f updates nearest to x_i, x_i among them
+    bucketing                  y_b = mean of the s updates in bucket b of a random order
+
+Source: Allouah et al. 2023, Fixing by Mixing, Algorithm 1; Karimireddy et al. 2022, Byzantine-Robust
+Learning on Heterogeneous Datasets via Bucketing, Algorithm 1. Robust rules fail where honest
+clients' data differ; mixed updates differ less. The last bucket may be smaller than the others.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, final
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.matrix import Floats, Rows
+import numpy as np
+from typing_extensions import override
+
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
+from fl_lightning.server.robust.matrix import Floats, MixedRows, Rows
+from fl_lightning.server.robust.passes import (
+    median_weights,
+    sorted_sum,
+    squared_distances,
+    trimmed_weights,
+)
 
 
 @dataclass
@@ -55,7 +83,141 @@ class RobustRule(ABC):
 
 def check_num_attackers(rule: object, num_attackers: int) -> None:
     """Raise ConfigurationError, naming the rule, if the number of attackers is negative."""
-    if num_attackers < 0:
+    check_range(f"{type(rule).__name__}: num_attackers", num_attackers, "at least 0 clients")
+
+
+@dataclass(frozen=True)
+class AgainstAttackers(RobustRule):
+    """Base of rules that tolerate f attackers.
+
+    Attributes:
+        needed: (a, b): a round needs at least a f + b updates.
+    """
+
+    num_attackers: int
+
+    needed: ClassVar[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        check_num_attackers(self, self.num_attackers)
+
+    @property
+    @override
+    def min_updates(self) -> int:
+        return self.needed[0] * self.num_attackers + self.needed[1]
+
+
+@final
+@dataclass(frozen=True)
+class Median(RobustRule):
+    """The median of every coordinate; tolerates fewer than half of the clients as attackers."""
+
+    by_coordinate = True
+
+    @override
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        return sorted_sum(rows, median_weights(len(rows)))
+
+
+@final
+@dataclass(frozen=True)
+class TrimmedMean(AgainstAttackers):
+    """The mean of every coordinate without its f smallest and its f largest values.
+
+    Args:
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 it is the mean.
+
+    Raises:
+        ConfigurationError: if it is negative.
+    """
+
+    by_coordinate = True
+    needed = 2, 1
+
+    @override
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        return sorted_sum(rows, trimmed_weights(len(rows), self.num_attackers))
+
+
+@final
+@dataclass(frozen=True)
+class NearestNeighbourMixing(RobustRule):
+    """Replaces every update by the mean of its n - f nearest ones.
+
+    Args:
+        rule: rule for the mixed updates.
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 all become their mean.
+
+    Raises:
+        ConfigurationError: if it is negative, or the rule has a trusted client.
+    """
+
+    rule: RobustRule
+    num_attackers: int
+
+    def __post_init__(self) -> None:
+        check_num_attackers(self, self.num_attackers)
+        check_mixable(self.rule)
+
+    @property
+    @override
+    def min_updates(self) -> int:
+        return max(2 * self.num_attackers + 1, self.rule.min_updates)
+
+    @override
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        count = len(rows) - self.num_attackers
+        distances = squared_distances(rows)
+        np.fill_diagonal(distances, -1)  # an update is nearest to itself, whatever equals it
+        nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
+        matrix = np.zeros((len(rows), len(rows)))
+        np.put_along_axis(matrix, nearest, 1 / count, axis=1)
+        return self.rule.combine(MixedRows(rows, matrix), context)
+
+
+@final
+@dataclass(frozen=True)
+class Bucketing(RobustRule):
+    """Replaces buckets of s updates, drawn at random each round, by their means.
+
+    Args:
+        rule: rule for the buckets' means; its number of attackers counts buckets.
+        bucket_size: s ≥ 1; 1 changes nothing.
+        seed: seed of the random buckets; the run's seed if None.
+
+    Raises:
+        ConfigurationError: if the size is below 1, or the rule has a trusted client.
+    """
+
+    rule: RobustRule
+    bucket_size: int = 2
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range("Bucketing: bucket_size", self.bucket_size, "at least 1 update")
+        check_seed("Bucketing", self.seed)
+        check_mixable(self.rule)
+
+    @property
+    @override
+    def min_updates(self) -> int:
+        return (self.rule.min_updates - 1) * self.bucket_size + 1
+
+    @override
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        generator = numpy_generator(run_seed(self.seed), "bucketing", context.round_index)
+        if self.bucket_size == 1:
+            return self.rule.combine(rows, context)
+        buckets = np.empty(len(rows), np.int64)
+        buckets[generator.permutation(len(rows))] = np.arange(len(rows)) // self.bucket_size
+        matrix = (np.arange(buckets.max() + 1)[:, None] == buckets).astype(float)
+        return self.rule.combine(MixedRows(rows, matrix / matrix.sum(1, keepdims=True)), context)
+
+
+def check_mixable(rule: RobustRule) -> None:
+    """Raise ConfigurationError if the rule has a trusted client, whose own update it needs."""
+    if rule.trusted_client is not None:
         raise ConfigurationError(
-            f"{type(rule).__name__}: num_attackers must be at least 0 clients, got {num_attackers}"
+            f"{type(rule).__name__} needs the trusted client's own update, and a mixed update belongs to "
+            "several clients: use it without pre-aggregation"
         )

@@ -16,9 +16,8 @@ from scipy.optimize import minimize
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.means.fair_means import QFedAvg
 from fl_lightning.server.robust.krum import Bulyan, Krum, MultiKrum
-from fl_lightning.server.robust.median import Median, TrimmedMean
-from fl_lightning.server.robust.mixing import NearestNeighbourMixing
 from fl_lightning.server.robust.reweighted import CentredClipping, GeometricMedian
+from fl_lightning.server.robust.rule import Median, NearestNeighbourMixing, TrimmedMean
 
 SHAPES = [(11, 5, 2), (13, 30, 2), (16, 3, 3)]
 

@@ -1,4 +1,4 @@
-"""Thin layers: SGD's steps on gradients that are never written out are SGD's steps."""
+"""Slots whose layers are direct ones train as slots of PyTorch's layers do."""
 
 import gc
 import weakref
@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -19,11 +17,8 @@ from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.step_functions import StackedOptions
-from fl_lightning.engines.slots.thin import ThinDeltas
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.kernels.layers import reason_against_direct_layers
-from fl_lightning.kernels.linear import FEW, dense_step
-from fl_lightning.server.means.running_mean import RunningMean
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 pytestmark = pytest.mark.skipif(
@@ -33,48 +28,6 @@ pytestmark = pytest.mark.skipif(
 
 def draws(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@settings(max_examples=150)
-@given(
-    clients=st.integers(1, 3),
-    examples=st.integers(0, 12),
-    size=st.integers(8, 60),
-    out=st.integers(1, 14),
-    is_shared=st.booleans(),
-    apart=st.integers(0, 5),
-    keep=st.sampled_from([0.0, 1.0]),
-    momentum=st.sampled_from([None, 0.0, 0.9]),
-    decay=st.sampled_from([0.0, 0.1]),
-)
-def test_a_step_by_its_formula(
-    clients, examples, size, out, is_shared, apart, keep, momentum, decay
-):
-    """What lies beside the tensors is infinite, and stays so."""
-    errors, inputs = draws(clients, examples, out), draws(clients, examples, size, seed=1)
-    weights = draws(1 if is_shared else clients, out, size, seed=2)
-    velocity = None if momentum is None else draws(clients, out, size, seed=3)
-    g = errors.double().mT @ inputs.double() + decay * weights
-    if momentum:
-        g += momentum * velocity.double()
-    elif velocity is not None:
-        velocity.fill_(torch.nan)  # whatever was there
-    room = torch.full((clients, out * size + apart), torch.inf)
-    to = room[:, : out * size].unflatten(1, (out, size))
-    given = {"keep": keep, "lr": 0.5, "momentum": momentum or 0.0, "decay": decay}
-    dense_step(to, velocity, weights, errors, inputs, **given)
-    torch.testing.assert_close(to.double(), keep * weights - 0.5 * g, rtol=1e-5, atol=1e-5)
-    assert room[:, out * size :].isinf().all()
-    if velocity is not None:
-        torch.testing.assert_close(velocity.double(), g, rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_in_place():
-    """An entry that two vectors hold is moved once."""
-    weights, errors, inputs = draws(2, 5, 11), draws(2, 3, 5), draws(2, 3, 11)
-    expected = weights - 0.1 * errors.mT @ inputs
-    dense_step(weights, None, weights, errors, inputs, keep=1.0, lr=0.1, momentum=0.0, decay=0.0)
-    torch.testing.assert_close(weights, expected)
 
 
 class Dense(nn.Module):
@@ -98,18 +51,6 @@ class Dense(nn.Module):
 
     def log(self, *args, **options):
         """Stand in for Lightning's."""
-
-
-class Single(Dense):
-    """One weight and nothing else."""
-
-    def __init__(self):
-        super().__init__(bias=False)
-        del self.second, self.last
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.first(x), y)
 
 
 X, Y = draws(200, 40), torch.arange(200) % 3
@@ -145,10 +86,6 @@ def train(module, make, sizes, num_slots=3, rounds=1, step=None, reads=None, **o
     return sorted(updates, key=lambda update: update.client_id), step
 
 
-def thin_names(step):
-    return list(step.graphs.functions.gradients.thin)
-
-
 def is_compiled(step):
     return all(isinstance(run, Compiled) and not run.is_given_up for run in step.graphs.present)
 
@@ -170,46 +107,10 @@ def assert_alike(found, expected, tolerance=1e-5):
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_updates_are_those_with_whole_gradients(optimizer, sizes, bias):
+def test_updates_are_those_of_pytorchs_layers(optimizer, sizes, bias):
     make = OPTIMIZERS[optimizer]
-    found, step = train(Dense(bias=bias), make, sizes, rounds=2, direct=True)
-    assert thin_names(step) == ["first.weight", "second.weight"]
+    found, _ = train(Dense(bias=bias), make, sizes, rounds=2, direct=True)
     expected, _ = train(Dense(bias=bias), make, sizes, rounds=2)
-    assert_alike(found, expected)
-
-
-@pytest.mark.parametrize(("optimizer", "is_thin"), [("sgd", True), ("momentum and decay", False)])
-def test_updates_of_one_step_stay_factors(optimizer, is_thin):
-    """Weight decay is in no factor."""
-    module = Dense()
-    make = OPTIMIZERS[optimizer](module.parameters())
-    local = LocalTrainer(module, make, None, LogCollector())
-    step = StackedStep(module, make, True, StackedOptions(3, padded=True, direct=True))
-    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), 8)
-    for group in slots.train(local.read(), works((8, 3, 8, 8, 5))):
-        assert isinstance(group.deltas, ThinDeltas) == is_thin
-        torch.testing.assert_close(group.norms, group.whole.norm(dim=1))
-        mean, expected = RunningMean(local.read().params), RunningMean(local.read().params)
-        mean.add_rows(group.deltas, group.num_examples)
-        expected.add_rows(group.whole, group.num_examples)
-        assert torch.equal(mean.value(), expected.value())
-
-
-@pytest.mark.parametrize("sizes", [(5, 30, 16, 9, 24), (20,) * 5, (8,) * 5])
-def test_a_module_with_nothing_else(sizes):
-    module, make = Single(), OPTIMIZERS["momentum and decay"]
-    found, step = train(module, make, sizes, rounds=2, direct=True)
-    assert thin_names(step) == ["first.weight"]
-    assert_alike(found, train(module, make, sizes)[0])
-
-
-def test_where_the_loss_is_not_by_example():
-    """Clients here have full batches only."""
-    sizes = (8, 32, 16, 16)
-    make = OPTIMIZERS["momentum and decay"]
-    found, step = train(Dense(), make, sizes, padded=False, direct=True)
-    assert thin_names(step)
-    expected, _ = train(Dense(), make, sizes, padded=False)
     assert_alike(found, expected)
 
 
@@ -231,44 +132,6 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
     assert torch.equal(many[0].delta, alone[0].delta)
 
 
-@pytest.mark.parametrize(("masked", "names"), [(False, ["first.weight"]), (True, [])])
-def test_frozen_entries_need_whole_gradients(masked, names):
-    module = Dense()
-    module.second.weight.requires_grad_(False)
-
-    def make(params):
-        masks = {module.first.weight: draws(30, 40) > 0} if masked else None
-        return SparseSGDM([p for p in params if p.requires_grad], lr=0.1, momentum=0.9, masks=masks)
-
-    found, step = train(module, make, (5, 8, 17), direct=True)
-    assert thin_names(step) == names
-    assert_alike(found, train(module, make, (5, 8, 17))[0])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
-        partial(SGD, lr=0.1, momentum=0.9, dampening=0.1),
-        partial(SGD, lr=0.1, maximize=True),
-        partial(torch.optim.Adam, lr=0.1),
-    ],
-)
-def test_other_optimizers_need_whole_gradients(make):
-    found, step = train(Dense(), make, (5, 17), direct=True)
-    assert not thin_names(step)
-    assert_alike(found, train(Dense(), make, (5, 17))[0])
-
-
-@pytest.mark.parametrize(
-    "options", [{"clip_norm": 0.1}, {"clip_value": 0.01}, {"has_pull": True}, {"has_shift": True}]
-)
-def test_what_changes_gradients_needs_them_whole(options):
-    found, step = train(Dense(), OPTIMIZERS["sgd"], (5, 17), direct=True, **options)
-    assert not thin_names(step)
-    assert_alike(found, train(Dense(), OPTIMIZERS["sgd"], (5, 17), **options)[0], 1e-4)
-
-
 class Decayed(Dense):
     def penalty(self):
         return self.first.weight.square().sum()
@@ -282,23 +145,6 @@ class Tied(Dense):
 class Twice(Dense):
     def penalty(self):
         return self.first(torch.ones(1, 40)).sum()
-
-
-class Wide(Dense):
-    def penalty(self):
-        return 0.0
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        pairs = torch.stack([x, -x], 1).flatten(0, 1)
-        both = self.second(F.relu(self.first(pairs))).unflatten(0, (len(x), 2))
-        return F.cross_entropy(self.last(both[:, 0]), y)
-
-
-class Uncalled(Dense):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(x[:, :3], y) + self.last(x).sum(1).mean()
 
 
 class Token(Dense):
@@ -351,12 +197,6 @@ class Halved(Dense):
         return F.cross_entropy(self.last(F.relu(x.float())), y)
 
 
-class Logged(Dense):
-    def training_step(self, batch, batch_idx):
-        self.log("size", self.first.weight.norm())
-        return super().training_step(batch, batch_idx)
-
-
 class Normed(Dense):
     """Counts its batches and what is in them."""
 
@@ -379,25 +219,14 @@ class Late(Decayed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (Decayed, ["second.weight"]),
-        (Tied, ["second.weight"]),
-        (Twice, ["second.weight"]),
-        (Wide, []),
-        (Uncalled, []),
-        (Logged, ["first.weight", "second.weight"]),
-        (Token, ["second.weight"]),
-        (Perturbed, ["second.weight"]),
-        (Smooth, []),
-    ],
+    "kind",
+    [Decayed, Tied, Twice, Token, Perturbed, Smooth],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_weight_with_another_part_in_the_loss_has_its_whole_gradient(kind, names, compiled):
+def test_a_weight_may_have_another_part_in_the_loss(kind, compiled):
     make = OPTIMIZERS["sgd"]
     padded = kind is Token  # a row an example is one row then, as the token is
     found, step = train(kind(), make, (5, 17), direct=True, compiled=compiled, padded=padded)
-    assert thin_names(step) == names
     assert is_compiled(step) is compiled
     assert_alike(found, train(kind(), make, (5, 17))[0])
 
@@ -406,7 +235,6 @@ def test_a_weight_with_another_part_in_the_loss_has_its_whole_gradient(kind, nam
 def test_a_layer_under_autocast_stays_in_full_precision(compiled):
     make = OPTIMIZERS["sgd"]
     found, step = train(Halved(), make, (5, 17), direct=True, compiled=compiled)
-    assert thin_names(step) == ["first.weight", "second.weight"]
     assert is_compiled(step) is compiled
     assert_alike(found, train(Dense(), make, (5, 17))[0])
 
@@ -415,8 +243,7 @@ def test_nothing_is_left_behind_by_finding_out():
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     make, sizes = OPTIMIZERS["momentum and decay"], (16, 24)
-    found, step = train(module, make, sizes, padded=False, direct=True)
-    assert thin_names(step) == ["first.weight", "second.weight"]
+    found, _ = train(module, make, sizes, padded=False, direct=True)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
     assert_alike(found, train(module, make, sizes, padded=False)[0])
@@ -430,7 +257,6 @@ def test_a_part_in_the_loss_that_comes_and_goes():
     graphs = {False: step.graphs.present}
     for module.is_late in (True, False, True):
         found, _ = train(module, make, (5, 17), step=step)
-        assert thin_names(step) == ["first.weight", "second.weight"][module.is_late :]
         assert step.graphs.present is graphs.setdefault(module.is_late, step.graphs.present)
         assert is_compiled(step)
         assert_alike(found, train(module, make, (5, 17))[0])
@@ -452,38 +278,34 @@ def test_only_a_change_is_looked_for_again():
 
 
 def with_groups(module, **options):
-    """All thin weights in one group, all else in another."""
-    thin = [module.first.weight, module.second.weight]
-    others = [p for p in module.parameters() if all(p is not weight for weight in thin)]
-    return lambda _: SGD([{"params": thin, **options}, {"params": others}], lr=0.1, momentum=0.9)
+    """Two weights in one group, all else in another."""
+    weights = [module.first.weight, module.second.weight]
+    others = [p for p in module.parameters() if all(p is not weight for weight in weights)]
+    return lambda _: SGD([{"params": weights, **options}, {"params": others}], lr=0.1, momentum=0.9)
 
 
 @pytest.mark.slow
-def test_options_of_thin_weights_that_change_between_rounds():
+def test_options_that_change_between_rounds():
     """No graph reads them."""
     module, sizes = Dense(), (5, 30, 16)
     _, step = train(module, with_groups(module), sizes, direct=True, compiled=True)
-    assert thin_names(step) == ["first.weight", "second.weight"]
     for options in ({"momentum": 0.5}, {"nesterov": True}):
         step._optimizer.param_groups[0].update(options)
         found, _ = train(module, with_groups(module), sizes, step=step)
         kept = {key: step._optimizer.param_groups[0][key] for key in ("momentum", "nesterov")}
         assert_alike(found, train(module, with_groups(module, **kept), sizes)[0])
-    assert not thin_names(step)
     assert is_compiled(step)
 
 
 @pytest.mark.slow
-def test_masks_of_thin_weights_that_come_between_rounds():
+def test_masks_that_come_between_rounds():
     module, sizes = Dense(), (5, 30, 16)
     masks = {module.first.weight: draws(30, 40) > 0}
     plain = partial(SparseSGDM, lr=0.1, momentum=0.9)
     _, step = train(module, plain, sizes, direct=True, compiled=True)
-    assert thin_names(step) == ["first.weight", "second.weight"]
     step._optimizer.set_masks(masks)
     masked = partial(plain, masks=masks)
     found, _ = train(module, masked, sizes, step=step)
-    assert thin_names(step) == ["second.weight"]
     assert_alike(found, train(module, masked, sizes)[0])
 
 
@@ -506,14 +328,3 @@ def test_a_fault_of_the_step_itself_is_not_hidden():
 
     with pytest.raises(CannotStack, match="it is faulty"):
         train(Faulty(), OPTIMIZERS["sgd"], (5,), direct=True)
-
-
-def test_large_batches_are_pytorchs():
-    work = ClientWork(0, FEW + 1, torch.arange(FEW + 1), [FEW + 1])
-    module = Dense()
-    optimizer = OPTIMIZERS["sgd"](module.parameters())
-    local = LocalTrainer(module, optimizer, None, LogCollector())
-    step = StackedStep(module, optimizer, True, StackedOptions(1, direct=True))
-    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), FEW + 1)
-    list(slots.train(local.read(), [work]))
-    assert not thin_names(step)
