@@ -7,8 +7,8 @@ collector: it keeps value and batch size, and reduces once per client.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import weighted_mean
+from fl_lightning.core.modules import shadowed
 
 _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 
@@ -42,25 +43,15 @@ class LogCollector:
         self._values: dict[str, list[Tensor | float]] = {}
         self._weights: dict[str, list[int]] = {}
         self._reductions: dict[str, str] = {}
-        self.reductions: dict[
-            str, str
-        ] = {}  # of clients' values, by name, where it is not the mean
+        self.reductions: dict[str, str] = {}  # of clients' values, by name, where not the mean
         self._metrics: dict[str, Metric] = {}
         self.batch_size = 1
 
-    @contextlib.contextmanager
-    def listening_to(self, module: nn.Module) -> Iterator[None]:
+    def listening_to(self, module: nn.Module) -> AbstractContextManager[None]:
         """Shadow ``module.log`` while the block runs, which may be inside another such block."""
-        before = module.__dict__.get("log")
-        object.__setattr__(module, "log", self.log)
-        try:
-            yield
-        finally:
-            object.__delattr__(module, "log")
-            if before is not None:
-                object.__setattr__(module, "log", before)
+        return shadowed(module, "log", self.log)
 
-    @contextlib.contextmanager
+    @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
         """Inside `listening_to`, give the module its own ``log`` back while the block runs."""
         before = module.__dict__.pop("log", None)
@@ -70,7 +61,7 @@ class LogCollector:
             if before is not None:
                 object.__setattr__(module, "log", before)
 
-    @contextlib.contextmanager
+    @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Restores the collector's state when the block ends."""
         # the same objects afterwards: others read them

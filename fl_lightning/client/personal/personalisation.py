@@ -24,13 +24,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import final
 
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modules import head_names
+from fl_lightning.core.modules import head_names, name_matches
 from fl_lightning.core.traits import Trait, Traits
 
 _OF_OWN_STEPS = Traits(
@@ -182,7 +181,7 @@ def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     # a tied parameter has several names, of which any will do
     params = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    found = [t for name, t in (*params, *buffers) if _matches(name, pattern)]
+    found = [t for name, t in (*params, *buffers) if name_matches(name, pattern)]
     if not found:
         names = [name for name, _ in (*params, *buffers)]
         shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
@@ -190,11 +189,6 @@ def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
             f"Personal: parameters: no parameter or buffer matches {pattern!r}; there are {shown}"
         )
     return found  # type: ignore[return-value]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def _heads(module: nn.Module) -> list[str]:

@@ -235,7 +235,8 @@ class Attributes:
     def _look_at_tensor(self, path: str, tensor: Tensor) -> _Inside:
         if _memory(tensor) in self._memory:
             return ()  # a parameter or buffer, seen another way
-        before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with torch.inference_mode(False):  # what is noted is compared outside as well
+            before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         self._note(path, lambda: tensor, partial(_write_tensor, tensor), before=before)
         if tensor.is_leaf:
             self._note(f"{path}.grad", lambda: tensor.grad, partial(setattr, tensor, "grad"))

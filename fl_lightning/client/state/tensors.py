@@ -263,11 +263,13 @@ def same_value(now: Any, before: Any) -> bool:
         >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
         (False, False)
     """
-    if now is before or type(now) is not type(before):
-        return now is before
-    if isinstance(now, Tensor):
+    if now is before:
+        return True
+    if isinstance(now, Tensor) and isinstance(before, Tensor):  # a parameter's copy is none
         kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
         return kinds[0] == kinds[1] and same_numbers(now, before)
+    if type(now) is not type(before):
+        return False
     try:
         if isinstance(now, dict):
             return [*now] == [*before] and same_value([*now.values()], [*before.values()])

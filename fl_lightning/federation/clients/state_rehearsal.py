@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import islice
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -23,6 +22,7 @@ from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import name_matches
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.run import Run
@@ -174,7 +174,7 @@ def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = list(candidates(module))
     found: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in names if _matches(name, pattern)}
+        matches = {name for name in names if name_matches(name, pattern)}
         if not matches:
             shown = ", ".join(names[:20]) or "none"
             raise ConfigurationError(
@@ -183,8 +183,3 @@ def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
             )
         found |= matches
     return [name for name in names if name in found]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
