@@ -18,9 +18,8 @@ from benchmarks.canaries import Audit
 from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Privacy
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 CLIENTS = 4
 # what the audited trainings claim

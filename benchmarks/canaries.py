@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.audits.one_run_audit import Guesses, guesses_by_score
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.federation.federation import Federation
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
@@ -139,7 +139,7 @@ class Audit:
     num_clients: int = 500
     rounds: int = 10
     batch_size: int = 16
-    cohort: CohortSampler = field(default_factory=AllClients)
+    cohort: Cohort = field(default_factory=AllClients)
     share: float = 0.2
     seed: int = 0
 

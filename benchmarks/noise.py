@@ -24,12 +24,11 @@ from fl_lightning import (
     PoissonCohort,
 )
 from fl_lightning.core.seeds import Draw
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
-from fl_lightning.privacy.mechanism import Mechanism
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 STDDEV_IN_STEPS, NUM_CLIENTS, ROUNDS, DELTA, NUM_NUMBERS = 2.0**26, 1000, 60, 1e-4, 14_000
 Draws = Callable[[], object]
@@ -40,7 +39,7 @@ class Setting:
     """A mechanism of the second table: its name, the cohort, and how it is made for a noise."""
 
     name: str
-    cohort: CohortSampler
+    cohort: Cohort
     made: Callable[[float], CentralDP | BandedMatrixDP | LocalDP | DistributedDP]
     noise: float
 
@@ -58,9 +57,7 @@ class Setting:
         return f"{self.name:<28}{self.noise:>8.3g}{step:>12.2g}{plain:>12.6f}{cost:>12.1g}"
 
 
-def setting(
-    name: str, cohort: CohortSampler, kind: type, noise: float, **options: object
-) -> Setting:
+def setting(name: str, cohort: Cohort, kind: type, noise: float, **options: object) -> Setting:
     """Return a mechanism whose clip norm is 1."""
     return Setting(
         name,

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from fl_lightning.sparsity.masks.maskable import freeze_masked
-from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, SparseSGDM
 
 Step = Callable[[], object]
 RUN = 64  # entries that are active or frozen together, where a mask is clustered

@@ -18,10 +18,10 @@ from torch import Tensor
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.cohort import AllClients
-from fl_lightning.privacy.local import LocalDP
-from fl_lightning.privacy.mechanism import Mechanism
+from fl_lightning.privacy.distributed import LocalDP
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
@@ -32,7 +32,6 @@ from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.clip import clipped
 from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.transform import Chain, Shapes, Transform

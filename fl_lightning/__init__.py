@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from fl_lightning.privacy.banded import BandedMatrixDP as BandedMatrixDP
     from fl_lightning.privacy.central import CentralDP as CentralDP
     from fl_lightning.privacy.distributed import DistributedDP as DistributedDP
+    from fl_lightning.privacy.distributed import LocalDP as LocalDP
     from fl_lightning.privacy.example import ExampleDP as ExampleDP
-    from fl_lightning.privacy.local import LocalDP as LocalDP
     from fl_lightning.privacy.private_mean import AdaptiveClip as AdaptiveClip
     from fl_lightning.reports.log_file import RunLog as RunLog
     from fl_lightning.reports.overview import PartitionReport as PartitionReport
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from fl_lightning.server.means.mean import Mean as Mean
     from fl_lightning.server.means.mean import NormalisedMean as NormalisedMean
     from fl_lightning.server.means.mean import OverlapMean as OverlapMean
-    from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW as SparseAdamW
-    from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM as SparseSGDM
+    from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW as SparseAdamW
+    from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = exported(__file__)

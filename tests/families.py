@@ -20,7 +20,7 @@ import fl_lightning as fl
 from fl_lightning import client, data, server, sparsity, updates
 from fl_lightning.client import Correction, Speeds
 from fl_lightning.client.personal.personalisation import Personalisation
-from fl_lightning.data import Availability, Cohort, PartitionRule, Poison
+from fl_lightning.data import Availability, Cohort, Partition, Poison
 from fl_lightning.privacy.mechanism import Budgeted
 from fl_lightning.server import Aggregator, Forgery, RobustRule, Staleness
 from fl_lightning.server.staleness import AsyncRule
@@ -38,7 +38,7 @@ FAMILIES = {
     "personalisation": Personalisation,
     "transform": UpdateStep,
     "cohort": Cohort,
-    "partition": PartitionRule,
+    "partition": Partition,
     "privacy": Budgeted,
     "optimizer": Optimizer,
     "sensitivity": Sensitivity,

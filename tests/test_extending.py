@@ -387,16 +387,15 @@ class Halves:
 
 
 UNFINISHED = '''
-from fl_lightning.data import SizedCohort
 from fl_lightning.server import WeightedMean
 
 class Nothing(WeightedMean):
     """A mean without a weight."""
 
-class Bare(SizedCohort):
-    """A cohort without annotations."""
-    def sample(self, round_index, population, seed):
-        return population.available_ids
+class Bare:
+    """A partition without annotations."""
+    def assign(self, labels, num_clients, seed):
+        return [range(len(labels))]
 '''
 
 
@@ -517,11 +516,11 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("option", "value", "says"),
         [
-            ("aggregator", "my_federation.Nothing", "is unfinished, it lacks weight"),
+            ("federation.aggregator", "my_federation.Nothing", "is unfinished, it lacks weight"),
             (
-                "cohort",
+                "data.partition",
                 "my_federation.Bare",
-                "once it has, annotations and all: sample(self, round_index: int, population: ",
+                "once it has, annotations and all: assign(self, labels: ",
             ),
         ],
     )
@@ -533,6 +532,6 @@ class TestWhatIsRefused:
         monkeypatch.setattr(sys, "argv", ["fl-lightning"])
         quick = str(ROOT / "configs" / "quickstart.yaml")
         with pytest.raises(SystemExit) as end:
-            main(["fit", "--config", quick, f"--federation.{option}={value}", "--print_config"])
+            main(["fit", "--config", quick, f"--{option}={value}", "--print_config"])
         assert end.value.code == 2
         assert says in capsys.readouterr().err

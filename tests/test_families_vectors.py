@@ -15,10 +15,9 @@ from toys import ToyModule
 from fl_lightning import AllClients, ConfigurationError
 from fl_lightning.client import Outcome
 from fl_lightning.data import RoundRobinCohort
-from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling, Privacy
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.updates import Chain, Dense, ErrorFeedback
 
 pytestmark = pytest.mark.usefixtures("global_generators_stay")

@@ -25,7 +25,7 @@ SCRIPTS = {
 
 
 def test_every_script_is_tested():
-    # tests/experiments/test_sweeps_doc.py, tests/test_pages_understood.py, tests/test_coming_from.py
+    # tests/experiments/test_sweeps_doc.py, tests/test_pages_understood.py, tests/test_pages.py
     elsewhere = {"sweep_on_slurm", "draw_partitions", "from_flower"}
     assert {path.stem for path in FOLDER.glob("*.py")} - elsewhere == set(SCRIPTS)
 

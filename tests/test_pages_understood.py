@@ -22,7 +22,7 @@ ALGORITHMS = {
 }
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 # whose blocks have a test of their own
-READ_ELSEWHERE = {"data", "extending", "sweeps", "experiments", "network"}
+READ_ELSEWHERE = {"extending", "sweeps", "experiments", "network"}
 READ_ELSEWHERE |= {
     "architecture_search",
     "networks_of_all_sizes",

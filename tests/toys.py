@@ -91,7 +91,7 @@ class ToyData(LightningDataModule):
         )
 
     def val_dataloader(self):
-        return DataLoader(self.val, batch_size=32)
+        return DataLoader(self.val, batch_size=64)  # one: a batch costs as much as a client's round
 
     def test_dataloader(self):
         return DataLoader(self.val, batch_size=32)

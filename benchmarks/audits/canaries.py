@@ -22,10 +22,9 @@ from scipy.stats import beta
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Privacy
 from fl_lightning.privacy.noise.noise_source import SeededNoise, coins
 from fl_lightning.privacy.private_mean import PrivateMean
-from fl_lightning.privacy.run import AccountedRun
 
 
 def epsilon_lower_bound(

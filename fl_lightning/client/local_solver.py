@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 # How many steps every optimizer takes, or each of them.
 Steps = int | Sequence[int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
@@ -58,31 +59,30 @@ def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
 
 def with_checked_kinds(found: Any) -> Any:
     """Return what is given; if it is a class of ours, its constructor then checks kinds."""
-    owner = (
-        next((c for c in found.__mro__ if "__init__" in vars(c)), object)
-        if inspect.isclass(found)
-        else object
-    )
-    if not owner.__module__.startswith("fl_lightning.") or is_protocol(owner):
-        return found
-    build = vars(owner)["__init__"]
-    if getattr(build, "checks_kinds", False):
-        return found
+    for owner in found.__mro__ if inspect.isclass(found) else ():
+        build = vars(owner).get("__init__")
+        if build is None or not owner.__module__.startswith("fl_lightning."):
+            continue
+        if not (is_protocol(owner) or hasattr(build, "checks_kinds")):
+            setattr(owner, "__init__", _checked(build))  # noqa: B010 - mypy
+        if all(each.kind not in _VARIADIC for each in inspect.signature(build).parameters.values()):
+            break  # else a base gets what it does not name
+    return found
+
+
+def _checked(build: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(build)
     variadic = {name for name, each in signature.parameters.items() if each.kind in _VARIADIC}
 
     @wraps(build)
     def build_checked(self: Any, *args: Any, **options: Any) -> None:
-        try:
+        with suppress(TypeError):  # the constructor says it
             given = signature.bind(self, *args, **options).arguments
-        except TypeError:
-            given = {}  # the constructor says it
-        check_kinds(build, {name: given[name] for name in given.keys() - variadic})
+            check_kinds(build, {name: given[name] for name in given.keys() - variadic})
         build(self, *args, **options)
 
     build_checked.checks_kinds = True  # type: ignore[attr-defined]
-    setattr(owner, "__init__", build_checked)  # noqa: B010 - mypy
-    return found
+    return build_checked
 
 
 def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -177,8 +177,8 @@ def _methods(kind: type) -> tuple[str, ...]:
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
-        has_fields = is_dataclass(kind)  # and so more than methods
-        abstract = () if has_fields else tuple(getattr(kind, "__abstractmethods__", ()))
+        has_more = is_dataclass(kind) or hasattr(kind, "is_nominal")  # than methods
+        abstract = () if has_more else tuple(getattr(kind, "__abstractmethods__", ()))
         return abstract or ("is an instance",)
     return _METHODS.get(kind, ())
 

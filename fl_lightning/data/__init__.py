@@ -10,7 +10,6 @@ from fl_lightning.data.cohorts.availability import Diurnal as Diurnal
 from fl_lightning.data.cohorts.availability import Stretches as Stretches
 from fl_lightning.data.cohorts.cohort import AllClients as AllClients
 from fl_lightning.data.cohorts.cohort import Cohort as Cohort
-from fl_lightning.data.cohorts.cohort import CohortSampler as CohortSampler
 from fl_lightning.data.cohorts.cohort import PoissonCohort as PoissonCohort
 from fl_lightning.data.cohorts.cohort import SizedCohort as SizedCohort
 from fl_lightning.data.cohorts.cohort import UniformCohort as UniformCohort
@@ -35,7 +34,6 @@ from fl_lightning.data.partitions.label_shards import McMahanShards as McMahanSh
 from fl_lightning.data.partitions.partition import IID as IID
 from fl_lightning.data.partitions.partition import NaturalPartition as NaturalPartition
 from fl_lightning.data.partitions.partition import Partition as Partition
-from fl_lightning.data.partitions.partition import PartitionRule as PartitionRule
 from fl_lightning.data.partitions.partition import check_sizes as check_sizes
 from fl_lightning.data.partitions.partition import shards_of as shards_of
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes as DirichletSizes
@@ -44,17 +42,17 @@ from fl_lightning.data.poisoning import LabelFlip as LabelFlip
 from fl_lightning.data.poisoning import Poison as Poison
 from fl_lightning.data.poisoning import Trigger as Trigger
 from fl_lightning.data.sources.arrays import Arrays as Arrays
-from fl_lightning.data.sources.bundled import Digits as Digits
-from fl_lightning.data.sources.bundled import Iris as Iris
 from fl_lightning.data.sources.completions import Completions as Completions
 from fl_lightning.data.sources.hugging_face import HuggingFace as HuggingFace
 from fl_lightning.data.sources.image_folder import ImageFolder as ImageFolder
 from fl_lightning.data.sources.image_source import ImageTensors as ImageTensors
+from fl_lightning.data.sources.known_sets import CIFAR10 as CIFAR10
+from fl_lightning.data.sources.known_sets import CIFAR100 as CIFAR100
+from fl_lightning.data.sources.known_sets import MNIST as MNIST
+from fl_lightning.data.sources.known_sets import Digits as Digits
+from fl_lightning.data.sources.known_sets import FashionMNIST as FashionMNIST
+from fl_lightning.data.sources.known_sets import Iris as Iris
 from fl_lightning.data.sources.table import Table as Table
-from fl_lightning.data.sources.torchvision_sources import CIFAR10 as CIFAR10
-from fl_lightning.data.sources.torchvision_sources import CIFAR100 as CIFAR100
-from fl_lightning.data.sources.torchvision_sources import MNIST as MNIST
-from fl_lightning.data.sources.torchvision_sources import FashionMNIST as FashionMNIST
 from fl_lightning.data.summary import PartitionSummary as PartitionSummary
 
 __all__ = list(exports(__file__, globals()))

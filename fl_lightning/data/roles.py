@@ -27,7 +27,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.partition import Partition, PartitionRule, as_rule
+from fl_lightning.data.partitions.partition import Partition
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.training_set import TrainingSet
 
@@ -195,15 +195,15 @@ def divide(
     name, drawn = type(partition).__name__, examples.drawn.indices
     if not len(examples.indices):
         raise ConfigurationError("the source has no training examples: there is nothing to divide")
-    rule = as_rule(partition)
-    column = _column(examples, rule, name, classes)
+    owners = getattr(partition, "attribute", None)
+    column = _column(examples, partition, classes)
     if drawn is not None:
         column = column[drawn.numpy()]
-    if num_clients is None and rule.owners is not None:
+    if num_clients is None and owners is not None:
         num_clients = len(np.unique(column))
     if num_clients is None:
         raise ConfigurationError(f"FederatedDataModule needs num_clients with {name}")
-    shards = FlatShards.of(rule.assign(column, num_clients, seed))
+    shards = FlatShards.of(partition.assign(column, num_clients, seed))
     if len(shards) != num_clients:
         raise ConfigurationError(
             f"{name}.assign must return a shard for each of {num_clients} clients, got {len(shards)}"
@@ -219,20 +219,17 @@ def divide(
 
 
 def _column(
-    examples: TrainingSet,
-    rule: PartitionRule,
-    name: str,
-    classes: Callable[[], npt.NDArray[Any]],
+    examples: TrainingSet, partition: Partition, classes: Callable[[], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """Return the column that a partition reads, one value per example of the data set."""
-    if rule.owners is not None:
-        return read_column(examples.dataset, rule.owners, "partition.attribute")
-    if not rule.uses_labels:
+    """Return what a partition reads, one value per example of the data set."""
+    if (owners := getattr(partition, "attribute", None)) is not None:
+        return read_column(examples.dataset, owners, "partition.attribute")
+    if not getattr(partition, "uses_labels", True):
         return np.zeros(len(examples), np.int8)
     labels = classes()
     if labels.ndim > 1:
         raise ConfigurationError(
-            f"{name} needs one label per example, got rows of {labels.shape[1]} "
+            f"{type(partition).__name__} needs one label per example, got rows of {labels.shape[1]} "
             "numbers that are not one-hot: set data.labels to what names one class, e.g. a function of "
             "the data set"
         )

@@ -73,7 +73,6 @@ class PartitionSummary:
         cls,
         shards: Sequence[np.ndarray],
         labels: np.ndarray | None,
-        num_classes: int | None = None,
         *,
         max_clients: int | None = None,
     ) -> PartitionSummary:
@@ -82,13 +81,11 @@ class PartitionSummary:
         Args:
             shards: positions in ``labels`` per client.
             labels: one label per example, shape (N,); None if examples have no classes.
-            num_classes: number of classes if labels are 0 … num_classes - 1 and some may be
-                missing from ``labels``; None counts the distinct labels.
             max_clients: largest number of clients whose classes are counted, evenly spaced by number;
                 None for all. A million clients with a thousand classes would be a billion numbers.
 
         Raises:
-            ConfigurationError: if there is no client, or a label is not below ``num_classes``.
+            ConfigurationError: if there is no client.
         """
         if len(shards) == 0:
             raise ConfigurationError("shards must hold at least one client, got none")
@@ -98,9 +95,6 @@ class PartitionSummary:
             counts = np.zeros((len(clients), 0), np.int64)
             return cls(counts, np.empty(0), partition_fingerprint(flat), clients, flat.sizes)
         classes, column = np.unique(labels, return_inverse=True)
-        if num_classes is not None:
-            _check_labels(classes, num_classes)
-            classes, column = np.arange(num_classes), np.asarray(labels).astype(np.int64)
         counted = flat if len(clients) == len(flat) else FlatShards.of([flat[i] for i in clients])
         row = np.repeat(np.arange(len(clients)), counted.sizes)
         cell = row * len(classes) + column[counted.indices]
@@ -217,15 +211,6 @@ def _evenly_spaced(count: int, most: int) -> np.ndarray:
     """Return at most ``most`` numbers below ``count``, evenly spaced."""
     shown = min(count, most)
     return np.arange(shown) * count // shown
-
-
-def _check_labels(classes: np.ndarray, num_classes: int) -> None:
-    whole = np.issubdtype(classes.dtype, np.integer)
-    if not whole or classes.min() < 0 or classes.max() >= num_classes:
-        raise ConfigurationError(
-            f"labels must be whole numbers in [0, {num_classes}) when num_classes is given, got "
-            f"labels from {classes.min()} to {classes.max()}: leave num_classes out to count them"
-        )
 
 
 def _label_ticks(axes: Axes, which: str, names: np.ndarray) -> None:

@@ -93,7 +93,8 @@ class TrainingSet:
     @property
     def read(self) -> Callable[[Tensor], Any]:
         """Function from indices, shape (B,), to the loader's batch of them."""
-        return training_reader(self._loader)
+        loader = self._loader
+        return batch_reader(self.dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 
     @property
     def read_for_evaluation(self) -> Callable[[Tensor], Any]:
@@ -287,17 +288,6 @@ def loader_option(loader: DataLoader[Any], name: str) -> Any:
     return next((value for place in places if (value := getattr(place, name, None))), None)
 
 
-def training_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
-    """Return a function from indices, shape (B,), to the loader's batch of them.
-
-    Example:
-        >>> import torch
-        >>> training_reader(DataLoader(["a", "b", "c"], collate_fn="".join))(torch.tensor([2, 0]))
-        'ca'
-    """
-    return _reader(loader, loader.dataset)
-
-
 def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
     """Return a function from indices, shape (B,), to a batch, without augmentation if possible.
 
@@ -308,10 +298,7 @@ def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
         >>> evaluation_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
         tensor([6., 4.], dtype=torch.float64)
     """
-    return _reader(loader, without_augmentation(loader.dataset))
-
-
-def _reader(loader: DataLoader[Any], dataset: Dataset[Any]) -> Callable[[Tensor], Any]:
+    dataset = without_augmentation(loader.dataset)
     # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
     return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
@@ -109,7 +108,7 @@ class Federation(Options, Callback):
         self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
         for line in self.rounds.idle_lines():
             rank_zero_info(line)
-        if as_cohort(self.cohort).needs_fresh_losses:
+        if self.cohort.needs_fresh_losses:
             population = self.rounds.run.groups.population
             personal = self.personal
             has_layers = personal and not (personal.beside or personal.tuning_steps)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import shares
 
@@ -56,17 +56,12 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every cohort a process trains.
+    """Which part of every cohort a process trains."""
 
-    Attributes:
-        work: of every client of the population, e.g. local batches; shape (num_clients,).
-        rank: of this process, in [0, num_ranks).
-        num_ranks: number of processes.
-    """
-
+    # of every client of the population, e.g. local batches; shape (num_clients,)
     work: npt.NDArray[np.int64]
-    rank: int
-    num_ranks: int
+    rank: int  # of this process, in [0, num_ranks)
+    num_ranks: int  # number of processes
 
 
 class RoundGroups:
@@ -111,7 +106,7 @@ class RoundGroups:
 
     def __init__(
         self,
-        sampler: CohortSampler,
+        sampler: Cohort,
         population: Population,
         seed: int,
         *,
@@ -207,11 +202,7 @@ class RoundGroups:
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Refuse what is no cohort: somebody who is in it twice would count twice.
-
-    Raises:
-        ConfigurationError: with what the sampler has returned.
-    """
+    """Refuse what is no cohort: somebody who is in it twice would count twice."""
     if not len(ids):
         return
     is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)

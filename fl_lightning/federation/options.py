@@ -18,7 +18,7 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort, as_cohort
+from fl_lightning.data.cohorts.cohort import AllClients, Cohort, UniformCohort
 from fl_lightning.engines import Speedup
 from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
@@ -34,9 +34,8 @@ from fl_lightning.server.server import (
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
-from fl_lightning.updates.transform import Transform
+from fl_lightning.updates.transform import ErrorFeedback, Transform
 
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
@@ -61,7 +60,7 @@ class Options:
     def __init__(
         self,
         *,
-        cohort: CohortSampler | None = None,
+        cohort: Cohort | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
         correction: Correction | None = None,
@@ -268,7 +267,7 @@ class Options:
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
 
 
-def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits]:
+def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
     """Return the traits of all options that were given, by option and class.
 
     Args:
@@ -281,7 +280,7 @@ def parts_of(options: Options, cohort: CohortSampler | None) -> dict[str, Traits
         *(("stages", stage, stage.traits) for stage in options.stages),
     ]
     if cohort is not None:
-        given.append(("cohort", cohort, as_cohort(cohort).traits))
+        given.append(("cohort", cohort, cohort.traits))
     if options.aggregator is not None:
         given.append(("aggregator", options.aggregator, as_aggregator(options.aggregator).traits))
     if options.asynchronous is not None:

@@ -32,20 +32,13 @@ class DrawsBatches(Protocol):
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How much a client trains per round.
+    """How much a client trains per round."""
 
-    Attributes:
-        local_steps: optimizer steps; or
-        local_epochs: passes over its shard.
-        accumulate: batches per step; an epoch's last step takes those that are left.
-        seed: root seed of all draws.
-        examples: draws batches by coins, for privacy; None for passes over a shuffled shard.
-    """
-
-    local_steps: int | None
-    local_epochs: int | None
-    accumulate: int
-    seed: int
+    local_steps: int | None  # optimizer steps; or
+    local_epochs: int | None  # passes over its shard
+    accumulate: int  # batches per step; an epoch's last step takes those that are left
+    seed: int  # root seed of all draws
+    # draws batches by coins, for privacy; None for passes over a shuffled shard
     examples: DrawsBatches | None = None
 
 

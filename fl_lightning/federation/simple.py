@@ -23,7 +23,7 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.fit import check_simple
@@ -83,14 +83,14 @@ class SimpleFederation:
         *,
         correction: Correction | None = None,
         updates: Sequence[Step] = (),
-        cohort: CohortSampler | None = None,
+        cohort: Cohort | None = None,
         local_epochs: int = 1,
         aggregator: Aggregator | RobustRule | None = None,
         server_optimizer: ServerOptimizer = fedavg_optimizer,
         seed: int = 0,
     ) -> None:
         self.module, self.optimizers, self.data, self.round_index = module, [optimizer], data, 0
-        self._cohort, self._seed = as_cohort(cohort or AllClients()), seed
+        self._cohort, self._seed = cohort or AllClients(), seed
         if self._cohort.needs_fresh_losses:
             raise ConfigurationError(
                 f"{type(cohort).__name__} measures losses before it draws, which needs a Trainer: set its losses "

@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.processes import keep_freed_memory
 from fl_lightning.core.seeds import Integers, preserve_global_generators
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
@@ -54,7 +53,7 @@ from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.visits.local_counts import count_locally, counts_of
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.server.server import Server, as_aggregator
 
@@ -103,21 +102,13 @@ def prepare(
 
 @dataclass(frozen=True)
 class Calendar:
-    """Who trains in which round of one fit, and how much.
+    """Who trains in which round of one fit, and how much."""
 
-    Attributes:
-        groups: of clients, round by round.
-        num_steps: local steps of every client's round, shape (num_clients,).
-        num_batches: batches of it, likewise.
-        accumulate: batches of a local step; an epoch's last step takes those that are left.
-        time: what is simulated of it.
-    """
-
-    groups: RoundGroups
-    num_steps: Integers
-    num_batches: Integers
-    accumulate: int
-    time: VirtualTime
+    groups: RoundGroups  # of clients, round by round
+    num_steps: Integers  # local steps of every client's round, shape (num_clients,)
+    num_batches: Integers  # batches of it, likewise
+    accumulate: int  # batches of a local step; an epoch's last step takes those that are left
+    time: VirtualTime  # what is simulated of it
 
     @property
     def planned_steps(self) -> int:
@@ -166,7 +157,7 @@ class Calendar:
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
-        fixed = as_cohort(options.cohort).has_fixed_size
+        fixed = options.cohort.has_fixed_size
         most = groups.num_clients if fixed else len(sizes)
         raise_together(
             lambda: check_validation_interval(trainer, len(groups)),
@@ -272,7 +263,7 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
         check_local_steps(trainer, calendar.accumulate)
         local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
     secure = aggregator.noise_shares
-    if secure is not None and as_cohort(options.cohort).has_fixed_size:
+    if secure is not None and options.cohort.has_fixed_size:
         fewest = secure.fewest_survivors(calendar.groups.num_clients)
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
     run = AccountedRun(

@@ -44,17 +44,14 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.relaxation import drawn_operations
 
 Tensors = Mapping[str, Tensor]
-
-
 # weights, architecture parameters -> loss
 Loss = Callable[[Tensors, Tensors], Tensor]
-
-
 Order = Literal["first", "finite", "exact"]
 
 
@@ -180,8 +177,8 @@ class Gradient(AlphaGradient):
         self._order: Order = order
         self.needs_weight_step = order != "first"
 
+    @override
     def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return the gradient."""
         return architecture_gradient(
             now.train,
             now.search,
@@ -208,24 +205,45 @@ class Reward(AlphaGradient):
     has_baseline = True
 
     def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4) -> None:
-        Reinforce(decay, entropy_weight)  # refuses what is out of range
+        if not 0 <= decay < 1:
+            raise ConfigurationError(f"decay of the baseline must be in [0, 1), got {decay}")
+        if not entropy_weight >= 0:
+            raise ConfigurationError(f"entropy_weight must be at least 0, got {entropy_weight}")
         self._decay, self._entropy_weight = decay, entropy_weight
 
+    @override
     def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return the gradient of REINFORCE, and update the baseline."""
-        alphas = {name: tensor.detach().requires_grad_() for name, tensor in now.alphas.items()}
+        alphas = leaves(now.alphas)
         logs = alphas["alpha"].log_softmax(1)
         drawn = drawn_operations(alphas["alpha"], 1, now.generator())
-        sampled = Sampled(
-            tuple(drawn[:, 0].tolist()),
+        loss = self.loss(
+            float(now.accuracy(drawn[:, 0].tolist())),
             logs.gather(1, drawn.to(logs.device)).sum(),
             -(logs.exp() * logs).sum(),
+            now.baseline,
         )
-        rule = Reinforce(self._decay, self._entropy_weight)
-        rule.baseline = float(now.baseline) or None
-        loss = rule.loss(sampled, float(now.accuracy(sampled.choices)))
-        now.baseline.fill_(rule.baseline or 0.0)
         return gradients_of(loss, alphas)
+
+    def loss(
+        self, reward: float, log_probability: Tensor, entropy: Tensor, baseline: Tensor
+    ) -> Tensor:
+        """Return -(R̂ - b) log π, and update the baseline.
+
+        Args:
+            reward: of an architecture drawn by the current α.
+            log_probability: log π of its choices, a scalar; gradients flow to α.
+            entropy: sum of the entropies of the decisions, in nats, a scalar.
+            baseline: b, a writable tensor of shape (1,); 0 before the first reward.
+
+        Raises:
+            ValueError: if the reward is not finite.
+        """
+        reward += self._entropy_weight * float(entropy.detach())
+        if not abs(reward) < float("inf"):
+            raise ValueError(f"the reward of an architecture must be finite, got {reward}")
+        before = float(baseline) or reward
+        baseline.fill_(self._decay * before + (1 - self._decay) * reward)
+        return -(reward - before) * log_probability
 
 
 def architecture_gradient(
@@ -284,9 +302,9 @@ def _by_differences(
     slopes: Mapping[str, float],
     step_length: float,
 ) -> dict[str, Tensor]:
-    gradients = gradients_of(validation(ahead, a), {**prefixed("w", ahead), **prefixed("a", a)})
-    direct = {name: gradients[f"a {name}"] for name in a}
-    direction = {name: slopes[name] * gradients[f"w {name}"] for name in w}
+    loss = validation(ahead, a)
+    direct = gradients_of(loss, a, retain_graph=True)
+    direction = {name: slopes[name] * g for name, g in gradients_of(loss, ahead).items()}
     norm = torch.stack([part.norm() for part in direction.values()]).norm()
     if norm == 0:  # w' does not move, or L_val is flat there: α has no effect through the weights
         return direct
@@ -301,7 +319,7 @@ def _by_differences(
 
 
 def gradients_of(
-    loss: Tensor, parameters: Tensors, *, create_graph: bool = False
+    loss: Tensor, parameters: Tensors, *, create_graph: bool = False, retain_graph: bool = False
 ) -> dict[str, Tensor]:
     """Return the gradients of a loss by name; zeros for those without influence."""
     if not loss.requires_grad:
@@ -310,6 +328,7 @@ def gradients_of(
         loss,
         list(parameters.values()),
         create_graph=create_graph,
+        retain_graph=create_graph or retain_graph,
         allow_unused=True,
         materialize_grads=True,
     )
@@ -319,61 +338,3 @@ def gradients_of(
 def leaves(tensors: Tensors) -> dict[str, Tensor]:
     """Return detached copies that require gradients."""
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-
-
-def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    """Prepend a prefix to the names of tensors."""
-    return {f"{prefix} {name}": tensor for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Sampled:
-    """A drawn architecture.
-
-    Attributes:
-        choices: number of the chosen option of every decision.
-        log_probability: log π of the choices, a scalar; gradients flow to α.
-        entropy: sum of the entropies of the decisions, in nats, a scalar.
-    """
-
-    choices: tuple[int, ...]
-    log_probability: Tensor
-    entropy: Tensor
-
-
-@final
-class Reinforce:
-    """The loss whose gradient is REINFORCE's, with its moving average of rewards.
-
-    Args:
-        decay: decay of the baseline, in [0, 1).
-        entropy_weight: weight of the entropy in the reward, at least 0.
-
-    Raises:
-        ConfigurationError: if one is out of its range.
-    """
-
-    def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"decay of the baseline must be in [0, 1), got {decay}")
-        if not entropy_weight >= 0:
-            raise ConfigurationError(f"entropy_weight must be at least 0, got {entropy_weight}")
-        self._decay, self._entropy_weight = decay, entropy_weight
-        self.baseline: float | None = None
-
-    def loss(self, sampled: Sampled, reward: float) -> Tensor:
-        """Return -(R̂ - b) log π, and update the baseline.
-
-        Args:
-            sampled: architecture drawn by the current α.
-            reward: its reward, e.g. its accuracy on a batch of the validation half.
-
-        Raises:
-            ValueError: if the reward is not finite.
-        """
-        reward = float(reward) + self._entropy_weight * float(sampled.entropy.detach())
-        if not abs(reward) < float("inf"):
-            raise ValueError(f"the reward of an architecture must be finite, got {reward}")
-        baseline = reward if self.baseline is None else self.baseline
-        self.baseline = self._decay * baseline + (1 - self._decay) * reward
-        return -(reward - baseline) * sampled.log_probability

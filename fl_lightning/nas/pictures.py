@@ -50,10 +50,6 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     Edges that are left out are not drawn. Gray arrows without a name concatenate. Dashed edges change
     nothing: no path from an input to the output runs over them.
 
-    Args:
-        architecture: of a space of cells.
-        title: over it.
-
     Raises:
         ConfigurationError: if its space is not made of cells.
     """

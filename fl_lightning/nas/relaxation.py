@@ -30,6 +30,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate
@@ -45,22 +46,12 @@ class SearchStep:
             seed, round, client and step, the draws are equal on every device.
         moves_alpha: whether this step moves α; otherwise it moves the weights.
         none: number of the operation ``none``; -1 if there is none.
-
-    Raises:
-        ConfigurationError: if the progress is not in [0, 1].
     """
 
     progress: float = 0.0
     generator: torch.Generator | None = None
     moves_alpha: bool = True
     none: int = -1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.progress <= 1:
-            raise ConfigurationError(
-                f"progress must be in [0, 1], got {self.progress}: it is the part of the search "
-                "that is over"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +73,7 @@ class EdgeWeights:
 
 
 class MixedEdge(nn.Module):
-    """All candidate operations of one edge; a step runs only those that it needs.
-
-    Args:
-        row: row of α.
-        operations: operations in the order of α's columns.
-    """
+    """All candidate operations of one edge; a step runs only those that it needs."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -130,16 +116,12 @@ class Relaxation(ABC):
     draws: bool = True
 
     @abstractmethod
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return the edge weights of one step.
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
+        """Return the edge weights of one step; where the rule `has_beta`, without the factors of edges.
 
         Args:
             alpha: logits, (num_rows, num_operations); gradients flow.
             step: the step of the search.
-            edge_shares: softmax of β over a node's edges (`CellSpace.edge_shares`), (num_rows,), if the
-                rule `has_beta`; gradients flow.
         """
 
     def edge(
@@ -226,10 +208,8 @@ class Softmax(Relaxation):
 
     draws = False
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return the softmax of every row."""
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         return EdgeWeights(alpha.softmax(1))
 
 
@@ -253,10 +233,8 @@ def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
 class SinglePath(Relaxation):
     """Every edge runs one operation, drawn by softmax(α)."""
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return edge weights with one drawn operation per edge."""
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         return weights_of(drawn_operations(alpha, 1, drawn_from(step))[:, 0].tolist(), alpha)
 
 
@@ -273,13 +251,7 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
 
 
 class PartialEdge(nn.Module):
-    """An edge that mixes operations on its first 1/K of the channels.
-
-    Args:
-        mixed: mixed edge of these channels.
-        part: K.
-        stride: stride of the edge.
-    """
+    """An edge that mixes operations on its first 1/K of the channels."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
         super().__init__()
@@ -323,19 +295,9 @@ class PartialChannels(Relaxation):
             raise ConfigurationError(f"alpha_from must be in [0, 1], got {alpha_from}")
         self._part, self.has_beta, self.alpha_from = part, edge_weights, alpha_from
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return the softmax of every row and the shares of the edges.
-
-        Raises:
-            ValueError: if the rule has β and got no shares.
-        """
-        if not self.has_beta:
-            return EdgeWeights(alpha.softmax(1))
-        if edge_shares is None:
-            raise ValueError("partial channels with edge_weights need edge_shares, (num_rows,)")
-        return EdgeWeights(alpha.softmax(1), edges=edge_shares)
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
+        return EdgeWeights(alpha.softmax(1))
 
     def edge(
         self,

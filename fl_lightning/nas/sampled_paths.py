@@ -34,6 +34,7 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.relaxation import (
@@ -99,14 +100,12 @@ class HardGumbel(Relaxation):
         check_temperature("last_temperature", last_temperature)
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
+    @override
     def temperature(self, progress: float) -> float:
-        """Return τ, interpolated linearly from the first to the last."""
         return (1 - progress) * self._first + progress * self._last
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return edge weights with one operation per edge, drawn by softmax(α)."""
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         noise = gumbel_noise(alpha, drawn_from(step))
         return hard_gumbel_weights(alpha, noise, self.temperature(step.progress), self._others)
 
@@ -142,14 +141,12 @@ class SoftGumbel(Relaxation):
         self._first, self._decay, self._num_epochs = first_temperature, decay, num_epochs
         self.alpha_from = alpha_from
 
+    @override
     def temperature(self, progress: float) -> float:
-        """Return τ = first · decay^epoch."""
         return float(self._first * self._decay ** (progress * self._num_epochs))
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return the noisy softmax of every row."""
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         noise = gumbel_noise(alpha, drawn_from(step))
         return EdgeWeights(gumbel_softmax(alpha, noise, self.temperature(step.progress)))
 
@@ -203,10 +200,8 @@ class BinaryGates(Relaxation):
     def __init__(self, paths: Literal["two", "all"] = "two") -> None:
         self._paths = paths
 
-    def weights(
-        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
-    ) -> EdgeWeights:
-        """Return the gates of a step."""
+    @override
+    def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         generator, num_operations = drawn_from(step), alpha.shape[1]
         if not step.moves_alpha:
             drawn = drawn_operations(alpha, 1, generator)
@@ -217,8 +212,8 @@ class BinaryGates(Relaxation):
         opened = paths.gather(1, drawn_operations(among, 1, generator))
         return gate_weights(alpha, paths, opened, none=step.none)
 
+    @override
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return α with shifted logits of the paths that ran, and unchanged others."""
         if weights.running is None:
             return after
         moved = torch.zeros_like(before, dtype=torch.bool)

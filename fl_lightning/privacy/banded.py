@@ -39,10 +39,9 @@ from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Participation, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.run import AccountedRun, Participation
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import Draw, Integers
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
     Method,
@@ -28,7 +28,7 @@ from fl_lightning.privacy.accounting.accountant import (
     sampling_of,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, MostTurns, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
@@ -36,7 +36,6 @@ from fl_lightning.privacy.private_mean import (
     quantile_noise,
     update_noise_multiplier,
 )
-from fl_lightning.privacy.run import AccountedRun, MostTurns
 
 
 @final
@@ -92,7 +91,7 @@ class CentralDP(Privacy):
                 )
             object.__setattr__(self, "adaptive_clip", AdaptiveClip(**self.adaptive_clip))
 
-    def check_cohort(self, cohort: CohortSampler) -> None:
+    def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this cohort sampler is unknown."""
         check_sampler(cohort)
 

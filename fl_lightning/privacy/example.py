@@ -30,9 +30,8 @@ from fl_lightning.privacy.accounting.accountant import (
     noise_for_budget,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import Accounted, Budgeted
+from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted, LocalSampling
 from fl_lightning.privacy.noise.grid import GRID_COST
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
 
 # (examples n, expected batch size, steps) of a client, which determine its ε.
 Work = tuple[int, int, int]

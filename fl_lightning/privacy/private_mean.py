@@ -18,6 +18,12 @@ m is the expected cohort. A bit changes the sum by ½ at most, so that the query
 2 s; with noise z_Δ on the updates, both together cost as much as one release with noise z.
 Source: Andrew et al. 2021 (1905.03871), Algorithm 1 and Theorem 1. Differs: sampled clients that
 sent nothing count as ½, since the number of replies is not released.
+
+An update is clipped as one flat ball, over all coordinates that travel.
+
+    Δ ← Δ · min(1, S / ‖Δ‖₂)
+
+Source: McMahan et al. 2018 (1710.06963), Section 2.2, "flat clipping".
 """
 
 from __future__ import annotations
@@ -37,7 +43,6 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.means.running_mean import new_mean
-from fl_lightning.updates.clip import clipped
 
 # (clipped delta, client) -> the delta that the client sends
 Release = Callable[[Tensor, int], Tensor]
@@ -224,3 +229,25 @@ class AdaptiveClip:
             unclipped: noisy share of updates within the clip norm, b̃.
         """
         return clip_norm * math.exp(-self.learning_rate * (unclipped - self.quantile))
+
+
+def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
+    """Return a vector of at most the clip norm, and whether it was within it before.
+
+    Args:
+        delta: finite, shape (k,).
+        clip_norm: S > 0; ∞ leaves every bit as it is.
+
+    Returns:
+        The clipped vector, shape (k,), and a bool scalar.
+
+    Example:
+        >>> clipped(torch.tensor([3.0, 4.0]), clip_norm=1.0)
+        (tensor([0.6000, 0.8000]), tensor(False))
+        >>> clipped(torch.tensor([3.0, 4.0]), clip_norm=5.0)
+        (tensor([3., 4.]), tensor(True))
+    """
+    wide = torch.float32 if delta.device.type == "mps" else torch.float64
+    norm = torch.linalg.vector_norm(delta, dtype=wide)
+    scale = (clip_norm / norm).clamp(max=1.0)  # of a zero vector ∞
+    return delta * scale.to(delta.dtype), norm <= clip_norm

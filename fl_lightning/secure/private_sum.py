@@ -21,11 +21,11 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator, check_whole
 from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
-from fl_lightning.updates.clip import clipped
 
 # (bits, fewest vectors) -> the protocol
 MakeSum = Callable[[int, int], SecureSum]

@@ -50,19 +50,12 @@ _OF_ADAPTERS = Traits(
 
 @dataclass(frozen=True)
 class Pair:
-    """The two factors of one adapter in a vector of parameters.
+    """The two factors of one adapter in a vector of parameters."""
 
-    Attributes:
-        a: place of A, of shape (rank, columns).
-        b: place of B, of shape (rows, rank).
-        rank: r, the largest of all clients.
-        scale: s.
-    """
-
-    a: slice
-    b: slice
-    rank: int
-    scale: float = 1.0
+    a: slice  # place of A, of shape (rank, columns)
+    b: slice  # place of B, of shape (rows, rank)
+    rank: int  # r, the largest of all clients
+    scale: float = 1.0  # s
 
     def factors(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return A, shape (n, r, in), and B, shape (n, out, r), of vectors of shape (n, k)."""

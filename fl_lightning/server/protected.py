@@ -22,31 +22,22 @@ FEWEST_CLIENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about the run that are known before its first round.
+    """Facts about the run that are known before its first round."""
 
-    Attributes:
-        most_clients: size of the largest possible cohort.
-        seed: seed of the run.
-        num_processes: number of processes that train the clients.
-    """
-
-    most_clients: int
-    seed: int = 0
-    num_processes: int = 1
+    most_clients: int  # size of the largest possible cohort
+    seed: int = 0  # seed of the run
+    num_processes: int = 1  # number of processes that train the clients
 
 
 @dataclass(frozen=True)
 class ProtectionCost:
-    """Cost of hiding the updates of a round.
+    """Cost of hiding the updates of a round."""
 
-    Attributes:
-        bytes_up: bytes that each client of the cohort uploads, by client id.
-        bytes_down: bytes that each client downloads besides the model, by client id.
-        seconds: CPU time of all clients together by purpose, e.g. ``client_seconds``.
-    """
-
+    # bytes that each client of the cohort uploads, by client id
     bytes_up: Mapping[int, int] = field(default_factory=dict)
+    # bytes that each client downloads besides the model, by client id
     bytes_down: Mapping[int, int] = field(default_factory=dict)
+    # CPU time of all clients together by purpose, e.g. ``client_seconds``
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 

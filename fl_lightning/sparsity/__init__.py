@@ -27,8 +27,8 @@ from fl_lightning.sparsity.masks.report import density_figure as density_figure
 from fl_lightning.sparsity.masks.report import density_per_layer as density_per_layer
 from fl_lightning.sparsity.masks.report import density_per_tensor as density_per_tensor
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer as MaskedOptimizer
-from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW as SparseAdamW
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM as SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW as SparseAdamW
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM
 from fl_lightning.sparsity.sensitivity.fisher import EmpiricalFisher as EmpiricalFisher
 from fl_lightning.sparsity.sensitivity.fisher import ExactFisher as ExactFisher
 from fl_lightning.sparsity.sensitivity.fisher import SampledFisher as SampledFisher

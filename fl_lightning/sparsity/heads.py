@@ -25,6 +25,7 @@ An owner sends Σ zᵀz and Σ zᵀy of z = (x, 1), once. Source: Hoerl and Kenn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
@@ -32,6 +33,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
@@ -68,17 +70,31 @@ class FittedHead:
             head.bias.copy_(self.bias)
 
 
-class HeadFit(Protocol):
-    """A fit of a linear classifier."""
+@dataclass(frozen=True, kw_only=True)
+class HeadFit(ABC):
+    """Base of fits of a linear classifier.
 
-    @property
-    def labels(self) -> Labels:
-        """Function that gets the labels (B,) from a batch."""
+    Args:
+        regularisation: λ > 0; not applied to the bias.
+        labels: gets the labels (B,) from a batch.
+        logits: passes a batch through the module, including the head.
 
-    @property
-    def logits(self) -> Logits:
-        """Function that passes a batch through the module, including the head."""
+    Raises:
+        ConfigurationError: if an option is out of range.
+    """
 
+    regularisation: float = 1.0
+    labels: Labels = batch_labels
+    logits: Logits = module_logits
+
+    def __post_init__(self) -> None:
+        if not 0 < self.regularisation < float("inf"):
+            raise ConfigurationError(
+                f"regularisation must be above 0 and finite, got {self.regularisation}: without it the head "
+                "of separable or collinear features has no unique solution. 1e-6 is next to none."
+            )
+
+    @abstractmethod
     def fit(
         self,
         owners: Sequence[Features],
@@ -101,7 +117,7 @@ class HeadFit(Protocol):
 
 
 @runtime_checkable
-class OneExchange(HeadFit, Protocol):
+class OneExchange(Protocol):
     """A fit for which every owner sends its sums once, so that owners may be remote clients.
 
     ``reduce`` of `fit` is called once, with the sums over the owners given.
@@ -143,15 +159,6 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
     return inputs[0].detach()
 
 
-def check_regularisation(value: float) -> None:
-    """Raise ConfigurationError if the regularisation is not above 0 and finite."""
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(
-            f"regularisation must be above 0 and finite, got {value}: without it the head of separable or "
-            "collinear features has no unique solution. 1e-6 is next to none."
-        )
-
-
 def check_labels(labels: Tensor, num_classes: int) -> None:
     """Raise ConfigurationError if labels are no classes of the head."""
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
@@ -171,7 +178,7 @@ def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LinearHead:
+class LinearHead(HeadFit):
     """Fit the head by logistic regression over all classes.
 
     Args:
@@ -192,19 +199,17 @@ class LinearHead:
         [0, 0, 1, 1]
     """
 
-    regularisation: float = 1.0
     max_iterations: int = 200
     tolerance: float = 1e-7
-    labels: Labels = batch_labels
-    logits: Logits = module_logits
 
     def __post_init__(self) -> None:
-        check_regularisation(self.regularisation)
+        super().__post_init__()
         if self.max_iterations < 1:
             raise ConfigurationError(f"max_iterations must be ≥ 1, got {self.max_iterations}")
         if not 0 < self.tolerance < float("inf"):
             raise ConfigurationError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
+    @override
     def fit(
         self,
         owners: Sequence[Features],
@@ -214,7 +219,6 @@ class LinearHead:
         has_bias: bool = True,
         reduce: Reduce = lambda _: None,
     ) -> FittedHead:
-        """Return the classifier; see `HeadFit`."""
         columns = num_features + int(has_bias)
         weights = torch.zeros(num_classes, columns, dtype=torch.float64)
         optimizer = torch.optim.LBFGS(
@@ -264,7 +268,7 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RidgeHead:
+class RidgeHead(HeadFit):
     """Fit the head by ridge regression, with a single exchange of sums.
 
     Its outputs approximate the one-hot labels, so as logits they are flat: the probabilities are far
@@ -286,18 +290,16 @@ class RidgeHead:
         (tensor([-0.4000,  0.4000], dtype=torch.float64), tensor([ 1.1000, -0.1000], dtype=torch.float64))
     """
 
-    regularisation: float = 1.0
     temperature: float = 1.0
-    labels: Labels = batch_labels
-    logits: Logits = module_logits
 
     def __post_init__(self) -> None:
-        check_regularisation(self.regularisation)
+        super().__post_init__()
         if not 0 < self.temperature < float("inf"):
             raise ConfigurationError(
                 f"temperature must be above 0 and finite, got {self.temperature}"
             )
 
+    @override
     def fit(
         self,
         owners: Sequence[Features],
@@ -307,7 +309,6 @@ class RidgeHead:
         has_bias: bool = True,
         reduce: Reduce = lambda _: None,
     ) -> FittedHead:
-        """Return the classifier; see `HeadFit`."""
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
         for owner in owners:

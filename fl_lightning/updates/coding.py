@@ -122,17 +122,11 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 @dataclass(frozen=True)
 class RiceCode:
-    """How some indices are written.
+    """How some indices are written."""
 
-    Attributes:
-        num_low_bits: r, bits of a remainder.
-        unary_size: bytes of the quotients.
-        low_size: bytes of the remainders.
-    """
-
-    num_low_bits: int
-    unary_size: int
-    low_size: int
+    num_low_bits: int  # r, bits of a remainder
+    unary_size: int  # bytes of the quotients
+    low_size: int  # bytes of the remainders
 
     @property
     def size(self) -> int:

@@ -137,24 +137,16 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Properties that a receiver expects of a message; one that differs is refused.
+    """Properties that a receiver expects of a message; one that differs is refused."""
 
-    Attributes:
-        kind: whether an update or a model is waited for.
-        space: fingerprint of the space and its mask.
-        round_index: the round.
-        num_params: numbers that the params' payload stands for: `Chain.sent_size` of k, which is k
-            itself for all transforms but `RandomK`.
-        num_buffers: of the floating-point buffers.
-        transforms: what is done to a delta, in order.
-    """
-
-    kind: MessageKind
-    space: str
-    round_index: int
+    kind: MessageKind  # whether an update or a model is waited for
+    space: str  # fingerprint of the space and its mask
+    round_index: int  # the round
+    # numbers that the params' payload stands for: `Chain.sent_size` of k, which is k itself for all
+    # transforms but `RandomK`
     num_params: int
-    num_buffers: int = 0
-    transforms: tuple[str, ...] = ()
+    num_buffers: int = 0  # of the floating-point buffers
+    transforms: tuple[str, ...] = ()  # what is done to a delta, in order
 
 
 def encoded_size(message: Message) -> int:

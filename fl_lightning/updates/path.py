@@ -28,11 +28,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.message import Message, bytes_down, bytes_up, encoded_size
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import (
     Chain,
+    ErrorFeedback,
     Shapes,
     Transform,
     UpdateStep,
@@ -55,21 +55,14 @@ Step = Transform | ErrorFeedback
 
 @dataclass(frozen=True)
 class Arrival:
-    """Update as it arrives at the server, with its costs.
+    """Update as it arrives at the server, with its costs."""
 
-    Attributes:
-        update: as the server has it.
-        num_bytes: length of its message.
-        error: ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0.
-        memory: what the client keeps for its next round, shape (k,); None without error feedback.
-        payload: what the delta travels as; None for the delta itself.
-    """
-
-    update: ClientUpdate
-    num_bytes: int
-    error: Tensor
+    update: ClientUpdate  # as the server has it
+    num_bytes: int  # length of its message
+    error: Tensor  # ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0
+    # what the client keeps for its next round, shape (k,); None without error feedback
     memory: Tensor | None = None
-    payload: Payload | None = None
+    payload: Payload | None = None  # what the delta travels as; None for the delta itself
 
 
 class UpdatePath:
@@ -226,17 +219,11 @@ def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
 
 
 class SentModel(NamedTuple):
-    """Model as the clients of a round receive it.
+    """Model as the clients of a round receive it."""
 
-    Attributes:
-        params: of the global model as they have it, shape (k,).
-        num_bytes: length of the message to one of them.
-        payload: what they travel as; None for the params themselves.
-    """
-
-    params: Tensor
-    num_bytes: int
-    payload: Payload | None = None
+    params: Tensor  # of the global model as they have it, shape (k,)
+    num_bytes: int  # length of the message to one of them
+    payload: Payload | None = None  # what they travel as; None for the params themselves
 
 
 class Broadcast:

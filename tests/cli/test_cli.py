@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,12 +20,30 @@ QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
 TESTED = ["--data.init_args.client_test_fraction", "0.1"]  # clients hold out test examples as well
 QUIET = ["--trainer.enable_progress_bar", "false", "--report", "false"]
 ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.devices", "1", *QUIET]
+SHORT = [*ONE_ROUND, "--federation.local_epochs", "1"]
+LAST = "runs/quickstart/version_0/checkpoints/last.ckpt"
 
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+@pytest.fixture(scope="module")
+def one_round(tmp_path_factory):
+    """A folder with a run of one round, which has been trained once for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("one_round"))
+        patch.setattr(sys, "argv", ["fl-lightning"])
+        main(["fit", *QUICK, *TESTED, *SHORT, "--test_after_fit", "false"])
+        return Path.cwd()
+
+
+@pytest.fixture
+def trained(one_round):
+    """A run of one round, of which a test has a copy."""
+    shutil.copytree(one_round / "runs", "runs")
 
 
 def fails(capsys, *args):
@@ -134,7 +153,7 @@ def test_the_resolved_config_is_printed_and_saved(capsys):
     assert printed["federation"]["local_epochs"] == 4
     assert printed["federation"]["min_replies"] == 1
 
-    main(["fit", *QUICK, *ONE_ROUND, "--federation.local_epochs", "1"])
+    main(["fit", *QUICK, *SHORT, "--test_after_fit", "false"])
     saved = yaml.safe_load(Path("runs/quickstart/version_0/config.yaml").read_text())
     assert saved["federation"]["local_epochs"] == 1
 
@@ -168,7 +187,7 @@ def test_options_of_an_optimizer_without_a_class_are_refused(capsys, tmp_path):
 
 
 def test_fit_says_where_everything_is(capfd):
-    main(["fit", *QUICK, *ONE_ROUND])
+    main(["fit", *QUICK, *SHORT])
     said = capfd.readouterr().out
     folder = "runs/quickstart/version_0"
     last, best = (line for line in said.splitlines() if line.startswith("checkpoint: "))
@@ -186,14 +205,14 @@ def test_fit_says_where_everything_is(capfd):
 
 @pytest.mark.skipif(num_usable_cores() == 1, reason="one core only")
 def test_every_core_takes_part_unless_told_otherwise(caplog):
-    main(["fit", *QUICK, *QUIET, "--trainer.max_epochs", "1"])
-    checkpoint = "runs/quickstart/version_0/checkpoints/last.ckpt"
-    state = torch.load(checkpoint, weights_only=True)
+    few = ["--federation.local_epochs", "1", "--test_after_fit", "false"]
+    main(["fit", *QUICK, *QUIET, "--trainer.max_epochs", "1", *few])
+    state = torch.load(LAST, weights_only=True)
     several = min(num_usable_cores(), 5)
     assert f"trainer.devices: {several} processes of one thread each" in caplog.text
     assert state["callbacks"]["Federation"]["ranks"] == several
-    main(["fit", *QUICK, *ONE_ROUND])
-    alone = torch.load(checkpoint.replace("version_0", "version_1"), weights_only=True)
+    main(["fit", *QUICK, *ONE_ROUND, *few])
+    alone = torch.load(LAST.replace("version_0", "version_1"), weights_only=True)
     assert alone["callbacks"]["Federation"]["ranks"] == 1
     for name, tensor in alone["state_dict"].items():
         assert torch.equal(tensor, state["state_dict"][name]), name
@@ -215,9 +234,9 @@ def test_two_processes_are_one_run(capsys, caplog):
     assert len((folder / "clients_test.csv").read_text().splitlines()) == 1 + 20
 
 
+@pytest.mark.usefixtures("trained")
 def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
-    main(["fit", *QUICK, *TESTED, *ONE_ROUND])
-    checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
+    checkpoint = ["--ckpt_path", LAST]
     for command, metric in (("validate", "val/accuracy"), ("test", "test/accuracy")):
         caplog.clear()
         capsys.readouterr()
@@ -227,10 +246,9 @@ def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
         assert f"{command}: the model after round 1, {checkpoint[1]}" in caplog.text
 
 
+@pytest.mark.usefixtures("trained")
 def test_predict_writes_probabilities(capsys):
-    main(["fit", *QUICK, *ONE_ROUND, "--test_after_fit", "false"])
-    checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
-    main(["predict", *QUICK, "--trainer.enable_progress_bar", "false", *checkpoint])
+    main(["predict", *QUICK, "--trainer.enable_progress_bar", "false", "--ckpt_path", LAST])
     path = Path("runs/quickstart/version_1/predictions.csv")
     assert capsys.readouterr().out.splitlines()[-1] == f"predictions: {path}"
     first, *rows = [line.split(",") for line in path.read_text().splitlines()]
@@ -248,26 +266,19 @@ def test_without_the_federation_block_training_is_central():
     assert "Federation" not in state["callbacks"]
 
 
-def test_a_checkpoint_of_another_model_is_refused(capsys):
-    main(["fit", *QUICK, *ONE_ROUND])
-    said = fails(
-        *(capsys, "fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"),
-        *("--model.init_args.network_kwargs.embed_dim", "32", "--resume_changed", "true"),
-    )
-    assert "another model" in said
-
-
-def test_a_checkpoint_of_another_partition_or_seed_is_refused(capsys):
-    main(["fit", *QUICK, *ONE_ROUND])
-    again = ["fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"]
+@pytest.mark.usefixtures("trained")
+def test_a_checkpoint_of_another_model_partition_or_seed_is_refused(capsys):
+    again = ["fit", *QUICK, *TESTED, "--trainer.max_epochs", "2", "--ckpt_path", "last"]
     again += ["--resume_changed", "true"]
+    other = "--model.init_args.network_kwargs.embed_dim"
+    assert "another model" in fails(capsys, *again, other, "32")
     assert "another partition" in fails(capsys, *again, "--data.init_args.num_clients", "10")
     assert "another seed" in fails(capsys, *again, "--federation.seed", "5")
 
 
 def test_resuming_goes_on_in_the_same_folder():
-    main(["fit", *QUICK, *ONE_ROUND])
-    main(["fit", *QUICK, *ONE_ROUND, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
+    main(["fit", *QUICK, *SHORT])
+    main(["fit", *QUICK, *SHORT, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
     assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
     checkpoints = {p.name for p in Path("runs/quickstart/version_0/checkpoints").iterdir()}
     assert checkpoints == {"best.ckpt", "last.ckpt", "previous.ckpt"}

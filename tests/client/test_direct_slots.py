@@ -19,7 +19,7 @@ from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.step_functions import StackedOptions
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.kernels.layers import reason_against_direct_layers
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"

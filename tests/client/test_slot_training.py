@@ -21,8 +21,7 @@ from fl_lightning.engines.slots.plan import pack
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.step_functions import StackedOptions
 from fl_lightning.engines.slots.training import SlotTrainer
-from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, SparseSGDM
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))

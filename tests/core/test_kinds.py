@@ -14,6 +14,16 @@ from fl_lightning.data import Digits
 from fl_lightning.server import FedAdam, Krum
 
 
+class FewMethods:
+    """Has the methods of a cohort, and none of what a cohort says of its draw."""
+
+    def expected_size(self, num_clients):
+        return 1
+
+    def sample(self, round_index, population, seed):
+        return np.zeros(1, int)
+
+
 def takes(
     *,
     count: int | None = None,
@@ -72,7 +82,11 @@ def test_others_are_refused_with_what_to_write(given, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cohort": "all"}, "cohort must be a CohortSampler or None, got the text 'all'"),
+        ({"cohort": "all"}, "cohort must be a Cohort or None, got the text 'all'"),
+        (
+            {"cohort": FewMethods()},
+            "cohort must be a Cohort or None, got an object of the class Few",
+        ),
         ({"cohort": UniformCohort}, "the class UniformCohort: write cohort=UniformCohort(…)"),
         (
             {"correction": "FedProx"},

@@ -13,7 +13,7 @@ from fl_lightning.data import (
     FederatedNormalize,
     LabelPermutation,
     NaturalPartition,
-    PartitionRule,
+    Partition,
     QuarterTurns,
 )
 
@@ -49,7 +49,7 @@ class Louder:
         return {**example, "word": example["word"].upper() + str(client)}
 
 
-class Overlapping(PartitionRule):
+class Overlapping(Partition):
     uses_labels = False
 
     def assign(self, labels, num_clients, seed):

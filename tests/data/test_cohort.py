@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.availability import AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort, as_cohort
+from fl_lightning.data.cohorts.cohort import AllClients, Cohort, PoissonCohort, UniformCohort
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import (
@@ -235,7 +235,7 @@ def test_patterns_of_availability_may_be_nested():
 
 
 def test_who_draws_clients_that_are_not_there_is_refused():
-    class First:
+    class First(Cohort):
         def expected_size(self, num_clients):
             return 1
 
@@ -421,45 +421,7 @@ class TestTurns:
                 assert clients.last_rounds.min() > round_index - longest
 
 
-class First:
-    """A user's sampler that derives from nothing."""
-
-    def expected_size(self, num_clients):
-        return 1
-
-    def sample(self, round_index, population, seed):
-        return population.available_ids[:1]
-
-
-class Highest(First):
-    """One that looks at losses."""
-
-    loss_batches = 3
-
-    def __init__(self, losses="fresh"):
-        self.losses = losses
-
-    def candidates(self, round_index, population, seed):
-        return population.available_ids[-2:]
-
-
 class TestWhatASamplerSaysOfItself:
-    def test_of_one_that_derives_from_nothing_nothing_is_known(self):
-        cohort = as_cohort(First())
-        assert (cohort.coin, cohort.is_uniform, cohort.has_fixed_size) == (None, False, False)
-        assert not cohort.needs_fresh_losses
-        assert cohort.candidates(0, population(5), 0).tolist() == []
-        assert cohort.sample(0, population(5), 0).tolist() == [0]
-
-    @pytest.mark.parametrize("wrap", [as_cohort, lambda s: AvailableCohort(s, Stretches(length=1))])
-    def test_one_that_derives_from_nothing_may_ask_for_losses(self, wrap):
-        cohort = wrap(Highest())
-        assert (cohort.needs_fresh_losses, cohort.loss_batches) == (True, 3)
-        there = [c for r in range(9) for c in cohort.candidates(r, population(50), 0).tolist()]
-        assert len(there) == 18
-        assert not wrap(Highest("last_known")).needs_fresh_losses
-        assert not wrap(UniformCohort(size=1)).needs_fresh_losses
-
     def test_another_draw_inherits_nothing_that_privacy_counts_on(self):
         class Ours(UniformCohort):
             def sample(self, round_index, population, seed):

@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.partitions.partition import IID, NaturalPartition
-from fl_lightning.data.sources.bundled import Digits
+from fl_lightning.data.sources.known_sets import Digits
 
 
 class Letters(TensorDataset):

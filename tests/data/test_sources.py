@@ -13,10 +13,9 @@ from PIL import Image
 from small_sets import write_folder, write_idx, write_pickles
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.bundled import Digits
 from fl_lightning.data.sources.image_folder import ImageFolder
 from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
-from fl_lightning.data.sources.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
+from fl_lightning.data.sources.known_sets import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST
 
 
 def ready(source):
@@ -179,7 +178,7 @@ def from_yaml(class_name, **init_args):
     return auto_cli(build, args=[json.dumps(source)])
 
 
-@pytest.mark.parametrize("name", ["bundled.Digits", "torchvision_sources.CIFAR10"])
+@pytest.mark.parametrize("name", ["known_sets.Digits", "known_sets.CIFAR10"])
 def test_sources_are_made_from_yaml(name):
     source = from_yaml(name, batch_size=8, seed=3, augment=True)
     assert (source.batch_size, source.seed, source.augment) == (8, 3, True)

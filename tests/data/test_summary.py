@@ -39,11 +39,6 @@ def test_counts_agree_with_a_plain_loop():
     np.testing.assert_array_equal(PartitionSummary.of(shards, labels).counts, plain)
 
 
-def test_missing_classes_have_a_column_when_their_number_is_given():
-    found = PartitionSummary.of([np.array([0]), np.array([1])], np.array([3, 1]), num_classes=5)
-    assert found.counts.tolist() == [[0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
-
-
 def test_an_empty_client_has_no_entropy():
     found = PartitionSummary.of([np.array([], dtype=int), np.array([0, 1])], np.array([0, 1]))
     assert found.label_entropy.tolist() == [0.0, 1.0]
@@ -53,12 +48,6 @@ def test_entropy_of_equal_parts_is_its_maximum():
     labels = np.repeat(np.arange(8), 4)
     found = PartitionSummary.of([np.arange(32)], labels)
     np.testing.assert_allclose(found.label_entropy, [3.0])
-
-
-@pytest.mark.parametrize("labels", [[0, 3], [-1, 0], [0.5, 1.0]])
-def test_refuses_labels_beyond_the_classes(labels):
-    with pytest.raises(ConfigurationError, match=r"labels must be whole numbers in \[0, 3\)"):
-        PartitionSummary.of([np.array([0, 1])], np.array(labels), num_classes=3)
 
 
 def test_refuses_no_clients():

@@ -18,6 +18,7 @@ from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedA
 from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import Fate
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.data import Cohort
 from fl_lightning.federation.stage import Start
 from fl_lightning.federation.stages.asynchrony import Arrivals, counted
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
@@ -158,7 +159,7 @@ def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
     mixed, _, federation = run(EQUAL, asynchronous=rule, local_steps=3)
     order = [list(federation._calendar.time.arrivals.step(n).versions) for n in range(3)]
 
-    class Replay:
+    class Replay(Cohort):
         def expected_size(self, num_clients):
             return 1
 

@@ -22,6 +22,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import takes_closure
 from fl_lightning.client.personal.beside import FineTuned
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.data import Cohort
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.sparsity import SparseSGDM
 
@@ -178,7 +179,7 @@ def test_speedups_go_with_closures():
     assert far(*ends) < 1e-5
 
 
-class Ordered:
+class Ordered(Cohort):
     """All clients, in an order of its own."""
 
     def __init__(self, order):

@@ -35,7 +35,7 @@ from fl_lightning import (
 )
 from fl_lightning.client import memory as client_memory
 from fl_lightning.client.corrections.losses import ShiftedLogits
-from fl_lightning.data import LabelShards
+from fl_lightning.data import Cohort, LabelShards
 from fl_lightning.data.partitions.partition import IID
 from fl_lightning.federation.checkpoints.files import FOLDER
 from fl_lightning.server import FedAdam, Krum
@@ -239,7 +239,7 @@ class TestAGradientThatIsNotFinite:
         assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
 
 
-class First:
+class First(Cohort):
     """A cohort for tests: client 0 alone."""
 
     def expected_size(self, num_clients):

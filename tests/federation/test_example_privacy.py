@@ -28,7 +28,7 @@ from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
 from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.robust.rule import Median
 from fl_lightning.updates import TopK

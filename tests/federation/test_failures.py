@@ -16,6 +16,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.stage import Learning
 
@@ -105,7 +106,7 @@ def test_skipped_clients_are_counted_and_leave_no_trace(how):
     assert trainer.callback_metrics["round/skipped"] == 1
     assert trainer.callback_metrics["round/cohort_size"] == 6
 
-    class WithoutClient2:
+    class WithoutClient2(Cohort):
         def expected_size(self, num_clients):
             return num_clients - 1
 

@@ -10,7 +10,7 @@ from toys import ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import Federation, Mean, UniformCohort
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.data import IID, FederatedDataModule
+from fl_lightning.data import IID, Cohort, FederatedDataModule
 
 
 def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
@@ -147,7 +147,7 @@ def test_the_order_of_clients_does_not_matter():
     results = []
     for order in (1, -1):
 
-        class Ordered:
+        class Ordered(Cohort):
             def expected_size(self, num_clients):
                 return num_clients
 

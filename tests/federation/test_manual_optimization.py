@@ -30,7 +30,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.personal.beside import FineTuned
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.data import IID
+from fl_lightning.data import IID, Cohort
 from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.privacy.example import ExampleDP
@@ -138,7 +138,7 @@ def plain_rounds(module, data, train_client, *, rounds=3, epochs=2):
     return torch.cat([p.double().flatten() for p in model.values()])
 
 
-class Ordered:
+class Ordered(Cohort):
     """All clients, in an order of its own."""
 
     def __init__(self, order=1):

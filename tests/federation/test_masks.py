@@ -11,6 +11,7 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
 from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.data import Cohort
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server import FedBuff
 from fl_lightning.server.attacks import SignFlip
@@ -261,7 +262,7 @@ def test_two_processes_with_masks():
 
 
 @dataclass(frozen=True)
-class Only:
+class Only(Cohort):
     """The cohort of one client."""
 
     client: int

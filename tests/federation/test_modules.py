@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
+from fl_lightning.data import Cohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.federation.hooks import STEP_HOOKS
 from fl_lightning.updates.message import bytes_down
@@ -295,7 +296,7 @@ def test_fp16_scaler_starts_every_client_from_the_same_scale():
     ends = []
     for order in (1, -1):
 
-        class Ordered:
+        class Ordered(Cohort):
             def expected_size(self, num_clients):
                 return num_clients
 

@@ -32,10 +32,10 @@ from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.privacy.accounting.accountant import Accountant, Sampling
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import GRID_COST
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.private_mean import AdaptiveClip
-from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.robust.rule import Median
 from fl_lightning.sparsity import SparseSGDM
 from fl_lightning.updates import ErrorFeedback, RandomK, TopK

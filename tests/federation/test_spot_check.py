@@ -159,7 +159,7 @@ class TestWhatDiffersStopsTheRun:
         monkeypatch.setattr(
             SlotEngine, "kept", property(lambda self: {c: 1.1 * o for c, o in kept(self).items()})
         )
-        monkeypatch.setattr("fl_lightning.federation.clients.trial.is_close", lambda *_: True)
+        monkeypatch.setattr("fl_lightning.federation.clients.trial.difference", lambda *_: None)
         with pytest.raises(EnginesDiffer, match="its personal part differs"):
             run(toy(), personal=Personal(["net.4.*"]))
 

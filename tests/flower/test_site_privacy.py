@@ -21,7 +21,7 @@ from fl_lightning.flower.site.desk import Desk, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.privacy.accounting.gaussian import composed_epsilon
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.mechanism import AccountedRun
 
 RUN = AccountedRun(UniformCohort(size=2), num_clients=6, num_rounds=10, seed=3)
 LOCAL = LocalDP(clip_norm=2.0, noise_multiplier=4.0, secure_noise=False)

@@ -1,6 +1,7 @@
 """Mixed edges and drawn edges: the published vectors, and what is left when a rule is off."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_partial_channels_of_one_node():
     alpha = torch.tensor([[0.2, -0.1, 0.5], [0.4, 0.3, -0.6]], dtype=torch.float64)
     beta = torch.tensor([0.3, -0.1], dtype=torch.float64, requires_grad=True)
     rule = PartialChannels(part=1)
-    weights = rule.weights(alpha, SearchStep(), edge_shares=beta.softmax(0))
+    weights = replace(rule.weights(alpha, SearchStep()), edges=beta.softmax(0))
     close(weights.edges, (0.598688, 0.401312))
     products = weights.edges[:, None] * weights.operations
     close(products[0], (0.193708, 0.143502, 0.261478))
@@ -228,7 +229,7 @@ def test_all_channels_without_edge_weights_are_darts():
 
 def test_all_channels_with_equal_edge_weights_are_darts_scaled():
     rule, alpha, x = PartialChannels(part=1), torch.randn(2, 2), torch.randn(2, 4)
-    weights = rule.weights(alpha, SearchStep(), edge_shares=torch.zeros(2).softmax(0))
+    weights = replace(rule.weights(alpha, SearchStep()), edges=torch.zeros(2).softmax(0))
     edge = rule.edge(0, factors(1, 3), 4, 4, 1)
     darts = Softmax().edge(0, factors(1, 3), 4, 4, 1)
     assert torch.equal(edge(x, weights), 0.5 * darts(x, Softmax().weights(alpha, SearchStep())))
@@ -256,8 +257,6 @@ def test_partial_channels_refuse_what_they_cannot_part():
         rule.edge(0, factors(1), 6, 6, 1)
     with pytest.raises(ConfigurationError, match="converts 4 channels to 8"):
         rule.edge(0, factors(1), 4, 8, 1)
-    with pytest.raises(ValueError, match="need edge_shares"):
-        rule.weights(torch.zeros(1, 2), SearchStep())
 
 
 def gate_gradient(alpha, weights):
@@ -335,7 +334,7 @@ def test_every_rule_runs_and_teaches_alpha_in_the_networks_of_cells(space, rule)
     beta = torch.zeros(space.num_rows, requires_grad=True)
     for seed in range(4):  # a cell that nothing flows through teaches nothing
         shares = space.edge_shares(beta) if rule.has_beta else None
-        weights = rule.weights(alpha, seeded(seed), edge_shares=shares)
+        weights = replace(rule.weights(alpha, seeded(seed)), edges=shares)
         y = network(torch.randn(2, 3, 8, 8), weights)
         assert y.shape == (2, 3)
         (y**2).sum().backward()
@@ -382,7 +381,6 @@ def test_what_an_edge_and_a_rule_need():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: SearchStep(progress=1.5),
         lambda: HardGumbel(last_temperature=0.0),
         lambda: HardGumbel(first_temperature=math.nan),
         lambda: HardGumbel(others="some"),

@@ -15,10 +15,10 @@ from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import small_vit
 from fl_lightning.nas.sub_networks.accuracy import ForestPredictor
 from fl_lightning.nas.sub_networks.attentive import (
+    Attentive,
     CostBins,
     attentive_draw,
     bins_by_cost,
-    check_candidates,
 )
 from fl_lightning.nas.sub_networks.capability import largest_within
 from fl_lightning.nas.sub_networks.methods import (
@@ -54,8 +54,6 @@ def test_the_sandwich_is_the_largest_the_smallest_and_drawn_ones():
     largest, smallest, *drawn = sandwich(MOBILENET, generator)
     assert (largest, smallest, len(drawn)) == (MOBILENET.largest, MOBILENET.smallest, 2)
     assert sandwich(MOBILENET, generator, num_drawn=0) == [largest, smallest]
-    with pytest.raises(ConfigurationError, match="num_drawn must be at least 0, got -1"):
-        sandwich(MOBILENET, generator, num_drawn=-1)
 
 
 def test_distillation():
@@ -96,19 +94,18 @@ def test_shrinking_starts_at_the_largest_and_ends_with_all_of_the_space(space):
 
 def test_options_join_in_the_published_order():
     schedule = ProgressiveShrinking(MobileNet(), ("kernel", "depth", "expansion"), (1,) * 7)
-    told = [schedule.options(round_) for round_ in range(8)]
-    numbers = [tuple(len(options[name]) for name in schedule.order) for options in told]
-    assert numbers == [
+    names = [size.name for _, size in schedule.space.named_sizes]
+    told = [dict(zip(names, schedule.kept(round_), strict=True)) for round_ in range(8)]
+    assert [tuple(kept[name] for name in schedule.order) for kept in told] == [
         *((1, 1, 1), (2, 1, 1), (3, 1, 1), (3, 2, 1), (3, 3, 1), (3, 3, 2), (3, 3, 3), (3, 3, 3)),
     ]
-    assert told[5]["expansion"] == (4, 6)
     generator = torch.Generator().manual_seed(0)
     for round_ in range(8):
         for part in MobileNet().sizes(schedule.sample(round_, generator)):
-            assert len(part.blocks) in told[round_]["depth"]
+            assert len(part.blocks) in (2, 3, 4)[-told[round_]["depth"] :]
             for kernel, expansion in part.blocks:
-                assert kernel in told[round_]["kernel"]
-                assert expansion in told[round_]["expansion"]
+                assert kernel in (3, 5, 7)[-told[round_]["kernel"] :]
+                assert expansion in (3, 4, 6)[-told[round_]["expansion"] :]
 
 
 @pytest.mark.parametrize(
@@ -259,11 +256,9 @@ def test_a_forest_ranks_what_it_has_not_seen():
 
 
 def test_options_of_attentive_draws_that_make_no_sense():
-    with pytest.raises(ConfigurationError, match="keep must be best or worst, got 'better'"):
-        check_candidates("better", 1)
+    with pytest.raises(ConfigurationError, match="keep must be one of 'best', 'worst', got"):
+        Attentive(keep="better")
     with pytest.raises(ConfigurationError, match="num_candidates must be at least 1, got 0"):
-        check_candidates("best", 0)
-    with pytest.raises(ConfigurationError, match="num_drawn and num_bins must be at least 1"):
-        bins_by_cost(MOBILENET, flops, seed=0, num_bins=0)
+        Attentive(num_candidates=0)
     with pytest.raises(ConfigurationError, match="a score for each architecture"):
         ForestPredictor([MOBILENET.smallest], [], seed=0)

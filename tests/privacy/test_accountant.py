@@ -28,9 +28,9 @@ from fl_lightning.privacy.accounting.gaussian import (
     turns_epsilon,
 )
 from fl_lightning.privacy.central import CentralDP
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.private_mean import AdaptiveClip
-from fl_lightning.privacy.run import AccountedRun
 
 # noise multiplier, rate, rounds, δ, ε by RDP, ε by PLD
 TABLE = [

@@ -19,8 +19,8 @@ from fl_lightning.privacy.banded import (
     dense,
     mean_squared_error,
 )
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 # found with another solver over C^T C of unit diagonal, to four digits
 BEST_OF_4 = [

@@ -20,9 +20,9 @@ from fl_lightning import (
 )
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, gaussian_epsilon
 from fl_lightning.privacy.distributed import _tail_table, skellam_noise
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 
 
 @pytest.mark.parametrize("variance", [0.3, 7.0, 900.0])
@@ -127,11 +127,11 @@ def test_it_costs_a_little_more_than_gaussian_noise():
 @pytest.mark.parametrize("source", [SeededNoise(0), SecureNoise()])
 def test_the_sum_of_whole_numbers_is_the_noisy_sum(source):
     shares = mechanism(num_clients=20, source=source)
-    code, deltas = shares.code, [torch.full((1000,), 0.01 * i / 20) for i in range(20)]
+    deltas = [torch.full((1000,), 0.01 * i / 20) for i in range(20)]
 
-    whole = sum(code.encode(delta, 0.5, source.stream(i)) for i, delta in enumerate(deltas))
-    assert np.abs(whole).max() < 2 ** (code.num_bits(20) - 1)
-    noise = code.decode(whole, 0.5, deltas[0]) - sum(deltas)
+    whole = sum(shares.client_integers(delta, 0.5, 0, i) for i, delta in enumerate(deltas))
+    assert np.abs(whole).max() < 2 ** (shares.num_bits(20) - 1)
+    noise = shares.decoded(whole, 0.5, deltas[0]) - sum(deltas)
     assert float(noise.std()) == pytest.approx(6.0 * 0.5, rel=0.1)
     assert abs(float(noise.mean())) < 5 * 3.0 / 1000**0.5
 

@@ -9,7 +9,7 @@ from dp_accounting.rdp import RdpAccountant
 from fl_lightning import AllClients, ConfigurationError, ExampleDP, PoissonCohort, UniformCohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.run import AccountedRun, LocalSampling
+from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
 
 
 def run(num_examples, num_steps=4, batch_size=10, cohort=None, rounds=6):

@@ -1,4 +1,4 @@
-"""Clipping, the fixed denominator, adaptive norms: by hand, and as properties."""
+"""Means with noise: closed forms and reductions, adaptive clipping, options."""
 
 import math
 
@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from fl_lightning import ConfigurationError, Mean
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.central import CentralDP
-from fl_lightning.privacy.private_mean import AdaptiveClip, PrivateMean, update_noise_multiplier
-from fl_lightning.updates.clip import clipped
+from fl_lightning.privacy.private_mean import (
+    AdaptiveClip,
+    PrivateMean,
+    clipped,
+    update_noise_multiplier,
+)
 
 vectors = st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3).map(torch.tensor)
 norms = st.floats(1e-3, 1e4)
@@ -117,3 +121,20 @@ def test_options_out_of_range(options, reason):
 def test_too_little_noise_on_the_count_is_refused():
     with pytest.raises(ConfigurationError, match=r"must be above 0\.5"):
         update_noise_multiplier(1.0, bits_stddev=0.5)
+
+
+GIVEN = {"clip_norm": 0.5, "noise_multiplier": 1.0}
+
+
+def test_an_adaptive_clip_may_be_given_by_its_options_alone():
+    options = {"quantile": 0.25, "bits_stddev": 2.0}
+    assert CentralDP(**GIVEN, adaptive_clip=options).adaptive_clip == AdaptiveClip(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"quantil": 0.5}, "takes .*quantile.*got quantil"), ({"quantile": 2}, "2")],
+)
+def test_options_that_an_adaptive_clip_has_not_are_refused(options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        CentralDP(**GIVEN, adaptive_clip=options)

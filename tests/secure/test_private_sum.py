@@ -1,5 +1,6 @@
 """Whole numbers with noise in a secure sum: exactly their sum, and never one that wraps round."""
 
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,8 @@ from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFai
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.distributed import DistributedSkellam, largest_noise, skellam_noise
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.session import SparseGraph
@@ -69,13 +70,13 @@ def test_noise_is_for_the_fewest_vectors_that_a_sum_can_have():
     """Of six clients five must answer: their five shares are what is accounted, six are more."""
     made = mechanism(SecureMean())
     assert made.fewest_replies == 5
-    assert made.code.share_variance * 5 == pytest.approx((2.0 * made.code.radius) ** 2)
-    one, l2 = made.code.share_variance, 2 * made.code.radius
+    assert made.share_variance * 5 == pytest.approx((2.0 * made.radius) ** 2)
+    one, l2 = made.share_variance, 2 * made.radius
     assert made.epsilon(4) >= composed_epsilon({ReleaseCost(l2, 5 * one, SIZE): 4}, 1e-5)
     assert made.epsilon(4) > composed_epsilon({ReleaseCost(1.02 * l2, 6 * one, SIZE): 4}, 1e-5)
     # one share more than it takes: one client may tell its noise
     wary = mechanism(SecureMean(), min_shares=4)
-    assert wary.code.share_variance / wary.code.radius**2 == pytest.approx(2.0**2 / 4)
+    assert wary.share_variance / wary.radius**2 == pytest.approx(2.0**2 / 4)
 
 
 def test_the_noise_in_the_sum_has_its_variance():
@@ -99,7 +100,11 @@ def test_below_the_noise_that_is_accounted_there_is_no_sum(protocol):
 
 @pytest.mark.parametrize(("clients", "noise"), [(2, 0.3), (9, 2.0), (1000, 7.0)])
 def test_no_sum_can_wrap_round(clients, noise):
-    lowest = SimpleNamespace(stream=lambda *ids: lambda count: np.full(count, 1, np.uint64))
+    # words of the largest noise, then of coins that round towards 0, so that the vector is short enough
+    words = chain([1, 1], repeat(2**64 - 1))
+    lowest = SimpleNamespace(
+        stream=lambda *ids: lambda count: np.full(count, next(words), np.uint64)
+    )
     made = DistributedSkellam(lowest, None, 1e-5, noise, clients, fewest_replies=clients, size=1)
     bits = made.num_bits(clients)
     limit = largest_noise(made.share_variance)

@@ -1,14 +1,17 @@
-"""q-FedAvg and the tilted mean: the paper's step, and the mean where they are switched off."""
+"""Means that look at losses or at clusters: q-FedAvg, tilted, AFL, averages of cluster centres."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, minimize
 
+from fl_lightning import ConfigurationError
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server import AFL, ClusterFedAvg
+from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean, on_simplex
 from fl_lightning.server.means.mean import Mean
 
 clients = st.lists(
@@ -77,3 +80,163 @@ def test_losses_that_cannot_be_used_are_told():
         opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], None, 1)])
     with pytest.raises(RoundFailure, match="lower the tilt"):
         opened(TiltedMean(1000.0), [([0.0, 0.0], 1.0, 1)])
+
+
+vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)
+few = settings(max_examples=25, deadline=None)
+
+
+@few
+@given(vectors, st.floats(0.1, 5))
+def test_the_projection_is_scipys(vector, total):
+    found = on_simplex(vector, total)
+    expected = minimize(
+        lambda x: np.square(x - vector).sum(),
+        np.full(len(vector), total / len(vector)),
+        jac=lambda x: 2 * (x - vector),
+        bounds=[(0, None)] * len(vector),
+        constraints=LinearConstraint(np.ones((1, len(vector))), total, total),
+        method="SLSQP",
+        options={"ftol": 1e-14},
+    )
+    np.testing.assert_allclose(found, expected.x, atol=1e-5)
+    assert found.sum() == pytest.approx(total)
+    np.testing.assert_allclose(on_simplex(found, total), found, atol=1e-12)
+
+
+@given(st.floats(-3, 3), st.floats(-3, 3))
+def test_the_projection_of_two_numbers(first, second):
+    share = min(1, max(0, (1 + first - second) / 2))
+    found = on_simplex(np.array([first, second]))
+    np.testing.assert_allclose(found, [share, 1 - share], atol=1e-12)
+
+
+def test_two_quadratics_meet_where_their_losses_are_equal():
+    """max(x² / 2, 2 (x - 10)²) is least at 20/3; the mean of their gradients is 0 at 8."""
+    x, aggregator, path = torch.zeros(1, dtype=torch.float64), AFL(step=1e-3), []
+    for _ in range(3000):
+        aggregator.open(x)
+        for client, (a, centre) in enumerate(((1.0, 0.0), (4.0, 10.0))):
+            loss, gradient = a / 2 * (x - centre) ** 2, a * (x - centre)
+            metrics = {"train/loss": loss.squeeze()}
+            delta = 0.05 * gradient
+            aggregator.add(ClientUpdate(client, delta, torch.empty(0), 1, 1, metrics))
+        x = x - aggregator.close()
+        path.append(float(x))
+    assert np.mean(path[-500:]) == pytest.approx(20 / 3, abs=1e-3)
+    # and λ has made the gradient 0: λ x = (1 - λ) 4 (10 - x)
+    assert aggregator.weights[0] == pytest.approx(2 / 3, abs=1e-2)
+
+
+@few
+@given(entries=clients)
+def test_without_a_step_it_is_the_mean_bit_for_bit(entries):
+    aggregator, mean = AFL(0.0), Mean(weight_by_examples=False)
+    for _ in range(2):
+        assert torch.equal(opened(aggregator, entries).close(), opened(mean, entries).close())
+
+
+@few
+@given(entries=clients, step=st.floats(0.01, 0.5))
+def test_weights_move_along_the_losses_and_weigh_the_next_round(entries, step):
+    aggregator = AFL(step)
+    opened(aggregator, entries).close()
+    losses = np.array([loss for _, loss, _ in entries])
+    expected = on_simplex(1 / len(entries) + step * losses)
+    np.testing.assert_allclose(list(aggregator.weights.values()), expected, atol=1e-9)
+    deltas = np.array([delta for delta, _, _ in entries])
+    found = opened(aggregator, entries).close()
+    np.testing.assert_allclose(found, expected @ deltas, rtol=1e-4, atol=1e-5)
+
+
+def test_a_client_that_comes_later_begins_with_the_mean_weight():
+    aggregator = AFL(0.1)
+    opened(aggregator, [([1.0, 0.0], 3.0, 1), ([0.0, 1.0], 1.0, 1)]).close()
+    assert aggregator.weights == pytest.approx({0: 0.6, 1: 0.4})
+    aggregator.open(torch.empty(2))
+    *_, late = updates([([0.0, 0.0], 0.0, 1)] * 2 + [([6.0, 3.0], 2.0, 1)])
+    aggregator.add(late)
+    assert aggregator.close().tolist() == [6.0, 3.0]
+    expected = on_simplex(np.array([0.4, 0.8 / 3, 1 / 3 + 0.2]))
+    assert list(aggregator.weights.values()) == pytest.approx(expected)
+
+
+def test_clients_without_weight_leave_the_model_where_it_is():
+    aggregator = AFL(10.0)
+    opened(aggregator, [([1.0, 0.0], 0.0, 1), ([0.0, 1.0], 1.0, 1)]).close()
+    assert aggregator.weights == {0: 0.0, 1: 1.0}
+    assert opened(aggregator, [([5.0, 5.0], 1.0, 1)]).close().tolist() == [0.0, 0.0]
+
+
+def test_refuses():
+    with pytest.raises(RoundFailure, match="no train/loss"):
+        opened(AFL(), [([0.0, 0.0], None, 1)])
+
+
+def merged(present, clients, sizes=None, **options):
+    present = torch.tensor(present)
+    aggregator = ClusterFedAvg(num_clusters=len(present), **options)
+    aggregator.open(present.flatten())
+    for number, ends in enumerate(clients):
+        delta = (present - torch.tensor(ends)).flatten()
+        own = torch.tensor(sizes[number]) if sizes else torch.empty(0)
+        aggregator.add(ClientUpdate(number, delta, own, 10, 1))
+    return (present.flatten() - aggregator.close()).reshape(present.shape)
+
+
+CLIENTS = [
+    [[0.0, 0], [5, 5], [10, 0]],
+    [[10.2, 0], [0.1, 0], [5, 5.2]],
+    [[4.9, 5], [9.8, 0.1], [0, -0.1]],
+]
+
+
+def test_centroids_in_any_order_are_merged():
+    found = merged([[0.0, 0], [5, 5], [9, 0]], CLIENTS)
+    expected = [[0.033333, -0.033333], [4.966667, 5.066667], [10, 0.033333]]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(st.permutations(range(3)))
+def test_numbering_follows_the_present_centroids(order):
+    present = np.array([[0.0, 0], [5, 5], [9, 0]], np.float32)
+    plain, turned = merged(present.tolist(), CLIENTS), merged(present[order].tolist(), CLIENTS)
+    torch.testing.assert_close(turned, plain[order], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(
+    ends=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 50), min_size=6, max_size=6),
+)
+def test_one_cluster_is_the_mean_by_members(ends, sizes):
+    present, mean = torch.tensor([1.0]), Mean()
+    mean.open(present)
+    for number, end in enumerate(ends):
+        delta = present - torch.tensor([end])
+        mean.add(ClientUpdate(number, delta, torch.empty(0), sizes[number], 1))
+    expected = present - mean.close()
+    found = merged([[1.0]], [[[end]] for end in ends], [[float(n)] for n in sizes])
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_clusters_without_members_do_not_count():
+    found = merged([[0.0], [9.0]], [[[1.0], [500.0]], [[3.0], [9.0]]], [[2.0, 0.0], [2.0, 4.0]])
+    assert found.tolist() == [[2.0], [9.0]]
+
+
+def test_with_fewer_different_centroids_the_others_stay():
+    found = merged([[0.0], [5.0], [9.0]], [[[0.5], [9.5], [0.5]]] * 2)
+    assert found.tolist() == [[0.5], [5.0], [9.5]]
+
+
+def test_weights_can_be_left_out():
+    clients, sizes = [[[1.0]], [[4.0]]], [[1.0], [2.0]]
+    assert merged([[0.0]], clients, sizes).item() == pytest.approx(3.0)
+    assert merged([[0.0]], clients, sizes, weight_by_size=False).item() == pytest.approx(2.5)
+
+
+def test_refuses_of_cluster_average():
+    with pytest.raises(ConfigurationError, match="a model of 7 numbers is not 3 centroids"):
+        ClusterFedAvg(3).open(torch.zeros(7))

@@ -11,8 +11,7 @@ from torch import nn
 
 from fl_lightning.sparsity.masks.maskable import freeze_masked
 from fl_lightning.sparsity.optimizers.active_entries import DENSE_FROM, Split
-from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, SparseSGDM
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 DENSE = {SparseSGDM: SGD, SparseAdamW: ADAMW}

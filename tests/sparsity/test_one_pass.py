@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_lightning.kernels.masked_sgd_step import sgd_in_one_pass
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 from tests.sparsity.test_masked_optimizers import random, sgd_options
 
 REGISTERS = 256  # a multiple of all entries that torch works on at once

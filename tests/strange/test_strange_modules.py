@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.data import Cohort
 from fl_lightning.federation.clients import choice
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
@@ -39,7 +40,7 @@ def params(rows):
     return [pytest.param(n, marks=[pytest.mark.slow] * r.is_slow) for n, r in rows.items()]
 
 
-class Reversed:
+class Reversed(Cohort):
     """All clients, the last one first."""
 
     def expected_size(self, num_clients):
@@ -165,18 +166,14 @@ DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", params(TRAINED))
-def test_clients_in_reversed_order(name, dtype):
-    ended = run(TRAINED[name], "sequential", dtype, cohort=Reversed())
-    assert_as_expected(name, ended, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", params(TRAINED))
-def test_slots(name, dtype):
+def test_clients_in_reversed_order_are_those_of_a_plain_loop(name, dtype):
+    """In slots; one after the other where these cannot, in double precision and for a few of each family."""
     row = TRAINED[name]
-    ended = run(row, "slots", dtype)
+    ended = run(row, "slots", dtype, cohort=Reversed())
     assert_as_expected(name, ended, dtype)
     assert_says_why(row, ended)
+    if ended.engine == "slots" and (dtype == torch.float64 or name in FEW):
+        assert_as_expected(name, run(row, "sequential", dtype, cohort=Reversed()), dtype)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])

@@ -9,7 +9,7 @@ from updates.payloads import agreement, assert_same, message
 from fl_lightning.updates import QSGD, Affine, Chain, ErrorFeedback, PowerSGD, TopK
 from fl_lightning.updates.message import decode, encode, encoded_size
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.power_sgd import low_rank_factors
+from fl_lightning.updates.sparsifiers import low_rank_factors
 
 SHAPES = ((12, 20), (12,), (6, 2, 3, 3), (1, 5, 16), (4, 3), ())
 SIZE = 240 + 12 + 108 + 80 + 12 + 1

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from updates.payloads import agreement, assert_same, message
 
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.message import decode, encode, encoded_size
 from fl_lightning.updates.payload import Dense, Quantised, Sparse
 from fl_lightning.updates.quantisers import QSGD, Affine, Cast, Sign, ternary
 from fl_lightning.updates.sparsifiers import RandomK, TopK
-from fl_lightning.updates.transform import Chain, Transform
+from fl_lightning.updates.transform import Chain, ErrorFeedback, Transform
 
 ALL = [
     Chain(),

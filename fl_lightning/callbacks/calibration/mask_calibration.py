@@ -37,7 +37,7 @@ from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
-from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.federation import Ranks
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
@@ -129,7 +129,7 @@ class MaskCalibration(Callback):
         exclude: Sequence[str] = (),
         head: Head = "train",
         head_name: str | None = None,
-        cohort: CohortSampler | None = None,
+        cohort: Cohort | None = None,
         max_examples: int | None = None,
         every_n_rounds: int | None = None,
         per_client: bool = False,

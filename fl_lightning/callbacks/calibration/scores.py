@@ -37,7 +37,7 @@ from fl_lightning.core.seeds import (
     seed_global_generators,
     torch_generator,
 )
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation import Ranks, Visit, visiting
 from fl_lightning.sparsity.calibration.calibrate import Calibration
@@ -77,7 +77,7 @@ class OwnerScores:
     """
 
     sensitivity: Sensitivity | None = None
-    cohort: CohortSampler | None = None
+    cohort: Cohort | None = None
     max_examples: int | None = None
     seed: int = 0
     elsewhere: ScoresElsewhere | None = None

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 WhoIsThere = npt.NDArray[np.bool_]
@@ -137,18 +137,18 @@ class AvailableCohort(Cohort):
         [7, 11, 14]
     """
 
-    sampler: CohortSampler
+    sampler: Cohort
     availability: Availability
 
     @property
     @override
     def needs_fresh_losses(self) -> bool:
-        return as_cohort(self.sampler).needs_fresh_losses
+        return self.sampler.needs_fresh_losses
 
     @property
     @override
     def loss_batches(self) -> int | None:
-        return as_cohort(self.sampler).loss_batches
+        return self.sampler.loss_batches
 
     @override
     def expected_size(self, num_clients: int) -> int:
@@ -157,7 +157,7 @@ class AvailableCohort(Cohort):
     @override
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         there = self._there(round_index, population, seed)
-        return as_cohort(self.sampler).candidates(round_index, there, seed)
+        return self.sampler.candidates(round_index, there, seed)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return distinct ids of available clients.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, final, runtime_checkable
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -21,36 +21,6 @@ from fl_lightning.data.cohorts.population import ClientIds, Population
 
 # A Poisson draw that is too small is repeated at most this often: the expected size is then too small.
 MAX_REDRAWS = 1000
-
-
-class CohortSampler(Protocol):
-    """A sampler of the clients of a round, as a user may write it; ours derive from `Cohort`."""
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the usual number of clients in a round, ≥ 1."""
-
-    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the round's clients, increasing and distinct; a pure function.
-
-        Under `CentralDP` the seed is a secret of 256 bits, which `derive_seed` and NumPy's generators
-        accept.
-        """
-
-
-@runtime_checkable
-class NeedsFreshLosses(Protocol):
-    """A user's sampler without our base class that needs losses on the current global model.
-
-    Before the draw, the federation measures the losses of the candidates and puts them into
-    `Population.losses`. This costs a forward pass over a candidate's training examples.
-    """
-
-    @property
-    def loss_batches(self) -> int | None:
-        """Number of batches per client for its loss; None for all."""
-
-    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose losses are needed, possibly none; a pure function."""
 
 
 _OF_COHORTS = Traits(
@@ -70,7 +40,7 @@ _OF_FRESH_LOSSES = Traits(
 
 
 class Cohort(ABC):
-    """Base of the cohort samplers.
+    """Base of the cohort samplers: pure functions that draw the clients of a round.
 
     ε of a private run is computed from the attributes below, `coin` and `redrawn_below`. A subclass
     that overrides ``sample`` does not inherit them, and may define them again.
@@ -90,6 +60,7 @@ class Cohort(ABC):
         [0, 2, 4]
     """
 
+    is_nominal: ClassVar[bool] = True  # an object with the same methods is none
     is_uniform: ClassVar[bool] = False
     is_fixed_in_advance: ClassVar[bool] = False
     has_fixed_size: ClassVar[bool] = False
@@ -113,7 +84,11 @@ class Cohort(ABC):
 
     @property
     def needs_fresh_losses(self) -> bool:
-        """True if losses on the current model are measured before the draw, see `candidates`."""
+        """True if losses on the current model are measured before the draw, see `candidates`.
+
+        The federation puts them into `Population.losses`, at the cost of a forward pass over the
+        candidates' training examples.
+        """
         return False
 
     @property
@@ -136,7 +111,11 @@ class Cohort(ABC):
 
     @abstractmethod
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the round's clients, increasing and distinct; a pure function."""
+        """Return the ids of the round's clients, increasing and distinct; a pure function.
+
+        Under `CentralDP` the seed is a secret of 256 bits, which `derive_seed` and NumPy's generators
+        accept.
+        """
 
 
 _SAID_OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance")
@@ -147,37 +126,12 @@ def _place(cls: type, name: str) -> int:
     return next(place for place, parent in enumerate(cls.__mro__) if name in vars(parent))
 
 
-def as_cohort(given: CohortSampler) -> Cohort:
-    """Convert a sampler into a `Cohort`, from which a user's sampler need not derive."""
-    return given if isinstance(given, Cohort) else _OwnCohort(given)
-
-
-@final
-@dataclass(frozen=True)
-class _OwnCohort(Cohort):
-    """A user's sampler without our base class; nothing is known about its draw."""
-
-    given: CohortSampler
-
-    @property
-    def needs_fresh_losses(self) -> bool:
-        fresh = getattr(self.given, "losses", "fresh") == "fresh"
-        return fresh and isinstance(self.given, NeedsFreshLosses)
-
-    @property
-    def loss_batches(self) -> int | None:
-        return self.given.loss_batches if isinstance(self.given, NeedsFreshLosses) else None
-
-    def expected_size(self, num_clients: int) -> int:
-        return self.given.expected_size(num_clients)
-
-    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        if isinstance(self.given, NeedsFreshLosses):
-            return self.given.candidates(round_index, population, seed)
-        return super().candidates(round_index, population, seed)
-
-    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        return self.given.sample(round_index, population, seed)
+def _check_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ConfigurationError(
+            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that is "
+            "sampled in a round. Use size for a number of clients."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +151,34 @@ class SizedCohort(Cohort):
     min_size: int = 1
 
     def __post_init__(self) -> None:
-        check_cohort_size(type(self).__name__, self.fraction, self.size, self.min_size)
+        if (self.fraction is None) == (self.size is None):
+            raise ConfigurationError(
+                f"{type(self).__name__} needs either fraction or size, got fraction={self.fraction} and "
+                f"size={self.size}"
+            )
+        if self.fraction is not None:
+            _check_fraction(self.fraction)
+        for option in ("size", "min_size"):
+            if (given := getattr(self, option)) is not None and given < 1:
+                raise ConfigurationError(f"{option} must be at least 1 client, got {given}")
 
     def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+        """Return the number of clients in every round.
+
+        Raises:
+            ConfigurationError: if there are fewer clients in all.
+        """
+        if self.size is not None:
+            size = self.size
+        else:
+            assert self.fraction is not None
+            size = max(self.min_size, round(self.fraction * num_clients))
+        if size > num_clients:
+            raise ConfigurationError(
+                f"the cohort has {size} clients but there are only {num_clients}: "
+                "lower size or min_size, or raise data.num_clients"
+            )
+        return size
 
     def size_among(self, population: Population) -> int:
         """Return `expected_size`, or the number of available clients if it is smaller."""
@@ -267,7 +244,7 @@ class PoissonCohort(Cohort):
     min_size: int = 0
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
+        _check_fraction(self.fraction)
         if self.min_size < 0:
             raise ConfigurationError(f"min_size must not be negative, got {self.min_size}")
 
@@ -323,49 +300,3 @@ class AllClients(Cohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return all ids."""
         return population.available_ids
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigurationError if a share of clients is outside (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that is "
-            "sampled in a round. Use size for a number of clients."
-        )
-
-
-def check_cohort_size(
-    sampler: str, fraction: float | None, size: int | None, min_size: int
-) -> None:
-    """Raise ConfigurationError unless exactly one of fraction and size is given, within its range."""
-    if (fraction is None) == (size is None):
-        raise ConfigurationError(
-            f"{sampler} needs either fraction or size, got fraction={fraction} and size={size}"
-        )
-    if fraction is not None:
-        check_fraction(fraction)
-    if size is not None and size < 1:
-        raise ConfigurationError(f"size must be at least 1 client, got {size}")
-    if min_size < 1:
-        raise ConfigurationError(f"min_size must be at least 1 client, got {min_size}")
-
-
-def cohort_size(fraction: float | None, size: int | None, min_size: int, num_clients: int) -> int:
-    """Number of clients in every round.
-
-    Raises:
-        ConfigurationError: if there are fewer clients in all.
-
-    Example:
-        >>> cohort_size(0.25, None, 1, num_clients=10), cohort_size(None, 7, 1, num_clients=10)
-        (2, 7)
-    """
-    if size is None:
-        assert fraction is not None
-        size = max(min_size, round(fraction * num_clients))
-    if size > num_clients:
-        raise ConfigurationError(
-            f"the cohort has {size} clients but there are only {num_clients}: "
-            "lower size or min_size, or raise data.num_clients"
-        )
-    return size

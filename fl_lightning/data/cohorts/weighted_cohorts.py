@@ -31,6 +31,7 @@ from typing import ClassVar, Literal, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
@@ -59,9 +60,33 @@ class BySizeCohort(SizedCohort):
         return _draw_by_size(size, round_index, population, seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossCohort(SizedCohort):
+    """Base of cohorts drawn by losses: the last known ones, or fresh ones of the `candidates`."""
+
+    losses: Losses = "last_known"
+    loss_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_batches is not None and self.loss_batches < 1:
+            raise ConfigurationError(
+                f"loss_batches must be at least 1 batch, got {self.loss_batches}"
+            )
+
+    @property
+    @override
+    def needs_fresh_losses(self) -> bool:
+        return self.losses == "fresh"
+
+    @override
+    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        return population.available_ids if self.losses == "fresh" else np.empty(0, np.int64)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
-class ByLossCohort(SizedCohort):
+class ByLossCohort(LossCohort):
     """A fixed number of clients, drawn with probability proportional to exp(loss / temperature).
 
     Args:
@@ -81,26 +106,14 @@ class ByLossCohort(SizedCohort):
     """
 
     temperature: float = 1.0
-    losses: Losses = "last_known"
-    loss_batches: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_losses(self.loss_batches)
         if not 0 < self.temperature < np.inf:
             raise ConfigurationError(
                 f"temperature must be greater than 0 and finite, got {self.temperature}: use UniformCohort "
                 "for equal probabilities"
             )
-
-    @property
-    def needs_fresh_losses(self) -> bool:
-        """Unless the last known ones will do."""
-        return self.losses == "fresh"
-
-    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose fresh losses are needed: all, or none."""
-        return population.available_ids if self.losses == "fresh" else np.empty(0, np.int64)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
@@ -114,7 +127,7 @@ class ByLossCohort(SizedCohort):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerOfChoiceCohort(SizedCohort):
+class PowerOfChoiceCohort(LossCohort):
     """The m clients with the highest loss among d candidates drawn by size; ties at random.
 
     An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`.
@@ -141,11 +154,9 @@ class PowerOfChoiceCohort(SizedCohort):
 
     num_candidates: int
     losses: Losses = "fresh"
-    loss_batches: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_losses(self.loss_batches)
         if self.num_candidates < 1:
             raise ConfigurationError(
                 f"num_candidates must be at least 1, got {self.num_candidates}: from the cohort's size to "
@@ -162,13 +173,8 @@ class PowerOfChoiceCohort(SizedCohort):
             )
         return size
 
-    @property
-    def needs_fresh_losses(self) -> bool:
-        """Unless the last known ones will do."""
-        return self.losses == "fresh"
-
+    @override
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose fresh losses are needed."""
         if self.losses != "fresh":
             return np.empty(0, np.int64)
         return _draw_by_size(self.num_candidates, round_index, population, seed)
@@ -187,11 +193,6 @@ def _draw_by_size(size: int, round_index: int, population: Population, seed: int
     ids = population.available_ids
     logs = log_of(population.num_examples[ids])
     return ids[weighted_draw(logs, size, numpy_generator(seed, "cohort", round_index))]
-
-
-def _check_losses(loss_batches: int | None) -> None:
-    if loss_batches is not None and loss_batches < 1:
-        raise ConfigurationError(f"loss_batches must be at least 1 batch, got {loss_batches}")
 
 
 def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generator) -> ClientIds:

@@ -21,7 +21,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
-    PartitionRule,
+    Partition,
     check_at_least,
     check_concentration,
     check_sizes,
@@ -35,7 +35,7 @@ MAX_DRAWN_SHARES = 20_000_000
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DirichletPerClass(PartitionRule):
+class DirichletPerClass(Partition):
     """Every class is spread over the clients with its own draw from Dir_K(alpha).
 
     Clients differ in size as well as in classes. The draw is repeated until every client has
@@ -90,7 +90,7 @@ class DirichletPerClass(PartitionRule):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DirichletPerClient(PartitionRule):
+class DirichletPerClient(Partition):
     """Every client draws its own mix of classes from Dir(alpha · prior); sizes within one.
 
     One client after the other draws its examples without replacement; if a class is exhausted, the

@@ -40,7 +40,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
-    PartitionRule,
+    Partition,
     check_at_least,
     check_sizes,
     deal,
@@ -52,7 +52,7 @@ MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LabelShards(PartitionRule):
+class LabelShards(Partition):
     """Every client holds exactly ``classes_per_client`` classes, and all are equally large.
 
     The number of clients of a class is proportional to its size; a random bipartite graph assigns
@@ -224,7 +224,7 @@ def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class McMahanShards(PartitionRule):
+class McMahanShards(Partition):
     """Sort the examples by label, cut them into equal pieces, distribute the pieces at random.
 
     A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may

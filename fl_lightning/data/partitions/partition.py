@@ -18,7 +18,6 @@ largest-remainder method, which parliaments use for seats).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
@@ -35,10 +34,19 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 
 
 class Partition(Protocol):
-    """A rule that gives every example to exactly one client, as a user may write it.
+    """A rule that gives every example to exactly one client.
 
-    Ours derive from `PartitionRule`, which has defaults. A rule that does not read labels may have a
-    class attribute ``uses_labels = False``: then data without labels can be divided as well.
+    A rule that does not read labels may have a class attribute ``uses_labels = False``: then data without
+    labels can be divided as well. One that reads another column has its name in an attribute
+    ``attribute``, as `NaturalPartition` does.
+
+    Example:
+        >>> class InTurn:
+        ...     uses_labels = False
+        ...     def assign(self, labels, num_clients, seed):
+        ...         return [np.arange(k, len(labels), num_clients) for k in range(num_clients)]
+        >>> InTurn().assign(np.zeros(5), num_clients=2, seed=0)
+        [array([0, 2, 4]), array([1, 3])]
     """
 
     # Any: the command line compares annotations by letter, and these may say list or FlatShards
@@ -58,61 +66,9 @@ class Partition(Protocol):
         ...
 
 
-class PartitionRule(ABC):
-    """Base of rules that give every example to exactly one client.
-
-    Attributes:
-        uses_labels: whether it reads labels; if not, data without labels can be divided as well.
-
-    Example:
-        >>> class InTurn(PartitionRule):
-        ...     uses_labels = False
-        ...     def assign(self, labels, num_clients, seed):
-        ...         return [np.arange(k, len(labels), num_clients) for k in range(num_clients)]
-        >>> InTurn().assign(np.zeros(5), num_clients=2, seed=0)
-        [array([0, 2, 4]), array([1, 3])]
-    """
-
-    uses_labels: ClassVar[bool] = True
-
-    @property
-    def owners(self) -> Column | None:
-        """Column whose values are the clients, read instead of labels; None for labels."""
-        return None
-
-    @abstractmethod
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
-        """Return the shards, see `Partition.assign`."""
-
-
-def as_rule(given: Partition) -> PartitionRule:
-    """Convert a partition into a `PartitionRule`, from which a user's rule need not derive."""
-    return given if isinstance(given, PartitionRule) else _OwnRule(given)
-
-
 @final
 @dataclass(frozen=True)
-class _OwnRule(PartitionRule):
-    """A user's rule that derives from nothing; it may have `uses_labels` and `attribute`."""
-
-    given: Partition
-
-    @property
-    def uses_labels(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self.given, "uses_labels", True))
-
-    @property
-    def owners(self) -> Column | None:
-        owners: Column | None = getattr(self.given, "attribute", None)
-        return owners
-
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
-        return self.given.assign(labels, num_clients, seed)
-
-
-@final
-@dataclass(frozen=True)
-class IID(PartitionRule):
+class IID(Partition):
     """Every client gets a random sample of the examples; sizes differ by at most one.
 
     Example:
@@ -132,7 +88,7 @@ class IID(PartitionRule):
 
 @final
 @dataclass(frozen=True)
-class NaturalPartition(PartitionRule):
+class NaturalPartition(Partition):
     """One client per distinct value of an attribute of the examples, e.g. the writer of a letter.
 
     Clients are numbered in the sorted order of the values; there are no random draws.
@@ -152,11 +108,6 @@ class NaturalPartition(PartitionRule):
     def __post_init__(self) -> None:
         if isinstance(self.attribute, str) and not self.attribute:
             raise ConfigurationError("attribute must name a column of the data, got an empty name")
-
-    @property
-    def owners(self) -> Column:
-        """The attribute."""
-        return self.attribute
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""

@@ -25,7 +25,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
-    PartitionRule,
+    Partition,
     check_at_least,
     check_concentration,
     check_sizes,
@@ -35,7 +35,7 @@ from fl_lightning.data.partitions.partition import (
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DirichletSizes(PartitionRule):
+class DirichletSizes(Partition):
     """Sizes drawn from a symmetric Dirichlet distribution, examples IID.
 
     Args:
@@ -67,7 +67,7 @@ class DirichletSizes(PartitionRule):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerLawSizes(PartitionRule):
+class PowerLawSizes(Partition):
     """Sizes that decrease as a power of the client's random rank, examples IID.
 
     Args:

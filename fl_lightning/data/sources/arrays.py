@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import zipfile
 import zlib
 from functools import partial
@@ -33,10 +31,7 @@ class Arrays(Source):
         file: a .npz file of `numpy.savez`.
         target_type: whether targets of shape (N,) are a ``class`` or a ``number``; if None, real
             numbers are numbers, and strings and up to 100 distinct integers are classes.
-        batch_size: examples per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the examples held out for validation, in [0, 1).
-        test_fraction: fraction of the examples held out for the test, in [0, 1).
-        seed: seed of the held-out examples and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Raises:
         ConfigurationError: if a setting is out of range, a file or array is missing, or lengths differ.
@@ -59,14 +54,9 @@ class Arrays(Source):
         clients: Any = None,
         file: str | None = None,
         target_type: TargetKind | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(**options)
         self._given = {"inputs": inputs, "targets": targets, "clients": clients}
         self._file, self._target_type = file, target_type
 
@@ -101,6 +91,13 @@ def _on_the_host(values: Any) -> Any:
     return column_of(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
 
 
+# of files that are cut off, overwritten, none of theirs, or so large that they are meant to fill the memory
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, AttributeError, NotImplementedError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+
+
 def _found(file: str | None, option: str, value: Any) -> Any:
     """Return the given array, or the array of this name in the file."""
     if not isinstance(value, str):
@@ -113,42 +110,16 @@ def _found(file: str | None, option: str, value: Any) -> Any:
     if not Path(file).is_file():
         raise ConfigurationError(f"Arrays: there is no file {file!r}")
     try:
-        with zipfile.ZipFile(file) as stored:
-            names = [name.removesuffix(".npy") for name in stored.namelist()]
-            if value not in names:
+        with Path(file).open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+            if value not in stored.files:
                 raise ConfigurationError(
                     f"Arrays: {file} has no array {value!r} for {option}: there are "
-                    f"{', '.join(map(repr, names))}"
+                    f"{', '.join(map(repr, stored.files))}"
                 )
-            return _array_in(stored, stored.namelist()[names.index(value)])
+            return stored[value]
     except ConfigurationError:
         raise
     except _UNREADABLE as error:
         raise ConfigurationError(
             f"Arrays: {file} is no .npz of plain arrays ({error}): write it with numpy.savez"
         ) from error
-
-
-# of files that are cut off, overwritten or none of theirs; a format that only newer Pythons unpack
-_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
-
-
-def _array_in(stored: zipfile.ZipFile, name: str) -> Any:
-    """Read an array, after its header has shown that the file holds as much, and that memory does."""
-    claimed = stored.getinfo(name).file_size
-    with stored.open(name) as entry:
-        version = np.lib.format.read_magic(entry)
-        header = np.lib.format.read_array_header_1_0
-        shape, _, dtype = (header if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-            entry
-        )
-        if dtype.hasobject:
-            raise ValueError(f"{name} holds Python objects, which may run code")
-    size = dtype.itemsize * math.prod(shape)
-    if size > claimed:
-        raise ValueError(f"{name} says it has {size} bytes, and the file holds {claimed}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if claimed > memory:
-        raise ValueError(f"{name} needs {claimed} bytes, and this machine has {memory}")
-    with stored.open(name) as entry:
-        return np.lib.format.read_array(entry, allow_pickle=False)

@@ -55,9 +55,8 @@ class Completions(Source):
         val: the split for validation; see `HuggingFace`.
         test: the same for the test.
         batch_size: examples per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the training examples held out for validation, in [0, 1).
         test_fraction: fraction of the training examples held out for the test, in [0, 1).
-        seed: seed of the held-out examples and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Raises:
         ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
@@ -80,13 +79,10 @@ class Completions(Source):
         val: str | None = None,
         test: str | None = None,
         batch_size: int = 8,
-        val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(batch_size=batch_size, test_fraction=test_fraction, **options)
         if max_length < 2:
             raise ConfigurationError(
                 f"{_OWNER}: max_length must be at least 2 tokens, got {max_length}"

@@ -47,10 +47,7 @@ class HuggingFace(Source):
         test: the same for the test.
         target_type: whether the label is a ``class`` or a ``number``; if None, class labels, strings
             and up to 100 distinct integers are classes.
-        batch_size: examples per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the training examples held out for validation, in [0, 1).
-        test_fraction: fraction of the training examples held out for the test, in [0, 1).
-        seed: seed of the held-out examples and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Raises:
         ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
@@ -74,14 +71,9 @@ class HuggingFace(Source):
         val: str | None = None,
         test: str | None = None,
         target_type: TargetKind | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(**options)
         if sum(part is not None for part in (text, image, inputs)) != 1:
             raise ConfigurationError(
                 "HuggingFace: set one of text, image and inputs to what the model sees"

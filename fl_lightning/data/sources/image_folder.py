@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -52,13 +52,7 @@ class ImageFolder(ImageSource):
         std: standard deviation of red, green and blue; by default ImageNet's.
         padding_mode: padding of images before a crop: zeros (``constant``), or the image mirrored at
             its edges (``reflect``).
-        batch_size: examples per batch; the last batch of a pass may be smaller.
-        augment: whether training images are cropped and flipped at random.
-        val_fraction: fraction of the training images, of every class equally, held out for validation,
-            in [0, 1).
-        classes: numbers of the classes whose images are kept, in all sets; labels do not change. None
-            keeps all.
-        seed: seed of the held-out images and the order of central training; the run's seed if None.
+        options: those of `ImageSource`.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -83,20 +77,9 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         mean: tuple[float, float, float] = _IMAGENET_MEAN,
         std: tuple[float, float, float] = _IMAGENET_STD,
         padding_mode: PaddingMode = "constant",
-        batch_size: int = 64,
-        augment: bool = True,
-        val_fraction: float = 0.1,
-        classes: list[int] | None = None,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            augment=augment,
-            image_size=image_size,
-            val_fraction=val_fraction,
-            classes=classes,
-            seed=seed,
-        )
+        super().__init__(image_size=image_size, **options)
         self.root = Path(root)
         self.folders = (train, test, val)
         self.in_memory = in_memory

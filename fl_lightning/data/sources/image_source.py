@@ -7,13 +7,14 @@ the bytes in memory, `fl_lightning.data.sources.image_folder.ImageFiles` decodes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.sources.source import Source
@@ -26,15 +27,13 @@ class ImageSource(Source, ABC):
     """Base of all image sources.
 
     Args:
-        batch_size: examples per batch; the last batch of a pass may be smaller.
         augment: whether training images are cropped and flipped at random, as suits the set.
         image_size: height and width of the model's inputs, in pixels; None for the stored size.
-        val_fraction: fraction of the training images, of every class equally, held out for validation,
-            in [0, 1). Ignored if the set has validation images of its own.
         classes: numbers of the classes whose images are kept, in all three sets; None keeps all.
             Labels and the held-out images of a class do not change, so that models of different classes
             fit together.
-        seed: seed of the held-out images and the order of central training; the run's seed if None.
+        batch_size: examples per batch; the last batch of a pass may be smaller.
+        options: those of `Source`.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -43,24 +42,22 @@ class ImageSource(Source, ABC):
     def __init__(
         self,
         *,
-        batch_size: int = 64,
         augment: bool = True,
         image_size: int | None = None,
-        val_fraction: float = 0.1,
         classes: list[int] | None = None,
-        seed: int | None = None,
+        batch_size: int = 64,
+        **options: Any,
     ) -> None:
-        issues = []
-        if image_size is not None and not 1 <= image_size <= MOST_PIXELS:
-            issues.append(
-                f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}: null is off"
-            )
-        if classes is not None and (not classes or len(set(classes)) < len(classes)):
-            issues.append(f"classes must be different numbers, at least one, got {list(classes)}")
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, seed=seed, issues=tuple(issues)
-        )
         self.augment, self.image_size, self.classes = augment, image_size, classes
+        super().__init__(batch_size=batch_size, **options)
+
+    @override
+    def issues(self) -> Iterator[str]:
+        size, classes = self.image_size, self.classes
+        if size is not None and not 1 <= size <= MOST_PIXELS:
+            yield f"image_size must be from 1 to {MOST_PIXELS} pixels, got {size}: null is off"
+        if classes is not None and (not classes or len(set(classes)) < len(classes)):
+            yield f"classes must be different numbers, at least one, got {list(classes)}"
 
     def finished(self, examples: ImageSet, *, trains: bool) -> ImageSet:
         """Return the images of `classes`, without augmentation unless they train."""

@@ -9,6 +9,7 @@ worker processes would have nothing to do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.data.partitions.partition import stratified_split
-
-TEST_FRACTION = 0.2  # held out of sets that come without a test set
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Source(LightningDataModule, ABC):
             no validation set; of every class equally if targets are classes.
         test_fraction: the same for the test.
         seed: seed of the held-out examples and the order of central training; the run's seed if None.
-        issues: what is wrong with further settings, a clause each.
 
     Attributes:
         train_set: training examples, after `setup`.
@@ -71,13 +69,12 @@ class Source(LightningDataModule, ABC):
     def __init__(
         self,
         *,
-        batch_size: int,
-        val_fraction: float,
-        test_fraction: float = TEST_FRACTION,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
         seed: int | None = None,
-        issues: tuple[str, ...] = (),
     ) -> None:
-        found = [*issues]
+        found = [*self.issues()]
         if batch_size < 1:
             found.append(f"batch_size must be at least 1 example, got {batch_size}")
         for option, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
@@ -88,6 +85,10 @@ class Source(LightningDataModule, ABC):
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
+
+    def issues(self) -> Iterator[str]:
+        """Yield what is wrong with a subclass's own settings, a clause each."""
+        yield from ()
 
     @abstractmethod
     def load(self) -> Loaded:

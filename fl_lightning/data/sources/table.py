@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from dataclasses import dataclass
@@ -43,10 +42,7 @@ class Table(Source):
             numbers, and strings and up to 100 distinct integers are classes.
         missing: replacement of missing numbers; None rejects tables with missing numbers. A missing
             category is a category.
-        batch_size: rows per batch; the last batch of a pass may be smaller.
-        val_fraction: fraction of the rows held out for validation, in [0, 1), if ``val`` is None.
-        test_fraction: fraction of the rows held out for the test, in [0, 1), if ``test`` is None.
-        seed: seed of the held-out rows and the order of central training; the run's seed if None.
+        options: those of `Source`.
 
     Attributes:
         feature_names: a name for each feature, after `setup`.
@@ -71,14 +67,9 @@ class Table(Source):
         test: Any = None,
         target_type: TargetKind | None = None,
         missing: float | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
-        )
+        super().__init__(**options)
         self._data, self._val, self._test = data, val, test
         self._target, self._target_type, self._missing = target, target_type, missing
         self._chosen, self._ignored = features, ignore or []
@@ -152,14 +143,12 @@ def _read(table: Any) -> DataFrame:
         return _read_file(pandas, path)
     except ConfigurationError:
         raise
-    except (ValueError, OSError, EOFError, zlib.error, ImportError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, zlib.error, ImportError) as error:
         raise ConfigurationError(f"Table: {str(path)!r} cannot be read: {error}") from error
 
 
 def _read_file(pandas: Any, path: Path) -> Any:
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if path.suffix == ".gz":
-        _check_packed(path)
     if kind == ".parquet":
         return pandas.read_parquet(path)
     if kind not in (".csv", ".tsv"):
@@ -172,21 +161,6 @@ def _read_file(pandas: Any, path: Path) -> Any:
     head = pandas.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
     _check_once(head.iloc[0].dropna().tolist())
     return pandas.read_csv(path, sep=separator)
-
-
-MOST_PACKED = 100  # times its size that a file's content may have, beyond 100 MB; text has about 10
-
-
-def _check_packed(path: Path) -> None:
-    """Refuse a file that is cut off, or whose content fills the memory."""
-    most, size = max(MOST_PACKED * path.stat().st_size, 100_000_000), 0
-    with gzip.open(path) as file:
-        while block := file.read(1 << 20):
-            size += len(block)
-            if size > most:
-                raise ValueError(
-                    f"its {path.stat().st_size} bytes unpack to more than {most}: unpack it, and look"
-                )
 
 
 def _check_once(names: list[Any]) -> None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, SparseSGDM
 
 
 class StackedRule(Protocol):

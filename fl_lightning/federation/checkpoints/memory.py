@@ -16,19 +16,12 @@ from fl_lightning.federation.processes.ranks import Ranks
 
 
 class Waiting(NamedTuple):
-    """A vector that a client remembers from the round's end on.
+    """A vector that a client remembers from the round's end on."""
 
-    Attributes:
-        name: what it is.
-        client: whose.
-        size: k.
-        dtype: of its numbers.
-    """
-
-    name: str
-    client: int
-    size: int
-    dtype: torch.dtype
+    name: str  # what it is
+    client: int  # whose
+    size: int  # k
+    dtype: torch.dtype  # of its numbers
 
 
 class RunMemory:

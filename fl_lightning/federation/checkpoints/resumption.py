@@ -222,11 +222,7 @@ def _keep(logger: CSVLogger, step: int) -> None:
 
 
 def check_checkpoint(path: Path) -> int:
-    """Return after how many global steps a checkpoint was saved.
-
-    Raises:
-        ConfigurationError: if the file cannot be one; with the round before it if that is whole.
-    """
+    """Return after how many global steps a checkpoint was saved."""
     problem, checkpoint = _read(path)
     if problem is None:
         return int(checkpoint.get("global_step", 0))

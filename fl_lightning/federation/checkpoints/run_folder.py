@@ -84,17 +84,11 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run that may be taken up again.
+    """A run that may be taken up again."""
 
-    Attributes:
-        folder: its own.
-        checkpoint: from which it goes on.
-        config: what it was started with, or taken up with most recently.
-    """
-
-    folder: Path
-    checkpoint: Path
-    config: dict[str, Any]
+    folder: Path  # its own
+    checkpoint: Path  # from which it goes on
+    config: dict[str, Any]  # what it was started with, or taken up with most recently
 
 
 def earlier_runs(root: Path) -> Iterator[EarlierRun]:
@@ -194,11 +188,7 @@ def choose(
 
 
 def refuse(run: EarlierRun, found: Sequence[str]) -> None:
-    """Refuse to go on with another configuration.
-
-    Raises:
-        ConfigurationError: if there are differences.
-    """
+    """Refuse to go on with another configuration."""
     if not found:
         return
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""

@@ -99,11 +99,7 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
 
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
-    """Refuse what another run has kept, before anything is taken but which parameters are personal.
-
-    Raises:
-        ConfigurationError: saying what differs.
-    """
+    """Refuse what another run has kept, before anything is taken but which parameters are personal."""
     run = rounds.run
     for key, what in _CHOICES.items():
         has = any(stage.key == key for stage in rounds.stages)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.options import Options, traits_of
 from fl_lightning.federation.processes.strategy import FederatedStrategy
@@ -44,11 +44,7 @@ _AVERAGES_STEPS = (
 
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse combinations that would give a wrong result.
-
-    Raises:
-        ConfigurationError: one line for each of them.
-    """
+    """Refuse combinations that would give a wrong result."""
     problems = [*_data_problems(trainer), *_module_problems(module), *_trainer_problems(trainer)]
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -71,11 +67,7 @@ def _module_problems(module: LightningModule) -> Iterator[str]:
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that train in step; to be asked before the Trainer launches processes.
-
-    Raises:
-        ConfigurationError: if the Trainer's strategy would exchange gradients or shard the model.
-    """
+    """Refuse strategies that train in step; to be asked before the Trainer launches processes."""
     problems = list(_strategy_problems(trainer))
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -114,11 +106,7 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
-    """Refuse to validate less often than once per round, by a count of what a round consists of.
-
-    Raises:
-        ConfigurationError: naming the setting that counts rounds.
-    """
+    """Refuse to validate less often than once per round, by a count of what a round consists of."""
     interval = trainer.val_check_interval
     counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
     if counts_in_round and interval > num_groups and trainer.limit_val_batches > 0:
@@ -130,11 +118,7 @@ def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
 
 
 def check_set_up(trainer: Trainer) -> None:
-    """Refuse what is known only once Lightning has set up the module.
-
-    Raises:
-        ConfigurationError: for layers that exchange statistics.
-    """
+    """Refuse what is known only once Lightning has set up the module."""
     if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
         raise ConfigurationError(
             "SyncBatchNorm averages over processes, where clients train apart: set "
@@ -177,20 +161,12 @@ NETWORK = {"a network": Traits(breaks={Trait.SIMULATION: "has its clients at sit
 
 
 def check_module_together(module: LightningModule, options: Options) -> None:
-    """Refuse options that need a loss from a module that steps its optimizers by hand.
-
-    Raises:
-        ConfigurationError: with a line for each conflict.
-    """
+    """Refuse options that need a loss from a module that steps its optimizers by hand."""
     check_together({**options.parts, **_of_module(module)})
 
 
 def check_trainer_together(trainer: Trainer, options: Options) -> None:
-    """Refuse options that conflict with the optimizers and masks of a Trainer that is set up.
-
-    Raises:
-        ConfigurationError: with a line for each conflict.
-    """
+    """Refuse options that conflict with the optimizers and masks of a Trainer that is set up."""
     parts = {**options.parts, **_of_module(trainer.lightning_module), **_of_masks(trainer)}
     if len(trainer.optimizers) > 1:
         name = f"the model with {len(trainer.optimizers)} optimizers"
@@ -210,11 +186,7 @@ def check_simple(
     cohort: Cohort,
     aggregator: Aggregator,
 ) -> None:
-    """Refuse for rounds without a Trainer what a Trainer's are refused.
-
-    Raises:
-        ConfigurationError: with a line for each conflict.
-    """
+    """Refuse for rounds without a Trainer what a Trainer's are refused."""
     if aggregator.protection is not None:
         raise ConfigurationError(
             f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
@@ -250,11 +222,7 @@ def _of_masks(trainer: Trainer) -> dict[str, Traits]:
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
-    """Refuse clients without examples, unless they are to be skipped.
-
-    Raises:
-        ConfigurationError: naming some of them.
-    """
+    """Refuse clients without examples, unless they are to be skipped."""
     empty = np.flatnonzero(data.clients.num_examples == 0)
     if len(empty) and on_client_failure == "raise":
         shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
@@ -274,9 +242,6 @@ def check_cohort_size(
         most: clients that a round may have.
         min_replies: wanted by the user.
         aggregator: some rules need so many.
-
-    Raises:
-        ConfigurationError: saying who wants how many.
     """
     if min_replies > most:
         raise ConfigurationError(
@@ -293,18 +258,13 @@ def check_cohort_size(
 
 
 def check_trusted(
-    aggregator: Aggregator | RobustRule | None, cohort: CohortSampler, num_clients: int
+    aggregator: Aggregator | RobustRule | None, cohort: Cohort, num_clients: int
 ) -> None:
-    """Refuse rounds without the client that `FLTrust` judges by, which would end the run.
-
-    Raises:
-        ConfigurationError: if cohorts are drawn at random.
-    """
+    """Refuse rounds without the client that `FLTrust` judges by, which would end the run."""
     rule = as_aggregator(aggregator).robust_rule
     if rule is None or rule.trusted_client is None:
         return
-    asked = as_cohort(cohort)
-    is_drawn = asked.is_uniform or asked.coin is not None
+    is_drawn = cohort.is_uniform or cohort.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:
         raise ConfigurationError(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
@@ -321,19 +281,11 @@ class ChecksBatches(Protocol):
     """A module that says whether a training batch fits it."""
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse a batch that it cannot train on.
-
-        Raises:
-            ConfigurationError: with what the model takes and what the data have.
-        """
+        """Refuse a batch that it cannot train on."""
 
 
 def check_data_fits(trainer: Trainer) -> None:
-    """Have a module that knows how look at some of the data; nothing is drawn or changed.
-
-    Raises:
-        ConfigurationError: as the module says it.
-    """
+    """Have a module that knows how look at some of the data; nothing is drawn or changed."""
     module = trainer.lightning_module
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):

@@ -36,12 +36,7 @@ def shown_by(owners: Iterable[object]) -> list[str]:
 
 
 def check_trainer_private(trainer: Trainer, options: Options) -> None:
-    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
-
-    Raises:
-        ConfigurationError: naming a transform that learns from clients, or a Trainer's limit by which
-            fewer clients train than were drawn.
-    """
+    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up."""
     if options.privacy is None:
         return
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
@@ -70,9 +65,6 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
     Args:
         trainer: whose schedules and callbacks monitor something.
         unprotected: names of numbers that depend on clients and have no noise.
-
-    Raises:
-        ConfigurationError: naming what a schedule looks at.
     """
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor in unprotected:
@@ -114,9 +106,6 @@ def check_local_steps(trainer: Trainer, accumulate: int) -> None:
     Args:
         trainer: set up for fitting.
         accumulate: batches per local step.
-
-    Raises:
-        ConfigurationError: one line for each.
     """
     check_examples_apart(trainer.lightning_module)
     problems = list(_step_problems(trainer, accumulate))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -45,10 +45,8 @@ from fl_lightning.federation.clients.in_slots import SlotEngine, raise_if_imposs
 from fl_lightning.federation.clients.trial import (
     TrainOne,
     Trial,
-    additions,
     reason_against_speedup,
     sample_of,
-    without_idle_slots,
 )
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
@@ -109,7 +107,7 @@ class EngineChooser:
         Args:
             model: the global model.
             work: of the first group of clients.
-            train_one: trains a client sequentially; only the module's metrics remember it.
+            train_one: trains a client from a model sequentially; only the module's metrics remember it.
         """
         work = [client for client in work if client.sizes]
         if self.is_settled or not work:
@@ -160,9 +158,9 @@ class EngineChooser:
         options = self._options
         if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
-        candidates = [speedup for speedup in SPEEDUPS if self._reason_against(speedup) is None]
+        candidates = {speedup for speedup in SPEEDUPS if self._reason_against(speedup) is None}
         if not str(self._trainer.precision).startswith("bf16"):
-            candidates = [speedup for speedup in candidates if speedup != "math_attention"]
+            candidates.discard("math_attention")
         if not candidates or trial.num_steps < LEAST_STEPS:
             return ""
         one = trial.seconds_of_longest()
@@ -170,28 +168,23 @@ class EngineChooser:
         if total_seconds < SPEEDUPS_SECONDS:
             return ""
         if total_seconds < COMPILED_STEP_SECONDS:
-            candidates = [speedup for speedup in candidates if speedup != "compiled"]
+            candidates.discard("compiled")
+        return self._measure_speedups(trial, one, total_seconds, candidates)
+
+    def _measure_speedups(
+        self, trial: Trial, one: float, total_seconds: float, candidates: Collection[Speedup]
+    ) -> str:
         limit = min(_MOST_SECONDS_OF_SPEEDUPS, _SHARE_OF_SPEEDUPS * total_seconds)
         rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
-        return self._add_speedups(trial, candidates, one, time.perf_counter() + limit)
-
-    def _add_speedups(
-        self, trial: Trial, candidates: Sequence[Speedup], one: float, ends: float
-    ) -> str:
-        total, remarks = 1.0, ""
-        for added in additions(candidates):
-            before = self._step.speedups
-            if set(added) & set(before) or time.perf_counter() > ends:
-                continue
-            ratio, remark = trial.by_speedups(before, added, one)
-            pays = ratio >= LEAST_BY_SPEEDUP
-            self._step.use((*before, *added) if pays else before)
-            total *= ratio if pays else 1.0
-            remarks += remark
+        ends, speed = time.perf_counter() + limit, 1.0
+        for speedup in (speedup for speedup in SPEEDUPS if speedup in candidates):
+            ratio = trial.speed_of(speedup, one) if time.perf_counter() < ends else 0.0
+            if ratio >= LEAST_BY_SPEEDUP:
+                self._step.use((*self._step.speedups, speedup))
+                speed *= ratio
         if not self._step.speedups:
-            return remarks
-        speed = f"{total:.2f} times the plain steps' speed"
-        return f" with {', '.join(self._step.speedups)} ({speed}{remarks})"
+            return ""
+        return f" with {', '.join(self._step.speedups)} ({speed:.2f} times the plain steps' speed)"
 
     def _forced_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
         """Slots without measuring.
@@ -202,7 +195,7 @@ class EngineChooser:
         compiled = trial.num_steps >= SHORT_RUN_STEPS
         stacking = replace(
             trial.agreeing(self._stacking),
-            num_slots=self._options.num_slots or trial.most_slots(trial.work, compiled=compiled),
+            num_slots=self._options.num_slots or trial.slots_for(trial.work, compiled=compiled),
             compiled=compiled,
         )
         return SlotEngine(self._trainer, self._local, stacking), "as asked for"
@@ -224,14 +217,14 @@ class EngineChooser:
         began = time.perf_counter()
         stacking = trial.agreeing(self._stacking)
         fitting, share = trial.stackable(stacking)
-        number = self._number_of_slots(trial, fitting, compiled=False)
+        number = self._options.num_slots or trial.slots_for(fitting, compiled=False)
         seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
         sample = sample_of(fitting, number, math.ceil(seconds / one))
         engine, in_slots = trial.seconds_in_slots(replace(stacking, num_slots=number), sample)
         left = num_steps * (min(one, in_slots) * share + one * (1 - share))
         if is_long := left >= COMPILED_SLOTS_SECONDS:
             rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
-            number = self._number_of_slots(trial, fitting, compiled=True)
+            number = self._options.num_slots or trial.slots_for(fitting, compiled=True)
             stacking = replace(engine.stacking, num_slots=number, compiled=True)
             compiled, seconds = trial.seconds_in_slots(stacking, sample)
             if seconds < in_slots:
@@ -246,11 +239,6 @@ class EngineChooser:
             return engine, f"{why}, compiled in {spent:.0f} s"
         how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
         return engine, f"{why}, not compiled, {how}"
-
-    def _number_of_slots(self, trial: Trial, work: Sequence[ClientWork], *, compiled: bool) -> int:
-        if self._options.num_slots is not None:
-            return self._options.num_slots
-        return without_idle_slots(trial.most_slots(work, compiled=compiled), work)
 
     def _remark(self, is_direct: bool) -> str:
         """Say where layers are computed more precisely than asked for."""

@@ -133,7 +133,7 @@ class FitClients:
             return
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
-                self.engine.choose(model, self.work_of(group), lambda w: self._try_one(model, w))
+                self.engine.choose(model, self.work_of(group), self._try_one)
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:
             self.engine.load_state_dict(choice)

@@ -193,7 +193,8 @@ class InSlots:
         stages = self._stages
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check = self._spot_check.begin(stackable)
+        check = self._spot_check
+        check.begin(stackable)
         again: list[int] = []
         transaction.begin()
         for group in slots.train(start.model, stackable, stages.term, stages.own):

@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ def drawn(work: GroupWork, fraction: float) -> GroupWork:
 
 
 class SpotCheck:
-    """Checks groups of clients of one fit.
+    """Checks one group of clients after the other.
 
     Args:
         fraction: share of the clients in slots that are checked.
@@ -122,18 +123,49 @@ class SpotCheck:
         self._fraction, self._module, self._collector = fraction, module, collector
         self._alone, self._restore, self._precision = alone, restore, precision
 
-    def begin(self, work: GroupWork) -> GroupCheck:
+    def begin(self, work: GroupWork) -> None:
         """Draw some of the clients that train in slots now."""
-        work = drawn(work, self._fraction)
-        return GroupCheck(self, work, self._metrics() if len(work) else None)
+        self._work = {client.client_id: client for client in drawn(work, self._fraction)}
+        self._found: dict[int, Trained] = {}
+        self._metrics = MetricStates(metrics_of(self._module) if self._work else [])
 
-    def _metrics(self) -> MetricStates:
-        return MetricStates(metrics_of(self._module))
+    def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
+        """Keep what slots have made of the clients that were drawn.
+
+        Args:
+            usable: updates, which have been taken in.
+            kept: personal parameters of clients, by client.
+        """
+        for row, client in enumerate(usable.client_ids if self._work else ()):
+            if client in self._work:
+                own = kept.get(client, usable.buffers.new_empty(0))
+                (update,) = usable.rows([row])  # copies: the slots go on
+                self._found[client] = Trained(update, own, own)
+
+    def compare(self, start: GlobalModel, present: GlobalModel) -> None:
+        """Train those clients one after the other as well.
+
+        Args:
+            start: what they began from.
+            present: the global model that the module holds.
+
+        Raises:
+            EnginesDiffer: for the first one whose results differ by more than rounding.
+        """
+        if not self._work:
+            return
+        try:
+            with self.without_trace(present):
+                for client, found in self._found.items():
+                    self.look(self._work[client], found, start)
+        except BaseException:  # the group's updates do not count, nor what metrics hold of them
+            self._metrics.put_back()
+            raise
 
     @contextmanager
     def without_trace(self, present: GlobalModel) -> Iterator[None]:
         """Leave module, logs and random streams as they were when the block began."""
-        metrics, logs = self._metrics(), self._collector
+        metrics, logs = MetricStates(metrics_of(self._module)), self._collector
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         values = [p.detach().clone() for p in frozen]
         with preserve_global_generators(), logs.forgetting(), logs.listening_to(self._module):
@@ -152,91 +184,76 @@ class SpotCheck:
         Raises:
             EnginesDiffer: if what was found is something else.
         """
-        expected, num_seen = self._outcome(work, start), len(work.order)
-        gaps = _gaps(expected, found, start, num_seen)
         rounding = Rounding.of(self._precision, self._module)
-        limits = dict.fromkeys(gaps, rounding.share)
-        moved = None if isinstance(expected, ClientFailure) else expected.update.delta
-        for seed in range(_NUM_NUDGES):
-            if all(gap <= limits[name] for name, gap in gaps.items()):
-                return
-            again = self._outcome(work, nudged(start, moved, rounding.unit, seed=seed))
-            made = _gaps(expected, again, start, num_seen)
-            whole = _MARGIN * made.get(_UPDATE, 0.0)
-            # rounding decides whether its numbers are finite, or there are no digits to compare
-            if _FAILURE in made or whole >= 1:
-                return
-            for name, limit in limits.items():
-                limits[name] = max(limit, whole, _MARGIN * made.get(name, 0.0))
-        name = max(gaps, key=lambda name: gaps[name] / limits[name])
-        if gaps[name] > limits[name]:
-            where = f"round {work.round_index}, client {work.client_id}"
-            said = f"trained in slots, its {name} differs by {gaps[name]:.1e} of itself from what it is "
-            said += f"one after the other; rounding explains {limits[name]:.1e}"
-            if isinstance(expected, ClientFailure):
-                said = f"it fails one after the other, and not in slots: {expected.reason}"
-            raise EnginesDiffer(work.client_id, f"{where}: {said}. {_REMEDY}")
-
-    def _outcome(self, work: ClientWork, start: GlobalModel) -> Result:
-        try:
-            return self._alone(work, start)
-        except ClientFailure as failure:
-            return failure
+        expected = _outcome(self._alone, work, start)
+        num_seen = len(work.order)
+        if not (apart := difference(expected, found, work, start, self._alone, rounding, num_seen)):
+            return
+        where = f"round {work.round_index}, client {work.client_id}"
+        said = f"trained in slots, its {apart.name} differs by {apart.gap:.1e} of itself from what it is "
+        said += f"one after the other; rounding explains {apart.explained:.1e}"
+        if isinstance(expected, ClientFailure):
+            said = f"it fails one after the other, and not in slots: {expected.reason}"
+        raise EnginesDiffer(work.client_id, f"{where}: {said}. {_REMEDY}")
 
 
-class GroupCheck:
-    """The clients of one group that are trained both ways.
+class Difference(NamedTuple):
+    """What differs most between two ways to train a client.
 
-    Args:
-        check: compares.
-        work: theirs.
-        metrics: states of the module's torchmetrics objects; None if nobody is checked.
+    Attributes:
+        name: of what differs.
+        gap: its share of the expected one.
+        explained: the largest share that rounding explains.
     """
 
-    def __init__(self, check: SpotCheck, work: GroupWork, metrics: MetricStates | None) -> None:
-        self._check, self._metrics = check, metrics
-        self._work = {client.client_id: client for client in work}
-        self._found: dict[int, Trained] = {}
-
-    def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
-        """Keep what slots have made of the clients that were drawn.
-
-        Args:
-            usable: updates, which have been taken in.
-            kept: personal parameters of clients, by client.
-        """
-        for row, client in enumerate(usable.client_ids if self._work else ()):
-            if client in self._work:
-                own = kept.get(client, usable.buffers.new_empty(0))
-                self._found[client] = Trained(_copy_of(usable, row), own, own)
-
-    def compare(self, start: GlobalModel, present: GlobalModel) -> None:
-        """Train those clients one after the other as well.
-
-        Args:
-            start: what they began from.
-            present: the global model that the module holds.
-
-        Raises:
-            EnginesDiffer: for the first one whose results differ by more than rounding.
-        """
-        if self._metrics is None:
-            return
-        try:
-            with self._check.without_trace(present):
-                for client, found in self._found.items():
-                    self._check.look(self._work[client], found, start)
-        except BaseException:  # the group's updates do not count, nor what metrics hold of them
-            self._metrics.put_back()
-            raise
+    name: str
+    gap: float
+    explained: float
 
 
-def _copy_of(group: Updates, row: int) -> ClientUpdate:
-    delta = group.deltas[row].clone()
-    metrics = {name: values[row].clone() for name, values in group.metrics.items()}
-    buffers, num_examples = group.buffers[row].clone(), group.num_examples[row]
-    client, num_steps = group.client_ids[row], group.num_steps[row]
-    return ClientUpdate(client, delta, buffers, num_examples, num_steps, metrics)
+def difference(
+    expected: Result,
+    found: Result,
+    work: ClientWork,
+    start: GlobalModel,
+    alone: TrainAlone,
+    rounding: Rounding,
+    num_seen: float,
+) -> Difference | None:
+    """Compare two results of a client's training; None if they differ by rounding only.
+
+    Args:
+        expected: of one way.
+        found: of the other.
+        work: the client's.
+        start: what it began from.
+        alone: the one way, for a closer look.
+        rounding: of both.
+        num_seen: examples in all batches, of which logged values may count two otherwise.
+    """
+    gaps = _gaps(expected, found, start, num_seen)
+    limits = dict.fromkeys(gaps, rounding.share)
+    moved = None if isinstance(expected, ClientFailure) else expected.update.delta
+    for seed in range(_NUM_NUDGES):
+        if all(gap <= limits[name] for name, gap in gaps.items()):
+            return None
+        again = _outcome(alone, work, nudged(start, moved, rounding.unit, seed=seed))
+        made = _gaps(expected, again, start, num_seen)
+        whole = _MARGIN * made.get(_UPDATE, 0.0)
+        # rounding decides whether its numbers are finite, or there are no digits to compare
+        if _FAILURE in made or whole >= 1:
+            return None
+        for name, limit in limits.items():
+            limits[name] = max(limit, whole, _MARGIN * made.get(name, 0.0))
+    name = max(gaps, key=lambda name: gaps[name] / limits[name])
+    return Difference(name, gaps[name], limits[name]) if gaps[name] > limits[name] else None
+
+
+def _outcome(alone: TrainAlone, work: ClientWork, start: GlobalModel) -> Result:
+    try:
+        return alone(work, start)
+    except ClientFailure as failure:
+        return failure
 
 
 @dataclass(frozen=True)
@@ -250,11 +267,6 @@ class Rounding:
 
     unit: float
     share: float
-
-    @property
-    def is_coarse(self) -> bool:
-        """True if an operation has far fewer digits than single precision."""
-        return self.unit > 2.0**-20
 
     @classmethod
     def of(cls, precision: str | int | None, module: nn.Module) -> Rounding:
@@ -281,7 +293,7 @@ def _has_coarse_products(params: list[nn.Parameter]) -> bool:
     return params[0].device.type == "cuda" and is_allowed and has_convolutions
 
 
-def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: int) -> dict[str, float]:
+def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) -> dict[str, float]:
     """`differences`; an infinite one if one way fails, none if both do."""
     has_failed = [isinstance(result, ClientFailure) for result in (expected, found)]
     if isinstance(expected, ClientFailure) or isinstance(found, ClientFailure):
@@ -290,7 +302,7 @@ def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: int) ->
 
 
 def differences(
-    expected: Trained, found: Trained, start: GlobalModel, num_seen: int
+    expected: Trained, found: Trained, start: GlobalModel, num_seen: float
 ) -> dict[str, float]:
     """How far two results are apart, by what it is that differs.
 
@@ -324,7 +336,7 @@ def _apart(one: Tensor, other: Tensor, before: Tensor, least: float) -> float:
 
 
 def _of_metrics(
-    one: Mapping[str, Tensor], other: Mapping[str, Tensor], num_seen: int
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], num_seen: float
 ) -> dict[str, float]:
     """Compare logged values; an example or two may be counted otherwise, at the edge of a class."""
     shares = {}

@@ -1,7 +1,7 @@
 """Work of some clients, trained in several ways before a run: whether a way gives the same, and its time.
 
-A way is the same if a client's update, buffers, personal parameters, logged values and torchmetrics
-objects differ by rounding only, on batches of several sizes where smaller ones are to be padded.
+A way is the same if a client's update, buffers, personal parameters, logged values (see `difference`) and
+torchmetrics objects differ by rounding only, on batches of several sizes where smaller ones are to be padded.
 
 Times are the shortest of three, of what this thread computes (`time.thread_time`): who else has the
 processor meanwhile does not count, though a full cache or memory bus still does. A GPU is waited for by
@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 
 import torch
@@ -36,14 +37,16 @@ from fl_lightning.engines import (
     usable_rows,
 )
 from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
-from fl_lightning.federation.clients.spot_check import Rounding
+from fl_lightning.federation.clients.spot_check import Rounding, Trained, difference
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 from fl_lightning.kernels import reason_against_direct_layers
 from fl_lightning.server.means.running_mean import RunningMean
 
-TrainOne = Callable[[ClientWork], ClientUpdate]
+TrainOne = Callable[[GlobalModel, ClientWork], ClientUpdate]
 
 _TURNS = 3
+# By so small a share what a torchmetrics object holds may differ.
+_LEAST_SHARE = 1e-3
 # To tell a few per cent apart
 _TURNS_OF_SPEEDUPS = 7
 # Steps of one client are timed for about so long.
@@ -66,7 +69,7 @@ class Trial:
         step: its local step.
         model: the global model.
         work: of some clients, who have a batch each.
-        train_one: trains a client sequentially; only the module's metrics remember it.
+        train_one: trains a client from a model sequentially; only the module's metrics remember it.
     """
 
     trainer: Trainer
@@ -105,7 +108,7 @@ class Trial:
 
         def train() -> None:
             for client in sample:
-                mean.add(self.train_one(client).delta, client.num_examples)
+                mean.add(self.train_one(self.model, client).delta, client.num_examples)
 
         return self.seconds_per_step(train, sample)
 
@@ -131,10 +134,15 @@ class Trial:
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
         return fitting, steps[0] / steps[1]
 
-    def most_slots(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
-        """Number of slots that fit the memory and have a client each."""
+    def slots_for(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
+        """Number of slots that fit the memory and have a client each, as few as need the same time.
+
+        Clients of one length end together: of 100, 32 slots need four turns, as 25 do.
+        """
         size = self.local.space.num_entries
-        return min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
+        most = min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
+        is_equal = len({len(client.sizes) for client in work}) == 1
+        return math.ceil(len(work) / math.ceil(len(work) / most)) if is_equal else most
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
         """Train a client both ways and return how slots give the same.
@@ -149,41 +157,20 @@ class Trial:
         size = self.trainer.datamodule.full_batch  # type: ignore[attr-defined]
         full = next((client for client in self.work if size in client.sizes), None)
         reason, whole_because = CannotStack(_NO_FULL_BATCH), ""
-        for padded in (True, False) if stacking.padded else (False,):
+        has_direct = reason_against_direct_layers(self.trainer.lightning_module) is None
+        ways = (True, False) if stacking.padded else (False,)
+        for padded, direct in product(ways, (True, False) if has_direct else (False,)):
             if full is None and not padded:
                 break
             sizes = sizes_to_try(self.work, size) if padded else _two(size)
-            tried = replace(stacking, num_slots=2, padded=padded, compiled=False)
+            tried = replace(stacking, padded=padded, direct=direct)
             try:
-                direct = self._is_direct(tried, _of_sizes(full or self.work[0], sizes))
+                self._compare(tried, _of_sizes(full or self.work[0], sizes))
             except CannotStack as found:
-                reason, whole_because = found, str(found)
+                reason, whole_because = found, str(found) if padded else whole_because
             else:
-                return replace(stacking, padded=padded, direct=direct, whole_because=whole_because)
-        raise reason
-
-    def _is_direct(self, stacking: StackedOptions, sample: ClientWork) -> bool:
-        """Train a client both ways; return True if layers can be computed directly.
-
-        Raises:
-            CannotStack: if its results differ in any case.
-        """
-        reason = CannotStack("")
-        has_direct = reason_against_direct_layers(self.trainer.lightning_module) is None
-        for direct in (True, False) if has_direct else (False,):
-            try:
-                self._compare(replace(stacking, direct=direct), sample)
-            except CannotPad:
-                raise
-            except CannotStack as found:
-                reason = found
-            except ClientFailure as failure:
-                if not stacking.padded:
-                    raise
-                text = str(failure).strip().splitlines()[0][:200]
-                raise CannotPad(f"a batch of another size fails ({text})") from failure
-            else:
-                return direct
+                because = "" if padded else whole_because
+                return replace(tried, whole_because=because)
         raise reason
 
     def _compare(self, stacking: StackedOptions, sample: ClientWork) -> None:
@@ -195,34 +182,46 @@ class Trial:
         metrics = metrics_of(self.trainer.lightning_module)
         before = MetricStates(metrics)
         try:
-            expected, own = self.train_one(sample), self.local.kept
+            expected = self.alone(sample, self.model)
             counted = [_numbers(metric) for metric in metrics]
             before.put_back()
             with warnings.catch_warnings():
                 # operators that vmap runs client by client: slower than one client after the other
                 warnings.filterwarnings("error", message="There is a performance drop")
-                slots = SlotEngine(self.trainer, self.local, stacking)
-                ((found,),) = slots.train(self.model, [sample])
+                slots = SlotEngine(self.trainer, self.local, replace(stacking, num_slots=2))
+                ((update,),) = slots.train(self.model, [sample])
             recounted = [_numbers(metric) for metric in metrics]
-        except (CannotStack, ClientFailure, ConfigurationError):
+            own = slots.kept.get(sample.client_id, expected.own)
+            found = Trained(update, own, expected.own_start)
+            self._refuse_other(expected, found, sample)
+        except ClientFailure as failure:
+            if not stacking.padded:
+                raise
+            text = str(failure).strip().splitlines()[0][:200]
+            raise CannotPad(f"a batch of another size fails ({text})") from failure
+        except (CannotStack, ConfigurationError):
             raise
         except Exception as error:
             raise cannot_run(error) from error
         finally:
             before.put_back()
-        kept = slots.kept.get(sample.client_id)
-        pairs = [
-            ("update", expected.delta, found.delta),
-            ("buffers", expected.buffers, found.buffers),
-            *([] if kept is None else [("personal parameters", own, kept)]),
-        ]
-        for name, value in expected.metrics.items():
-            pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
+        bound = max(_LEAST_SHARE, self._rounding.share)
         for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
-            pairs.append((f"{type(metric).__name__} object", numbers, others))
-        for name, value, other in pairs:
-            if not is_close(value, other, self._rounding):
+            is_same = numbers.shape == others.shape
+            if not is_same or not (numbers - others).norm() <= bound * numbers.norm():
+                name = f"{type(metric).__name__} object"
                 raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+    def alone(self, client: ClientWork, model: GlobalModel) -> Trained:
+        """Train a client from a model one after the other."""
+        return Trained(self.train_one(model, client), self.local.kept, self.local.own_start)
+
+    def _refuse_other(self, expected: Trained, found: Trained, client: ClientWork) -> None:
+        apart = difference(
+            expected, found, client, self.model, self.alone, self._rounding, math.inf
+        )
+        if apart is not None:
+            raise CannotStack(f"a trial client's {apart.name} was not the sequential one")
 
     @property
     def _rounding(self) -> Rounding:
@@ -231,56 +230,41 @@ class Trial:
     def seconds_of_longest(self) -> float:
         """Seconds of a step of the client with most steps."""
         client = self._longest.head(1)
-        self.train_one(client)  # warms up
-        return self._seconds(lambda: self.train_one(client))
+        self.train_one(self.model, client)  # warms up
+        return self._seconds(lambda: self.train_one(self.model, client))
 
     @property
     def _longest(self) -> ClientWork:
         return max(self.work, key=lambda client: len(client.sizes))
 
-    def by_speedups(
-        self, before: tuple[Speedup, ...], added: tuple[Speedup, ...], seconds: float
-    ) -> tuple[float, str]:
-        """Try a step with more speedups.
+    def speed_of(self, added: Speedup, seconds: float) -> float:
+        """How many times faster steps are with one speedup more; 0 if it fails or changes the update.
 
         Args:
-            before: speedups to compare with.
-            added: those besides.
+            added: besides those in use.
             seconds: that a step takes, about.
-
-        Returns:
-            How many times faster a step is, 0 if it fails or gives another update, and a remark.
         """
-        is_compiled, began = "compiled" in added, time.perf_counter()
+        before, client = self.step.speedups, self._longest
+        took: dict[tuple[Speedup, ...], list[float]] = {before: [], (*before, added): []}
         try:
-            ratio = self._ratio(before, (*before, *added), seconds)
-        except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
-            return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
-        spent = time.perf_counter() - began
-        with_layout = " in channels_last" if len(added) > 1 else ""
-        remark = f"; {ratio:.2f} by compiling{with_layout}, tried in {spent:.0f} s"
-        return ratio, remark if is_compiled else ""
-
-    def _ratio(
-        self, before: tuple[Speedup, ...], after: tuple[Speedup, ...], seconds: float
-    ) -> float:
-        client, found = self._longest, []
-        for speedups in ((), after):
-            self.step.use(speedups)
-            found.append(self.train_one(client.head(2)))
-        one, other = found
-        for value, changed in ((one.delta, other.delta), (one.buffers, other.buffers)):
-            if not is_close(value, changed, self._rounding):
-                return 0.0
-        sample = client.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))
-        took: dict[tuple[Speedup, ...], list[float]] = {before: [], after: []}
-        for _ in range(_TURNS_OF_SPEEDUPS):
-            for speedups, times in took.items():
-                self.step.use(speedups)
-                times.append(self._seconds(lambda: self.train_one(sample)))
+            self.step.use((*before, added))
+            found = self.alone(client.head(2), self.model)
+            self.step.use(())
+            self._refuse_other(self.alone(client.head(2), self.model), found, client.head(2))
+            sample = client.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))
+            for _ in range(_TURNS_OF_SPEEDUPS):
+                for speedups, times in took.items():
+                    self.step.use(speedups)
+                    times.append(self._seconds(lambda: self.train_one(self.model, sample)))
+        except (ClientFailure, CannotStack):  # e.g. a view of images that wants the usual layout
+            return 0.0
+        finally:
+            self.step.use(before)
+        old, new = took.values()
         # the shortest of one of the two may be luck
-        ratios = [one / other for one, other in zip(took[before], took[after], strict=True)]
-        return min(median(ratios), min(took[before]) / min(took[after]))
+        return min(
+            median(one / other for one, other in zip(old, new, strict=True)), min(old) / min(new)
+        )
 
 
 def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
@@ -291,33 +275,6 @@ def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
     if not step.is_lean:
         return "accumulation, clipping, gradient scaling or hooks take part in its steps"
     return reason_against(speedup, module, step.trainer.optimizers[0])
-
-
-def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:
-    """Speedups to add in turn: each alone, and a compiled graph in the other layout before that.
-
-    PyTorch's own kernels may be slower in a layout in which compiled ones are faster.
-    """
-    additions: list[tuple[Speedup, ...]] = [(speedup,) for speedup in candidates]
-    if {"channels_last", "compiled"} <= set(candidates):
-        additions.insert(-1, ("channels_last", "compiled"))
-    return additions
-
-
-def without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
-    """Number of slots that do with as few idle ones what ``most`` do in the same time.
-
-    Clients of one length end together, and the last ones leave slots empty.
-
-    Example:
-        >>> work = [ClientWork(i, 4, torch.arange(4), [4]) for i in range(100)]
-        >>> without_idle_slots(32, work)  # four times 25
-        25
-    """
-    if len({len(client.sizes) for client in work}) > 1:
-        return most
-    times = -(-len(work) // most)
-    return -(-len(work) // times)
 
 
 def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> list[ClientWork]:
@@ -364,17 +321,3 @@ def _numbers(metric: Metric) -> Tensor:
     """All that a metric holds as one vector."""
     states = [s for v in metric.metric_state.values() for s in (v if isinstance(v, list) else [v])]
     return torch.cat([torch.zeros(0), *(s.detach().float().cpu().flatten() for s in states)])
-
-
-def is_close(value: Tensor, other: Tensor, rounding: Rounding) -> bool:
-    """True if numbers differ by rounding: by a small share of the largest, or together of the norm.
-
-    Of the norm where rounding is coarse, in half precision or in a GPU's TF32: Adam steps either way
-    where rounding is all there is.
-    """
-    if value.shape != other.shape:
-        return False
-    if rounding.is_coarse:
-        return bool((value - other).norm() <= rounding.share * value.norm() + 1e-12)
-    bound = 1e-3 * float(value.abs().max()) if value.numel() else 0.0
-    return bool(((value - other).abs() <= bound + 1e-12).all())

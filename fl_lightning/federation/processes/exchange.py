@@ -31,27 +31,17 @@ Failure = ClientFailure | ConfigurationError
 
 @dataclass(frozen=True)
 class Report:
-    """What one process tells the others about a round.
+    """What one process tells the others about a round."""
 
-    Attributes:
-        failure: what stopped its clients.
-        behind: the traceback of its cause, which does not travel; None without one.
-        record: its counts and its clients' metrics.
-        logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
-        metric_states: the states of those objects by place.
-        prog_bar: names of values that are shown beside the progress bar.
-        memories: what its clients remember from this round on.
-        stops: whether it was asked to stop after this round.
-    """
-
-    failure: Failure | None
-    behind: str | None
-    record: dict[str, Any]
+    failure: Failure | None  # what stopped its clients
+    behind: str | None  # the traceback of its cause, which does not travel; None without one
+    record: dict[str, Any]  # its counts and its clients' metrics
+    # every logged torchmetrics object's name, its name per epoch, its place in the module
     logged: list[tuple[str, str, str]]
-    metric_states: dict[str, Any]
-    prog_bar: set[str]
-    memories: list[Waiting]
-    stops: bool
+    metric_states: dict[str, Any]  # the states of those objects by place
+    prog_bar: set[str]  # names of values that are shown beside the progress bar
+    memories: list[Waiting]  # what its clients remember from this round on
+    stops: bool  # whether it was asked to stop after this round
 
 
 class Meeting:

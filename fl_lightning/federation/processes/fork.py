@@ -327,29 +327,17 @@ _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
 
 @dataclass(frozen=True)
 class TrainerOutcome:
-    """The result of a Trainer's function, and the state it left the Trainer in.
+    """The result of a Trainer's function, and the state it left the Trainer in."""
 
-    Attributes:
-        result: what the function returned; None for predictions, of which a process has a part.
-        state: the Trainer's own word for where it is.
-        weights: the module's, after a fit.
-        metrics: the Trainer's ``callback_metrics``.
-        new: names of those that the last round measured.
-        progress: rounds done.
-        checkpoints: per checkpoint callback what it wrote where.
-        personal: per callback with personal models what they are.
-        spent: what private fits of the module have cost.
-    """
-
-    result: Any
-    state: TrainerState
-    weights: dict[str, Tensor] | None
-    metrics: dict[str, Tensor]
-    new: set[str]
-    progress: dict[str, Any]
-    checkpoints: list[dict[str, Any]]
-    personal: list[dict[str, Any]]
-    spent: Spent
+    result: Any  # what the function returned; None for predictions, of which a process has a part
+    state: TrainerState  # the Trainer's own word for where it is
+    weights: dict[str, Tensor] | None  # the module's, after a fit
+    metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
+    new: set[str]  # names of those that the last round measured
+    progress: dict[str, Any]  # rounds done
+    checkpoints: list[dict[str, Any]]  # per checkpoint callback what it wrote where
+    personal: list[dict[str, Any]]  # per callback with personal models what they are
+    spent: Spent  # what private fits of the module have cost
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:

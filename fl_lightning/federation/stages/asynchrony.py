@@ -44,19 +44,13 @@ MOST_LOST_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The updates that one server step takes in.
+    """The updates that one server step takes in."""
 
-    Attributes:
-        versions: of the model that each client began from, by client, in increasing order of ids.
-        durations: how long each was at work, in seconds.
-        seconds: the time of the step.
-        in_flight: versions from which somebody is still at work.
-    """
-
+    # of the model that each client began from, by client, in increasing order of ids
     versions: dict[int, int]
-    durations: dict[int, float]
-    seconds: float
-    in_flight: frozenset[int]
+    durations: dict[int, float]  # how long each was at work, in seconds
+    seconds: float  # the time of the step
+    in_flight: frozenset[int]  # versions from which somebody is still at work
 
     def staleness(self, present: int) -> float:
         """Return how many steps the server took between start and arrival, on average.
@@ -255,11 +249,7 @@ class KeptVersions(Stage):
         )
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Refuse other coordinates while clients are at work.
-
-        Raises:
-            ConfigurationError: if there are such clients.
-        """
+        """Refuse other coordinates while clients are at work."""
         if positions is not None and self._models:
             raise ConfigurationError(
                 "federation: asynchronous does not work with masks that change during the run: clients at "
@@ -322,11 +312,7 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Restore it.
-
-        Raises:
-            ConfigurationError: if others would have arrived by now.
-        """
+        """Restore it."""
         if "present" not in state:
             raise ConfigurationError(
                 "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "

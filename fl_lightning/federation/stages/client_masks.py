@@ -1,17 +1,36 @@
-"""Masks of the clients' own: whoever has them among a Trainer's callbacks is asked for them."""
+"""Clients that train a part of the model each: entries by a mask of their own, ranks of adapters.
+
+Masks are those of a Trainer's callback. With adapters of different ranks the server may change frozen weights:
+
+    down:     client i begins with the first r_i rows of A and columns of B; the rest is 0, and stays 0, as the
+              gradient of either is a product with the other
+    stepped:  W ← W + what the aggregator found for each layer
+
+What is 0 does not travel, and is not counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.federation.stage import Stage, Start, Turn, Upload
+from fl_lightning.server.adapters import AdapterAggregator, Pair
+from fl_lightning.server.server import fedavg_optimizer
 from fl_lightning.updates.message import bytes_down
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
@@ -71,3 +90,140 @@ class MaskedClients(Stage):
         turn.masks = self._masks(turn.work.client_id)
         active = self._local.space.coordinates(turn.masks)
         turn.num_bytes = bytes_down(model.params, model.buffers, active)
+
+
+_A, _B = ".lora_A.", ".lora_B."
+
+
+class AdapterRounds(Stage):
+    """The clients' side of an aggregator of adapters, and the frozen weights that it changes.
+
+    Args:
+        aggregator: of the run.
+        options: of the run.
+    """
+
+    traits = NO_TRAITS  # the aggregator has them
+
+    def __init__(self, aggregator: AdapterAggregator, options: Options) -> None:
+        self._aggregator, self._options = aggregator, options
+        self._name = f"federation.aggregator {type(aggregator).__name__}"
+        if aggregator.changes_base:
+            self.one_at_a_time = "the server changes the frozen weights (federation.aggregator)"
+
+    def enter(self, run: Run) -> None:
+        """Find the adapters."""
+        if self._options.server_optimizer is not fedavg_optimizer:
+            raise ConfigurationError(
+                f"{self._name} sets adapters to what its equation says, and server_optimizer would step "
+                "elsewhere: leave server_optimizer out"
+            )
+        self._module = run.module
+        self.place(run.local.space, None)
+
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Find the places of the adapters' factors in the vectors."""
+        sizes = [math.prod(shape) for shape in space.shapes]
+        begins = [sum(sizes[:place]) for place in range(len(sizes))]
+        places = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+        found = dict(zip(space.names, zip(places, space.shapes, strict=True), strict=True))
+        pairs, self._layers = [], []
+        for name, (place, shape) in found.items():
+            if _A in name:
+                other = found.get(name.replace(_A, _B))
+                layer: Any = self._module.get_submodule(name.split(_A)[0])
+                adapter = name.split(_A)[1].split(".")[0]
+                if other is None or len(shape) != 2:
+                    raise ConfigurationError(
+                        f"{self._name} needs both factors of each adapter, of linear layers, to travel: "
+                        f"{name} is alone (freeze_a, or federation.personal), or of another kind of layer"
+                    )
+                self._check(layer, adapter, shape[0])
+                scale = float(layer.scaling[adapter])
+                pairs.append(Pair(place, other[0], shape[0], scale))
+                self._layers.append((name.split(_A)[0], layer))
+        if not pairs:
+            raise ConfigurationError(
+                f"{self._name} aggregates LoRA's adapters, and {type(self._module).__name__} trains none: "
+                "give CausalLM an adapter (without freeze_a), or use Mean"
+            )
+        self._aggregator.pairs = pairs
+
+    def _check(self, layer: Any, adapter: str, rank: int) -> None:
+        ranks = self._aggregator.ranks or [1]
+        if max(ranks) > rank:
+            raise ConfigurationError(
+                f"{self._name}: ranks must be at most {rank}, that of the model's adapters, got {max(ranks)}"
+            )
+        if getattr(layer, "use_dora", {}).get(adapter):
+            raise ConfigurationError(
+                f"{self._name} reads W + s B A, and DoRA scales its columns: leave use_dora out, or use Mean"
+            )
+        if self._aggregator.changes_base and not layer.base_layer.weight.is_floating_point():
+            raise ConfigurationError(
+                f"{self._name} adds to the frozen weights, which are in 4 bits: leave four_bit out"
+            )
+
+    def _kept(self, model: GlobalModel, rank: int | None) -> Tensor | None:
+        """Coordinates that clients of a rank have, bool of shape (k,); None for all."""
+        if rank is None or all(rank >= pair.rank for pair in self._aggregator.pairs):
+            return None
+        kept = torch.ones(1, len(model.params))
+        for pair in self._aggregator.pairs:
+            pair.keep(kept, [min(rank, pair.rank)])
+        return kept[0].bool().to(model.params.device)
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return the truncated models, one for each rank."""
+        # what changed the frozen weights last is sent as stacked factors
+        size = start.model.params.element_size()
+        start = start._replace(num_bytes=start.num_bytes + size * self._aggregator.num_stacked)
+        clients: dict[int | None, list[Any]] = {}
+        for client in work:
+            clients.setdefault(self._aggregator.rank_of(client.client_id), []).append(client)
+        pieces = []
+        for rank, some in clients.items():
+            model = start.model
+            kept = self._kept(model, rank)
+            piece = start
+            if kept is not None:
+                smaller = GlobalModel(model.params * kept, model.buffers)
+                saved = bytes_down(model.params, model.buffers) - bytes_down(
+                    model.params, model.buffers, kept
+                )
+                # transforms of models on their way down count what they send themselves
+                saved = 0 if self._options.download else saved
+                piece = start._replace(model=smaller, num_bytes=start.num_bytes - saved)
+            pieces.append((piece, GroupWork.of(some)))
+        return pieces
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Mark what clients of a rank send."""
+        kept = self._kept(
+            upload.start.model, self._aggregator.rank_of(upload.arrived.client_ids[0])
+        )
+        if kept is None:
+            return (upload,)
+        return (
+            upload._replace(
+                arrived=replace(upload.arrived, active=[kept] * len(upload.arrived.client_ids))
+            ),
+        )
+
+    def stepped(self, params: Tensor) -> None:
+        """Change the frozen weights of the layers."""
+        changes = zip(self._layers, self._aggregator.take_changes(), strict=False)
+        for (name, layer), change in changes:
+            if change is not None:
+                _announce(self._module, f"{name}.base_layer.weight")
+                weight = layer.base_layer.weight
+                whole = change.T if layer.fan_in_fan_out else change
+                with torch.no_grad():
+                    weight.copy_(weight.double().cpu() + whole)
+
+
+def _announce(module: LightningModule, name: str) -> None:
+    """Tell a module whose checkpoints leave frozen weights out that one is about to change."""
+    will_change = getattr(module, "will_change", None)
+    if callable(will_change):
+        will_change([name])

@@ -64,11 +64,7 @@ class Corrector(Correcting, SpansNetwork):
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and who remembers.
-
-        Raises:
-            ConfigurationError: if the correction refuses module or optimizer.
-        """
+        """Learn whose module trains, and who remembers."""
         for optimizer in run.optimizers:
             self.correction.check(run.module, optimizer)
         if any_maximises(run.optimizers):
@@ -100,11 +96,7 @@ class Corrector(Correcting, SpansNetwork):
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return a client's term for this round.
-
-        Raises:
-            ConfigurationError: if it has another pull than the correction says, which slots go by.
-        """
+        """Return a client's term for this round."""
         term = self.correction.term(self._recalled(client), self._mean)
         if term.pull != self.correction.pull:
             name = type(self.correction).__name__

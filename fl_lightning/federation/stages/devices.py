@@ -56,16 +56,12 @@ class SimulatedDevices(Stage):
 
 @dataclass(frozen=True)
 class VirtualTime:
-    """Simulated time.
+    """Simulated time."""
 
-    Attributes:
-        fleet: the clients' devices; None if time is not simulated.
-        rule: how stale updates count; None if the server waits for its cohort.
-        arrivals: who arrives when; None likewise, and where that is not simulated.
-    """
-
-    fleet: Fleet | None = None
+    fleet: Fleet | None = None  # the clients' devices; None if time is not simulated
+    # how stale updates count; None if the server waits for its cohort
     rule: AsyncRule | None = None
+    # who arrives when; None likewise, and where that is not simulated
     arrivals: Arrivals | None = None
 
     @classmethod

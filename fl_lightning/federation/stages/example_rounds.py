@@ -32,9 +32,9 @@ from fl_lightning.federation.stage import Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
 from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
+from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
-from fl_lightning.privacy.run import AccountedRun
 
 # What tells the words for a step's noise from those for its batch.
 _NOISE = 1
@@ -76,11 +76,7 @@ class ExampleRounds(PrivateStage):
         warn_of_unprotected(trainer, self.privacy)
 
     def enter(self, run: Run) -> None:
-        """Make local steps take private gradients.
-
-        Raises:
-            ConfigurationError: for optimizers that take several gradients a step.
-        """
+        """Make local steps take private gradients."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
             raise ConfigurationError(
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
@@ -105,11 +101,7 @@ class ExampleRounds(PrivateStage):
         yield
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Spend a round.
-
-        Raises:
-            RoundFailure: if it would exceed the budget.
-        """
+        """Spend a round."""
         self.ledger.check_open(round_index)
         self.ledger.count_round(round_index)
 

@@ -19,9 +19,8 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
-from fl_lightning.federation.stages.adapters import AdapterRounds
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
+from fl_lightning.federation.stages.client_masks import AdapterRounds, MaskedClients, client_masks
 from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.devices import VirtualTime

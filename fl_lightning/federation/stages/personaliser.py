@@ -51,11 +51,7 @@ class Personaliser(KeepsTensors):
         self._mixture: Tensor | None = None
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and tell its sequential engine what is own.
-
-        Raises:
-            ConfigurationError: for optimizers that cannot train personal models.
-        """
+        """Learn whose module trains, and tell its sequential engine what is own."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory.clients, run.local
         self._step, self._plan, self._scale = run.step, run.plan, run.scale
@@ -97,11 +93,7 @@ class Personaliser(KeepsTensors):
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Train the own part ahead of the shared steps, apart from them, or after them.
-
-        Raises:
-            ClientFailure: if that fails.
-        """
+        """Train the own part ahead of the shared steps, apart from them, or after them."""
         if turn.counts and self._rule.own_epochs:
             self._train_ahead(turn)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
@@ -197,11 +189,7 @@ class Personaliser(KeepsTensors):
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began.
-
-        Raises:
-            ConfigurationError: if something else is personal here.
-        """
+        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
             own = self.state_dict(with_round=False)

@@ -23,8 +23,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import AroundFit, Stage
 from fl_lightning.privacy.accounting.accountant import most_rounds
 from fl_lightning.privacy.central import CentralGaussian
-from fl_lightning.privacy.mechanism import Accounted, Budgeted
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted
 from fl_lightning.server.aggregator import Aggregator
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
@@ -157,11 +156,7 @@ class PrivacyLedger(Generic[M]):
         return f", in steps of {step:.2g}, which adds {max(0.0, with_it - without):.1g} to ε"
 
     def check_open(self, round_index: int) -> None:
-        """Refuse a round that would exceed the budget.
-
-        Raises:
-            RoundFailure: saying so.
-        """
+        """Refuse a round that would exceed the budget."""
         if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
                 f"round {round_index} would exceed the privacy budget of "
@@ -211,11 +206,7 @@ class PrivacyLedger(Generic[M]):
         return {name: options[name] for name in options.keys() - free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the spending of earlier rounds, with the noise that they had.
-
-        Raises:
-            ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
-        """
+        """Restore the spending of earlier rounds, with the noise that they had."""
         if (reason := self._reason_against(state)) is not None:
             raise ConfigurationError(f"federation.privacy: {reason}, or start without ckpt_path")
         self._before, self._earlier = state.get("before", 0), Spent(*state.get("earlier", ()))
@@ -303,11 +294,7 @@ class PrivateStage(AroundFit):
         """Count the rounds of an earlier fit of the same kind."""
 
     def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
-        """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model.
-
-        Raises:
-            ConfigurationError: if nobody here knows what they cost, or these cost something else.
-        """
+        """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model."""
         if earlier is not None:
             self._count_earlier(trainer, next((s for s in earlier if type(s) is type(self)), None))
         note_spent(trainer.lightning_module, self.ledger.total)
@@ -336,11 +323,7 @@ class PrivateStage(AroundFit):
         self.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
     def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
-        """Refuse learning rates that follow what has no noise; stop where nothing is left.
-
-        Raises:
-            ConfigurationError: naming what a schedule looks at.
-        """
+        """Refuse learning rates that follow what has no noise; stop where nothing is left."""
         if is_broken_off:
             self.close(record)
         check_monitors(trainer, record.unprotected_names())

@@ -28,11 +28,10 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
 from fl_lightning.privacy.private_mean import PrivateMean
-from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.aggregator import PrivateAggregator, TakesNoiseShares
 from fl_lightning.server.protected import NoiseShares
 
@@ -125,11 +124,7 @@ class PrivateRounds(PrivateStage):
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm; warn once of buffers that clients change.
-
-        Raises:
-            RoundFailure: if the round would exceed the budget.
-        """
+        """Set the round's clip norm; warn once of buffers that clients change."""
         if (num_buffers := model.buffers.numel()) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(

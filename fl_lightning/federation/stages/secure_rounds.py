@@ -39,11 +39,7 @@ class SecureRounds(Stage):
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Refuse a model of which more than the update would travel; say once what the server sees.
-
-        Raises:
-            ConfigurationError: if there is such.
-        """
+        """Refuse a model of which more than the update would travel; say once what the server sees."""
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "

@@ -32,7 +32,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_wit
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.plan import WorkPlan
@@ -122,17 +122,16 @@ Having = Callable[[int], AbstractContextManager[None]]
 
 def refresh_losses(
     trainer: Trainer,
-    sampler: CohortSampler,
+    cohort: Cohort,
     population: Population,
     seed: int,
     having: Having | None = None,
 ) -> None:
-    """Put the losses that a sampler asks for into what is known of clients; before it draws.
+    """Put the losses that a cohort asks for into what is known of clients; before it draws.
 
     To be called by all processes, with the global model in the module; ``having`` as in
     `measured_losses`.
     """
-    cohort = as_cohort(sampler)
     clients = cohort.candidates(trainer.current_epoch, population, seed)
     if not len(clients):
         return

@@ -13,7 +13,6 @@ from functools import partial
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation import Options, Run
 from fl_lightning.flower.failures import OrderRefused
@@ -21,13 +20,12 @@ from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost
-from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.scheme import EncryptedSum
 from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.clip import clipped
 
 
 class SitePrivacy:
@@ -121,7 +119,7 @@ def hidden_at_site(
     if private is None or not private.clients_add_noise:
         policy.check_unprotected("training" if private is None else type(private).__name__)
         return _sums_of(aggregator.protection, policy), None
-    num_clients, cohort = len(run.data.clients), as_cohort(options.cohort)
+    num_clients, cohort = len(run.data.clients), options.cohort
     accounted = AccountedRun(
         options.cohort,
         num_clients=num_clients,

@@ -182,10 +182,11 @@ class SizeBlocks(Blocks):
         return kinds
 
     def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        """Yield the deepest networks, of the kinds used least so far."""
+        """Yield the deepest networks, of random ones each with the most kinds that are missing."""
         missing = set(self.kinds())
         while missing:
-            architecture = self._covering(missing, generator)
+            drawn = [self._deepest(self.space.sample(generator)) for _ in range(_CANDIDATES)]
+            architecture = max(drawn, key=lambda one: len(missing.intersection(self.of(one))))
             covered = self.of(architecture)
             missing -= set(covered)
             network = self.space.build(architecture, **self.options)
@@ -193,32 +194,16 @@ class SizeBlocks(Blocks):
             blocks = [block for stage in stages for block in stage]
             yield network, dict(zip(blocks, covered, strict=True))
 
-    def _covering(self, missing: set[str], generator: torch.Generator) -> Architecture:
-        """Raise the number of missing kinds decision by decision, from a random deep network."""
-        space = self.space
-        choices = list(space.sample(generator).choices)
-        for index, (name, size) in enumerate(space.named_sizes):
-            if name.endswith(" depth"):
-                choices[index] = len(size.options) - 1
-        for _ in range(2):  # a stage's sizes, then those of its blocks; once more with neighbours
-            for index, decision in enumerate(space.decisions):
-                if not decision.name.endswith(" depth"):
-                    choices[index] = self._best(choices, index, missing, generator)
-        return space.architecture(choices)
-
-    def _best(
-        self, choices: list[int], index: int, missing: set[str], generator: torch.Generator
-    ) -> int:
-        options = torch.randperm(len(self.space.decisions[index].options), generator=generator)
-
-        def covered(option: int) -> int:
-            changed = [*choices[:index], option, *choices[index + 1 :]]
-            return len(missing & set(self.of(self.space.architecture(changed))))
-
-        best: int = max(options.tolist(), key=covered)
-        return best
+    def _deepest(self, architecture: Architecture) -> Architecture:
+        """Return an architecture with all blocks that there may be."""
+        depths = [name.endswith(" depth") for name, _ in self.space.named_sizes]
+        rows = zip(architecture.choices, depths, self.space.decisions, strict=True)
+        return self.space.architecture(
+            [len(decision.options) - 1 if is_depth else own for own, is_depth, decision in rows]
+        )
 
 
+_CANDIDATES = 100  # random networks, of which one is timed
 # sizes and what is chosen of them
 _Chosen = tuple[Sequence[Size], Sequence[Number]]
 

@@ -65,14 +65,7 @@ def device_name(device: torch.device) -> str:
 def time_networks(
     networks: Sequence[nn.Module], image: Tensor, pace: TimingPlan, say: Callable[[str], None]
 ) -> list[float]:
-    """Return the milliseconds of a pass of each network.
-
-    Args:
-        networks: in evaluation mode, on the image's device.
-        image: a batch.
-        pace: of the timing.
-        say: is told how far it is.
-    """
+    """Return the milliseconds of a pass of each network."""
     timed: list[list[float]] = [[] for _ in networks]
 
     def visit(number: int) -> None:

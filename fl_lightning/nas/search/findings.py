@@ -73,13 +73,7 @@ def export(
 
 
 def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table of the front, cheapest first.
-
-    Args:
-        result: of the search.
-        measure: the cost of the front.
-        score: what the scores are.
-    """
+    """Return the head and the rows of a table of the front, cheapest first."""
     measures = [name for name in result.evaluated[0].costs if name != "activations"]
     rows = [
         [_score(one.score), *(shown(one.costs[name]) for name in measures)]

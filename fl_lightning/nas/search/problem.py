@@ -61,11 +61,7 @@ class SearchResult:
         return max(self.evaluated, key=lambda one: one.score)
 
     def front(self, measure: str) -> list[Evaluated]:
-        """Return the architectures that none beats in score and one cost, cheapest first.
-
-        Args:
-            measure: the name of the cost.
-        """
+        """Return the architectures that none beats in score and one cost, cheapest first."""
         costs = [one.costs[measure] for one in self.evaluated]
         scores = [one.score for one in self.evaluated]
         useful = [number for number, score in enumerate(scores) if score > -math.inf]
@@ -291,10 +287,6 @@ def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> 
     """Return an architecture of which no single decision can be changed to lower a loss.
 
     Where decisions add to the loss by themselves, as they do to costs, it is the lowest there is.
-
-    Args:
-        space: of the architectures.
-        loss: of an architecture.
     """
     starts = [space.architecture([0] * len(space.decisions))]
     if isinstance(space, SizeSpace):
@@ -304,13 +296,7 @@ def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> 
 
 
 def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Architecture | None:
-    """Return a random architecture that meets constraints; None: this attempt found none.
-
-    Args:
-        space: to draw from.
-        excess: of an architecture over the constraints.
-        generator: of the draws.
-    """
+    """Return a random architecture that meets constraints; None: this attempt found none."""
     drawn = space.sample(generator)
     for _ in range(UNIFORM_DRAWS):
         if excess(drawn) == 0:

@@ -77,11 +77,6 @@ def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return by how much the loss would change if weights were removed one by one, to first order.
 
-    Args:
-        network: fresh.
-        images: a batch.
-        labels: of it.
-
     Raises:
         ConfigurationError: for a batch of one whose channels have one value in a batch norm.
     """

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.optuna_extra import optuna_for, quiet
@@ -106,12 +107,12 @@ class RandomSearch(Strategy):
         20
     """
 
+    @override
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        """Score as many architectures as the budget says."""
         evaluations = Evaluations(problem, budget)
         generator = torch_generator(seed, "random search")
         while evaluations.left > 0:
-            drawn = new(lambda: draw(problem.space, problem.excess, generator), evaluations)
+            drawn = _drawn(evaluations, generator)
             if drawn is None:
                 break
             evaluations.of(drawn)
@@ -138,8 +139,8 @@ class RegularizedEvolution(Strategy):
                 f"population, got {self.population} and {self.tournament}"
             )
 
+    @override
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        """Score as many architectures as the budget says."""
         evaluations = Evaluations(problem, budget)
         generator = torch_generator(seed, "regularized evolution")
         alive = deque(_first(evaluations, self.population, generator), maxlen=self.population)
@@ -190,8 +191,8 @@ class Evolution(Strategy):
                 f"{self.mutants}"
             )
 
+    @override
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        """Score as many architectures as the budget says."""
         evaluations = Evaluations(problem, budget)
         generator = torch_generator(seed, "evolution")
         num_parents = max(2, round(self.parents * self.population))
@@ -221,14 +222,18 @@ class Evolution(Strategy):
         return lambda: crossed(drawn(), drawn(), generator)
 
 
+def _drawn(evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+    problem = evaluations.problem
+    return new(lambda: draw(problem.space, problem.excess, generator), evaluations)
+
+
 def _first(
     evaluations: Evaluations, population: int, generator: torch.Generator
 ) -> list[Evaluated]:
     """Score a population of random architectures, as far as the budget goes."""
     members: list[Evaluated] = []
-    problem = evaluations.problem
     for _ in range(min(population, evaluations.left)):
-        drawn = new(lambda: draw(problem.space, problem.excess, generator), evaluations)
+        drawn = _drawn(evaluations, generator)
         if drawn is None:
             break
         members.append(evaluations.of(drawn))
@@ -239,11 +244,7 @@ def _child(
     propose: Callable[[], Architecture], evaluations: Evaluations, generator: torch.Generator
 ) -> Architecture | None:
     """Return a new child; a random architecture where all children were scored before."""
-    born = new(propose, evaluations)
-    if born is not None:
-        return born
-    problem = evaluations.problem
-    return new(lambda: draw(problem.space, problem.excess, generator), evaluations)
+    return new(propose, evaluations) or _drawn(evaluations, generator)
 
 
 _PROPOSALS_IN_VAIN = 20
@@ -271,8 +272,8 @@ class OptunaSearch(Strategy):
             raise ConfigurationError(f"sampler must be tpe or nsga2, got {self.sampler!r}")
         _optuna()
 
+    @override
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        """Score as many architectures as the budget says."""
         evaluations = Evaluations(problem, budget)
         generator = torch_generator(seed, "optuna")
         with quiet(_optuna()):

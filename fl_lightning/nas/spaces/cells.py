@@ -205,13 +205,7 @@ class ReLUConvBN(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """ReLU, then half of the channels from even pixels and half from odd ones: no pixel is dropped.
-
-    Args:
-        channels_in: channels of the input.
-        channels_out: channels of the output, even.
-        affine: whether the batch norm scales and shifts.
-    """
+    """ReLU, then half of the channels from even pixels and half from odd ones: no pixel is dropped."""
 
     def __init__(self, channels_in: int, channels_out: int, affine: bool = True) -> None:
         super().__init__()

@@ -78,16 +78,6 @@ class NASBench201Table:
         row = self._row(cell)
         return {name: float(column[row]) for name, column in self.accuracies.items()}
 
-    def rank(self, cell: Architecture | str, data_set: DataSet = "cifar10") -> int:
-        """Return 1 + how many cells of the table are better; equal cells share a rank."""
-        column = self.accuracies[data_set]
-        return 1 + int((column > column[self._row(cell)]).sum())
-
-    def best(self, data_set: DataSet = "cifar10") -> Architecture:
-        """Return the best cell of the table, of equal ones the first."""
-        row = int(self.accuracies[data_set].argmax())
-        return list(self.rows)[row]
-
     def spearman(
         self, scores: Mapping[Architecture, float], data_set: DataSet = "cifar10"
     ) -> float:

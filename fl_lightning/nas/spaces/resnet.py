@@ -168,12 +168,7 @@ def hidden_channels(channels: int, expansion: float) -> int:
 
 
 class BottleneckBlock(nn.Module):
-    """A block; its parameters are named as in timm's `Bottleneck`.
-
-    Args:
-        shape: of the block.
-        elastic: whether parts of it can run.
-    """
+    """A block; its parameters are named as in timm's `Bottleneck`."""
 
     def __init__(self, shape: Bottleneck, *, elastic: bool = False) -> None:
         super().__init__()
@@ -225,15 +220,7 @@ def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequen
 
 
 class ResNetNetwork(nn.Module):
-    """A network of the space.
-
-    Args:
-        space: it is of.
-        stages: the shapes of its blocks.
-        num_classes: of the classifier.
-        in_channels: of the images.
-        elastic: whether parts of it can run.
-    """
+    """A network of the space."""
 
     def __init__(
         self,

@@ -133,10 +133,6 @@ class SearchSpace(ABC):
 class ArchitectureReader:
     """A parser with a position in the string of an architecture.
 
-    Args:
-        text: the string.
-        space: name of the space, for errors.
-
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
         >>> reader.expect("|")

@@ -171,15 +171,7 @@ class Mlp(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP, each after a norm and beside a shortcut.
-
-    Args:
-        features: of the stream.
-        heads: of attention.
-        head_features: of a head.
-        hidden: features inside the MLP.
-        elastic: whether parts of it can run.
-    """
+    """Attention and MLP, each after a norm and beside a shortcut."""
 
     def __init__(
         self, features: int, heads: int, head_features: int, hidden: int, *, elastic: bool = False
@@ -225,15 +217,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ViTNetwork(nn.Module):
-    """A network of the space.
-
-    Args:
-        space: it is of.
-        shape: its sizes.
-        num_classes: of the classifier.
-        in_channels: of the images.
-        elastic: whether parts of it can run.
-    """
+    """A network of the space."""
 
     def __init__(
         self, space: Any, shape: Shape, num_classes: int, in_channels: int, *, elastic: bool

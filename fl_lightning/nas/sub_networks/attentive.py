@@ -22,13 +22,14 @@ from typing import Literal, final
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.accuracy import AccuracyPredictor
-from fl_lightning.nas.sub_networks.capability import CostOf, within
+from fl_lightning.nas.sub_networks.capability import within
 from fl_lightning.nas.sub_networks.methods import (
     Method,
     Predict,
@@ -71,14 +72,17 @@ class Attentive(Method):
 
     def __post_init__(self) -> None:
         check_drawn(self.num_drawn, 0)
-        check_candidates(self.keep, self.num_candidates)
+        if self.num_candidates < 1:
+            raise ConfigurationError(
+                f"num_candidates must be at least 1, got {self.num_candidates}"
+            )
         if self.pool < 1 or self.num_bins < 1:
             raise ConfigurationError(
                 f"pool and num_bins must be at least 1, got {self.pool} and {self.num_bins}"
             )
 
+    @override
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of the largest and of those that it teaches."""
         is_guided = self.predictor is None or step.predict is not None
         networks = sandwich(
             step.space,
@@ -99,18 +103,13 @@ class Attentive(Method):
             with torch.no_grad():
                 return [-step.labels_loss(step.logits(part)).item() for part in parts]
 
-        bins = _bins_once(step.space, step.cost, step.seed, self.pool, self.num_bins)
+        bins = bins_by_cost(
+            step.space, step.cost, seed=step.seed, num_drawn=self.pool, num_bins=self.num_bins
+        )
         drawn = attentive_draw(
             bins, scores, generator, keep=self.keep, num_candidates=self.num_candidates
         )
         return within(drawn, step.limit)
-
-
-@lru_cache(maxsize=4)  # a pure function, and two seconds
-def _bins_once(
-    space: SizeSpace, cost: CostOf, seed: int, num_drawn: int, num_bins: int
-) -> CostBins:
-    return bins_by_cost(space, cost, seed=seed, num_drawn=num_drawn, num_bins=num_bins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +145,7 @@ class CostBins:
         return drawn
 
 
+@lru_cache(maxsize=4)  # a pure function, and two seconds
 def bins_by_cost(
     space: SizeSpace,
     cost: Callable[[Architecture], float],
@@ -162,14 +162,7 @@ def bins_by_cost(
         seed: of the run.
         num_drawn: how many.
         num_bins: into how many the range from the cheapest to the dearest is cut.
-
-    Raises:
-        ConfigurationError: if one of the numbers is not positive.
     """
-    if num_drawn < 1 or num_bins < 1:
-        raise ConfigurationError(
-            f"num_drawn and num_bins must be at least 1, got {num_drawn} and {num_bins}"
-        )
     generator = torch_generator(seed, "attentive bins")
     num_options = [len(decision.options) for decision in space.decisions]
     columns = [torch.randint(n, (num_drawn,), generator=generator) for n in num_options]
@@ -194,18 +187,6 @@ def bins_by_cost(
 def _bins(costs: Tensor, edges: Tensor) -> Tensor:
     """Return the number of the bin of each cost."""
     return (torch.bucketize(costs, edges, right=True) - 1).clamp(0, len(edges) - 2)
-
-
-def check_candidates(keep: str, num_candidates: int) -> None:
-    """Raise ConfigurationError for a kind that is neither best nor worst, or without candidates.
-
-    Raises:
-        ConfigurationError: with the value.
-    """
-    if keep not in ("best", "worst"):
-        raise ConfigurationError(f"keep must be best or worst, got {keep!r}")
-    if num_candidates < 1:
-        raise ConfigurationError(f"num_candidates must be at least 1, got {num_candidates}")
 
 
 def attentive_draw(

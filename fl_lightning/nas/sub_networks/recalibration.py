@@ -61,10 +61,6 @@ def has_statistics(network: nn.Module) -> bool:
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
     """Raise ConfigurationError for personal models, whose statistics would not be recalibrated.
 
-    Args:
-        personal: of the federation.
-        network: that is recalibrated.
-
     Raises:
         ConfigurationError: saying what to take instead.
     """

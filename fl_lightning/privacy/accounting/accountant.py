@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon, turns_epsilon
 
 if TYPE_CHECKING:
@@ -245,11 +245,6 @@ def _halved(
 class Sampling:
     """The sampling of cohorts, in the terms of privacy theorems.
 
-    Attributes:
-        kind: each client independently (``poisson``), a ``fixed`` number without replacement, or ``all``.
-        num_clients: number of all clients, N.
-        expected: expected number of clients of a round, qN, in (0, N].
-
     Example:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
         >>> sampling = sampling_of(PoissonCohort(fraction=0.1), num_clients=50)
@@ -257,9 +252,10 @@ class Sampling:
         (5.0, 0.1, 1.0, 'one client added or removed')
     """
 
+    # each client independently (``poisson``), a ``fixed`` number without replacement, or ``all``
     kind: Literal["poisson", "fixed", "all"]
-    num_clients: int
-    expected: float
+    num_clients: int  # number of all clients, N
+    expected: float  # expected number of clients of a round, qN, in (0, N]
 
     @property
     def rate(self) -> float:
@@ -284,31 +280,30 @@ class Sampling:
         return f"{self.expected:g} of {self.num_clients} clients without replacement"
 
 
-def check_sampler(cohort: CohortSampler) -> None:
+def check_sampler(cohort: Cohort) -> None:
     """Raise ConfigurationError, with a list of alternatives, if ε of a sampler is unknown."""
-    asked = as_cohort(cohort)
-    if asked.coin is None and not asked.is_uniform:
+    if cohort.coin is None and not cohort.is_uniform:
         raise ConfigurationError(
             f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because the "
             "probability that a client is sampled is not known: set federation.cohort to "
             "PoissonCohort, UniformCohort or AllClients, or use BandedMatrixDP for cohorts that take turns"
         )
-    if asked.redrawn_below > 0:
+    if cohort.redrawn_below > 0:
         raise ConfigurationError(
-            f"federation.privacy: with min_size={asked.redrawn_below} clients of a "
+            f"federation.privacy: with min_size={cohort.redrawn_below} clients of a "
             f"{type(cohort).__name__} do not join independently, which amplification by sampling "
             "needs: set min_size to 0"
         )
 
 
-def sampling_of(cohort: CohortSampler, num_clients: int) -> Sampling:
+def sampling_of(cohort: Cohort, num_clients: int) -> Sampling:
     """Return the `Sampling` of a cohort sampler.
 
     Raises:
         ConfigurationError: if ε of the sampler is unknown.
     """
     check_sampler(cohort)
-    coin = as_cohort(cohort).coin
+    coin = cohort.coin
     if coin is not None and coin < 1:
         return Sampling("poisson", num_clients, coin * num_clients)
     size = cohort.expected_size(num_clients) if coin is None else num_clients

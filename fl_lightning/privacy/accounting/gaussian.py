@@ -114,17 +114,12 @@ _ORDERS = np.concatenate([np.arange(2, 130), np.geomspace(130, 100_000, 200).ast
 
 @dataclass(frozen=True)
 class ReleaseCost:
-    """Noise and sensitivity of one release of a client.
+    """Noise and sensitivity of one release of a client."""
 
-    Attributes:
-        l2: L2 sensitivity Δ₂ of the release.
-        variance: variance of the noise μ ≥ 0, in the same units squared.
-        skellam_size: length k of an integer vector with Skellam noise, for which Δ₁ is at most
-            min(√k Δ₂, Δ₂²); 0 for Gaussian noise.
-    """
-
-    l2: float
-    variance: float
+    l2: float  # L2 sensitivity Δ₂ of the release
+    variance: float  # variance of the noise μ ≥ 0, in the same units squared
+    # length k of an integer vector with Skellam noise, for which Δ₁ is at most min(√k Δ₂, Δ₂²); 0
+    # for Gaussian noise
     skellam_size: int = 0
 
     def divergence(self, orders: npt.NDArray[np.int64] = _ORDERS) -> npt.NDArray[np.float64]:

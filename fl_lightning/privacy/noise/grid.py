@@ -44,15 +44,10 @@ GRID_COST = 1 + 2.0**-26
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of integer steps for vectors of one length and clip norm.
+    """A grid of integer steps for vectors of one length and clip norm."""
 
-    Attributes:
-        clip_norm: S.
-        step: step width γ, a power of two.
-    """
-
-    clip_norm: float
-    step: float
+    clip_norm: float  # S
+    step: float  # step width γ, a power of two
 
     @property
     def radius(self) -> float:

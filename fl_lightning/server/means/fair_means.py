@@ -37,7 +37,7 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_ran
 from fl_lightning.core.traits import Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregator import BY_LOSSES, BY_STEPS, AllReduce, Gather, WeightedMean
-from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 _LOSS = "train/loss"
 _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers

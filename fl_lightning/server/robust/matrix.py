@@ -248,13 +248,9 @@ class UpdateRows:
 
 @dataclass(frozen=True)
 class _RowsOfRows:
-    """Rows made of other rows; subclasses define ``blocks``, ``__len__`` and ``num_examples``.
+    """Rows made of other rows; subclasses define ``blocks``, ``__len__`` and ``num_examples``."""
 
-    Attributes:
-        rows: the other rows.
-    """
-
-    rows: Rows
+    rows: Rows  # the other rows
 
     @property
     def num_columns(self) -> int:

@@ -40,14 +40,10 @@ from fl_lightning.server.robust.passes import (
 
 @dataclass
 class RuleContext:
-    """Inputs of a rule besides the updates.
+    """Inputs of a rule besides the updates."""
 
-    Attributes:
-        round_index: number of the round, for rules that draw at random.
-        memory: vectors of shape (k,) by name, which the rule may change; kept from round to round.
-    """
-
-    round_index: int = 0
+    round_index: int = 0  # number of the round, for rules that draw at random
+    # vectors of shape (k,) by name, which the rule may change; kept from round to round
     memory: dict[str, Floats] = field(default_factory=dict)
 
 

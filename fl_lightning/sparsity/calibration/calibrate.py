@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, preserve_global_generators, seed_global_generators
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan, soften
-from fl_lightning.sparsity.calibration.rules import Rule, next_mask
+from fl_lightning.sparsity.calibration.rules import next_mask
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.masks.maskable import maskable_names
 from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
@@ -114,32 +114,20 @@ def calibrate(
     module: nn.Module,
     batches: Iterable[Any],
     *,
-    density: float | None = None,
-    sparsity: float | None = None,
-    rule: Rule | None = None,
     sensitivity: Sensitivity | None = None,
-    rounds: int = 4,
-    progressive: bool = True,
-    soft_mask: float = 0.01,
-    per_tensor: bool = False,
     names: Sequence[str] | None = None,
     seed: int = 0,
+    **plan: Any,
 ) -> Mask:
     """Calibrate the mask of a module on some examples; the module does not change.
 
     Args:
         module: the model.
         batches: a loader or a list of batches, read once per round; unused by rules without scores.
-        density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, an alternative to density.
-        rule: rule for the entries that train; None for the least sensitive.
         sensitivity: estimator of the scores; None for `SampledFisher`, as in the paper.
-        rounds: R ≥ 1; 1 is one-shot.
-        progressive: False scores R times without a mask, adds the scores up, and drops once.
-        soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
         names: names of the parameters to mask; None for `maskable_names`.
         seed: seed of all random draws, including the order of a shuffling loader.
+        plan: options of `CalibrationPlan`: ``density``, or ``sparsity``, and others.
 
     Raises:
         ConfigurationError: if an option is out of range, or ``batches`` can be read only once.
@@ -151,20 +139,11 @@ def calibrate(
         >>> mask.num_active, mask.num_entries
         (14, 58)
     """
-    plan = CalibrationPlan(
-        density=density,
-        sparsity=sparsity,
-        rule=rule,
-        rounds=rounds,
-        progressive=progressive,
-        soft_mask=soft_mask,
-        per_tensor=per_tensor,
-    )
     parameters = _named(module, names)
-    calibration = Calibration(plan, parameters, seed=seed)
+    calibration = Calibration(CalibrationPlan(**plan), parameters, seed=seed)
     if len(calibration.num_kept) > 1 and isinstance(batches, Iterator):
         raise ConfigurationError(
-            f"batches are read once in each of {rounds} rounds, but an iterator only once: give a "
+            f"batches are read once in each of {len(calibration.num_kept)} rounds, but an iterator only once: give a "
             "loader or a list"
         )
     score = sensitivity or SampledFisher()

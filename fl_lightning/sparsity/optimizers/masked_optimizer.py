@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from fl_lightning.sparsity.optimizers.active_entries import ActiveChunks, Split, put, take
 
@@ -29,13 +30,36 @@ Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
 Part: TypeAlias = tuple[Tensor, Tensor, Any]
 
 
+_UNKNOWN_TO_MASKS = ("capturable", "differentiable")  # options of torch
+
+
 class MaskedOptimizer(Optimizer, ABC):
     """A torch optimizer that moves only the entries that its masks allow.
 
     A subclass has one of torch's optimizers as its second base and defines `move`.
+
+    Args:
+        params: parameters, named parameters or groups, as for torch.
+        args: further options of torch's optimizer.
+        masks: masks of the entries that may move, see `set_masks`; None moves all.
+        options: further options of torch's optimizer.
+
+    Raises:
+        ValueError: if an option is out of range or a mask does not fit.
     """
 
     _chunks: ActiveChunks | None = None
+
+    def __init__(
+        self, params: ParamsT, *args: Any, masks: Masks | None = None, **options: Any
+    ) -> None:
+        if refused := [name for name in _UNKNOWN_TO_MASKS if options.get(name)]:
+            raise ValueError(
+                f"masks: {' and '.join(refused)} of torch's optimizer is not available"
+            )
+        super().__init__(params, *args, **options)
+        self._step_supports_amp_scaling = False  # else GradScaler would leave unscaling to the step
+        self.set_masks(masks)
 
     @abstractmethod
     def move(

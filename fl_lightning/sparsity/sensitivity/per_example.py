@@ -71,7 +71,7 @@ class SquaredGradients(ABC):
 
         It is called in the order of the examples. By default the inputs are empty.
         """
-        return _nothing
+        return lambda _, size: torch.empty(size, 0)
 
     @abstractmethod
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,36 +94,16 @@ class SquaredGradients(ABC):
     ) -> Scores:
         """Return the scores; see `Sensitivity`."""
         given = self.given(seed)
-        return sum_of_squares(self.scoring, module, batches, parameters, given, self.choose)
-
-
-def sum_of_squares(
-    scoring: Scoring,
-    module: nn.Module,
-    batches: Iterable[Any],
-    parameters: Mapping[str, Tensor] | None,
-    given: Given,
-    choose: Choose,
-) -> Scores:
-    """Sum the squared gradients of an estimator that chooses labels and weights per example.
-
-    Raises:
-        ConfigurationError: if there are no examples, or a score is not finite.
-    """
-    values = checked_parameters(module, parameters)
-    device = next(iter(values.values())).device
-    num_examples = 0
-    with scoring_mode(module):
-        squares = _Squares(scoring, module, values, choose)
-        for batch, size in limited(batches, scoring.max_examples, device):
-            squares.add((batch, given(batch, size).to(device)))
-            num_examples += size
-    check_scores(squares.sums, num_examples)
-    return Scores(squares.sums, num_examples)
-
-
-def _nothing(_: Any, size: int) -> Tensor:
-    return torch.empty(size, 0)
+        values = checked_parameters(module, parameters)
+        device = next(iter(values.values())).device
+        num_examples = 0
+        with scoring_mode(module):
+            squares = _Squares(self.scoring, module, values, self.choose)
+            for batch, size in limited(batches, self.scoring.max_examples, device):
+                squares.add((batch, given(batch, size).to(device)))
+                num_examples += size
+        check_scores(squares.sums, num_examples)
+        return Scores(squares.sums, num_examples)
 
 
 def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:
