@@ -67,6 +67,7 @@ class LocalTrainer:
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
+        homes: where the tensors of the module are.
         counts_steps: whether updates tell how many steps the optimizers took, see
             `ClientUpdate.optimizer_steps`; plain means have no use for it.
 
@@ -103,9 +104,9 @@ class LocalTrainer:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = whole_numbers(module)
-        self._homes = ModuleTensors(module)
+        self.homes = ModuleTensors(module)
         self._ignore = {*ignore, "log"}  # which the collector puts there
-        self._attributes, self._in_round = self._attributes_now(), False
+        self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
         self.keeps_lists, self._grown = False, list[Growth]()
         one = isinstance(optimizers, Optimizer)
@@ -200,8 +201,8 @@ class LocalTrainer:
         Args:
             number: the round's.
         """
-        self._homes.bring_home()
-        self._homes.note()
+        self.homes.bring_home()
+        self.homes.note()
         params = self._module.named_parameters()
         present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
@@ -218,19 +219,8 @@ class LocalTrainer:
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # where they are, so are those of the last walk
-            self._attributes = self._attributes_now()
+            self._attributes = Attributes(self._module, ignore=self._ignore)
         self._in_round, self._grown = True, []
-
-    def _attributes_now(self) -> Attributes:
-        return Attributes(self._module, ignore=self._ignore)
-
-    def bring_home(self) -> None:
-        """Give tensors that others replaced in the module their places again, see `ModuleTensors`."""
-        self._homes.bring_home()
-
-    def note_homes(self) -> None:
-        """Note the memory that tensors have now as their own: they were laid out anew on purpose."""
-        self._homes.note()
 
     def show_lists(self) -> None:
         """Append to lists what clients of the round appended, one client after the other.
@@ -316,9 +306,9 @@ class LocalTrainer:
         active = self._begin(start, masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
-            self._homes.freeze_again()
+            self.homes.freeze_again()
         except BaseException as error:
-            self._homes.put_back()
+            self.homes.put_back()
             if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
                 raise
             self.collector.discard()
@@ -327,7 +317,7 @@ class LocalTrainer:
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
-        self._homes.bring_home()
+        self.homes.bring_home()
         logged = self.collector.collect()
         metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
         if self.own.size:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +26,6 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-
-
-@contextmanager
-def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of an object inside the block, and puts back what the object itself had before.
-
-    `nn.Module` does not learn of it.
-    """
-    had, before = name in vars(owner), vars(owner).get(name)
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        object.__delattr__(owner, name)
-        if had:
-            object.__setattr__(owner, name, before)
-
-
-def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern with ``*`` and ``?`` fits a name, whole or after a dot.
-
-    Example:
-        >>> name_matches("network.head.weight", "head.*"), name_matches("network.ahead", "head")
-        (True, False)
-    """
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def head_names(module: nn.Module) -> list[str]:

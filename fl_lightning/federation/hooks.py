@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from fl_lightning.core.modules import shadowed
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 
 BATCH_HOOKS = (

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,9 @@ from fl_lightning.updates.transform import Chain, Shapes, Transform, with_values
 
 # What a user says of blocks, and what it becomes once the tensors are known.
 BlockOption = Block | Literal["tensor"]
+
+# Numbers that are rounded at a time on a CPU: all that is made of them stays in its cache.
+_PIECE = 1 << 15
 
 
 class InBlocks(Transform):
@@ -134,10 +138,32 @@ def over_blocks(
         return torch.cat(parts) if parts else measure(values.view(0, 1))
     size = block or max(values.numel(), 1)
     rows = num_blocks(values.numel(), block)
+    if values.numel() == rows * size:
+        return measure(values.view(rows, size))
     padded = torch.empty(rows * size, dtype=values.dtype, device=values.device)
     padded[values.numel() :] = pad
     padded[: values.numel()] = values
     return measure(padded.view(rows, size))
+
+
+def in_pieces(
+    values: Tensor, dtype: torch.dtype, code: Callable[..., Tensor], *of_members: Tensor
+) -> Tensor:
+    """Return the codes of numbers, shape (n,), computed piece by piece.
+
+    Args:
+        values: shape (n,).
+        dtype: of codes.
+        code: of a piece, given also its numbers of ``of_members``.
+        of_members: shape (n,), or (1,) for all.
+    """
+    count = values.numel()
+    codes = torch.empty(count, dtype=dtype, device=values.device)
+    size = _PIECE if values.device.type == "cpu" else max(1, count)
+    for start in range(0, count, size):
+        part = slice(start, start + size)
+        codes[part] = code(values[part], *(m if m.numel() == 1 else m[part] for m in of_members))
+    return codes
 
 
 @final
@@ -219,13 +245,19 @@ class Affine(InBlocks):
         levels = 2**self.bits - 1
         steps = (high / 2 - low / 2) * (2 / levels)  # halves, whose difference is in range
         safe = torch.where(steps > 0, steps, 1.0)
-        offsets = per_member(low, values.numel(), block)
-        codes = ((values - offsets) / per_member(safe, values.numel(), block)).round_()
-        return Quantised(codes.clamp_(0, levels).to(torch.uint8), self.bits, steps, low, block)
+        members = [per_member(each, values.numel(), block) for each in (low, safe)]
+
+        def code(part: Tensor, offsets: Tensor, steps: Tensor) -> Tensor:
+            return ((part - offsets) / steps).round_().clamp_(0, levels)
+
+        codes = in_pieces(values, torch.uint8, code, *members)
+        return Quantised(codes, self.bits, steps, low, block)
 
 
 def _range(rows: Tensor) -> Tensor:
     """Return the least and the largest number of each row, shape (rows, 2)."""
+    if len(rows) == 1:  # vectors of the processor are used only without an axis
+        return torch.stack(rows.aminmax()).unsqueeze(0)
     return torch.stack(rows.aminmax(dim=1), 1)
 
 
@@ -267,29 +299,43 @@ class QSGD(InBlocks):
         return with_values(payload, lambda values: self._quantised(values, seed), self.name)
 
     def _quantised(self, values: Tensor, seed: int) -> Quantised:
-        order = 2 if self.norm == "l2" else torch.inf
         block = known_block(self.block, values.numel())
-        norms = over_blocks(
-            values, block, lambda rows: torch.linalg.vector_norm(rows, order, dim=1)
-        )
-        draws = torch.rand(values.numel(), generator=torch.Generator().manual_seed(seed))
-        draws = draws.to(values.device)
+        if self.norm == "l2":
+            norms = over_blocks(values, block, lambda rows: torch.linalg.vector_norm(rows, dim=1))
+        else:
+            norms = over_blocks(values, block, _range).abs().amax(1)
         if self.bits == 1:
-            codes = _rounded(values, 2 * norms, draws, block, shift=0.5).clamp_(0, 1)
+            codes = _rounded(values, 2 * norms, seed, block, (0, 1), shift=0.5)
             return Quantised(codes.to(torch.uint8), 1, 2 * norms, -norms, block)
         levels = 2 ** (self.bits - 1) - 1
         steps = norms / torch.full_like(norms, levels)  # GPUs take 1 / levels of a Python number
-        codes = _rounded(values, steps, draws, block).clamp_(-levels, levels)
-        return Quantised(codes.to(torch.int8), self.bits, steps, None, block)
+        codes = _rounded(values, steps, seed, block, (-levels, levels))
+        return Quantised(codes, self.bits, steps, None, block)
 
 
 def _rounded(
-    values: Tensor, steps: Tensor, draws: Tensor, block: Block, shift: float = 0.0
+    values: Tensor,
+    steps: Tensor,
+    seed: int,
+    block: Block,
+    limits: tuple[int, int],
+    shift: float = 0.0,
 ) -> Tensor:
-    """Return values / steps + shift, rounded at random; where a step is 0 so are the values."""
-    exact = values / per_member(torch.where(steps > 0, steps, 1.0), values.numel(), block) + shift
-    low = exact.floor()
-    return low.add_(draws < exact - low)
+    """Return ⌊values / steps + shift + u⌋ with u in [0, 1); where a step is 0 so are the values.
+
+    Of PCG64 the raw integers are promised to be the same in every version of NumPy; each makes two
+    draws of 24 bits, as many as single precision has. The largest u is 1 - 2⁻¹⁷, which a number below
+    128 can be added to without becoming the next whole one.
+    """
+    words = np.random.PCG64(seed)
+
+    def code(part: Tensor, steps: Tensor) -> Tensor:
+        bits = words.random_raw(-(-len(part) // 2)).view(np.uint32)[: len(part)] >> 8
+        draws = torch.from_numpy(bits.view(np.int32)).to(part).mul_(2.0**-24 * (1 - 2.0**-17))
+        return (part / steps).add_(shift).add_(draws).floor_().clamp_(*limits)
+
+    safe = torch.where(steps > 0, steps, 1.0)
+    return in_pieces(values, torch.int8, code, per_member(safe, values.numel(), block))
 
 
 @final

@@ -831,3 +831,27 @@ def test_slots_train_parameters_that_are_scalars(local_steps):
         vectors.append(weights(module))
     assert federation.rounds.clients.engine.slots is not None
     assert torch.allclose(*vectors, atol=1e-6)
+
+
+class DroppingImages(ToyModule):
+    """Drops numbers of images, which direct layers lay out in another order."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Upsample(scale_factor=4), nn.Conv2d(1, 6, 3), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(54, 16), nn.Dropout(0.5),
+            nn.Linear(16, 3),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.skipif(
+    reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
+)
+def test_a_network_with_dropout_has_direct_layers_and_the_numbers_that_it_draws_alone(pads):
+    one, many = toy(DroppingImages), toy(DroppingImages)
+    run(one, "sequential")
+    trainer = run(many, "slots", pad_batches=pads)
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["direct"] is True
+    torch.testing.assert_close(weights(many), weights(one), rtol=1e-5, atol=1e-6)

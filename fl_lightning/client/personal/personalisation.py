@@ -24,12 +24,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import final
 
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modules import head_names, name_matches
+from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import Trait, Traits
 
 _OF_OWN_STEPS = Traits(
@@ -172,9 +173,15 @@ class Personal(Personalisation):
         return [name for name, _ in (*params, *buffers)]
 
 
-def _tensors(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters()
-    yield from module.buffers()  # type: ignore[misc]
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)  # type: ignore[misc]
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern with ``*`` and ``?`` fits a name, whole or after a dot."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
@@ -204,15 +211,10 @@ def _heads(module: nn.Module) -> list[str]:
 def _norm_tensors(module: nn.Module) -> list[nn.Parameter]:
     # by name, as networks bring normalisation layers of their own
     norms = [child for child in module.modules() if "norm" in type(child).__name__.lower()]
-    found = [t for child in norms for t in _direct(child)]
+    found = [t for child in norms for t in _tensors(child, recurse=False)]
     if not found:
         raise ConfigurationError(
             f"Personal: norms is set, but {type(module).__name__} has no normalisation layer with "
             "parameters or buffers: leave it out"
         )
     return found
-
-
-def _direct(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)  # type: ignore[misc]

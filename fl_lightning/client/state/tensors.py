@@ -43,11 +43,6 @@ def whole_numbers(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module.buffers(), *frozen) if not is_number(t)]
 
 
-def buffer_names(module: nn.Module) -> list[str]:
-    """Return the names of all floating-point buffers."""
-    return [name for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-
-
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
     """Return the layout of a client's state.
 

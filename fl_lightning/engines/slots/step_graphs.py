@@ -149,8 +149,9 @@ class StepGraphs:
         with preserve_global_generators():  # reading it may draw
             read = batch(size)
         with preserve_global_generators(only_torch=True):  # others are Python's state
+            # as alone, where dropout finds numbers in PyTorch's order: direct layers have another
             return rehearse(
-                self._call,
+                self._plain_call,
                 self._module,
                 read,
                 num_slots=options.num_slots,

@@ -18,11 +18,11 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
+from fl_lightning.client.personal.personalisation import name_matches
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modules import name_matches
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.run import Run
@@ -81,7 +81,7 @@ class StateRehearsal:
                     with self._nothing_left() as visit:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
-                            self._local.bring_home()
+                            self._local.homes.bring_home()
                             changed |= {*visit.changed(names)}
                         self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]

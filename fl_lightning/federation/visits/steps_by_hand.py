@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.client.corrections.correction import AddedTerm
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.client.optimizers import OutermostSteps
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modules import shadowed
 
 
 class TermByHand:
