@@ -8,6 +8,8 @@ and no paths of this machine. Pictures stay as PNG.
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 # lines that tell of the machine or the clock, not of the notebook
 _NOT_KEPT = re.compile(
@@ -40,12 +43,20 @@ def cleaned(output: Any) -> Any | None:
             kind: data[kind] for kind in ("image/png", "text/html", "text/plain") if kind in data
         }
         if "image/png" in kept:
-            kept = {"image/png": kept["image/png"], "text/plain": "a figure"}
+            kept = {"image/png": smaller(kept["image/png"]), "text/plain": "a figure"}
         for kind in kept.keys() - {"image/png"}:
             kept[kind] = _PATH.sub("", re.sub(r" at 0x[0-9a-f]+", "", kept[kind]))
         output.data, output.metadata = kept, {}
         return output if kept else None
     return output
+
+
+def smaller(png: str) -> str:
+    """Reduce a picture in base64 to 128 colours, which charts do not show."""
+    written = io.BytesIO()
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(128)
+    picture.save(written, format="PNG", optimize=True)
+    return base64.b64encode(written.getvalue()).decode()
 
 
 def _trimmed(text: str) -> str:

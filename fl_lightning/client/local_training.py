@@ -51,8 +51,8 @@ class LocalTrainer:
             every client.
         step: what one local step does.
         collector: learns what it logs.
-        schedules: of learning rates; they start for every client as the round left them.
-        by_step: those that count local steps, see `RoundStart`; None if none does.
+        schedules: of learning rates, see `RoundStart`.
+        by_step: those that count local steps; None if none does.
         by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
             freeze parameters for a while.
         ignore: names of attributes of the module that are no client's, see `Attributes`.
@@ -317,7 +317,6 @@ class LocalTrainer:
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
-        self.homes.bring_home()
         logged = self.collector.collect()
         metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
         if self.own.size:

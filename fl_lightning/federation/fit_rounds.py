@@ -88,12 +88,6 @@ class TravellingNumbers:
 class FitRounds:
     """Runs the rounds of one fit, one group of clients after the other.
 
-    Args:
-        run: who takes part, and what trains.
-        options: what was asked for.
-        stages: what else happens, in order.
-        make_server: of the first global model.
-
     Attributes:
         clients: the clients' side.
         server: the server's side: the global model and how it moves.

@@ -14,7 +14,7 @@ from fl_lightning.client.clocks import RecordedArrivals
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
-from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
@@ -45,6 +45,11 @@ _SLOTS = _SPEEDUPS | Traits(
     needs={Trait.SIMULATION: "trains many clients at once in one process"},
     instead={Trait.SIMULATION: "set engine to auto or sequential"},
 )
+_RANGES = {
+    **dict.fromkeys(("local_steps", "local_epochs", "clients_per_group"), "at least 1"),
+    "min_replies": "at least 1 client",
+    "client_memory_gb": "at least 0 and finite",
+}
 
 
 class Options:
@@ -190,7 +195,11 @@ class Options:
     def _check(self, seed: int | None) -> None:
         """Refuse what cannot be, all at once; see `Options`."""
         raise_together(
-            self._check_values,
+            self._check_pairs,
+            *(
+                partial(check_range, f"federation: {name}", getattr(self, name), allowed)
+                for name, allowed in _RANGES.items()
+            ),
             partial(check_seed, "federation", seed),
             self._asked_for,
             self._check_privacy,
@@ -199,39 +208,19 @@ class Options:
             partial(Broadcast, self.download, 0),
         )
 
-    def _check_values(self) -> None:
-        counts = {
-            name: value
-            for name in ("local_steps", "local_epochs", "clients_per_group")
-            if (value := getattr(self, name)) is not None
-        }
-        recorded = isinstance(self.devices, RecordedArrivals)
-        wrong = [
-            (
-                {"local_steps", "local_epochs"} <= counts.keys(),
-                "give either local_steps or local_epochs, not both: set the other to null",
-            ),
-            *((n < 1, f"{name} must be at least 1, got {n}") for name, n in counts.items()),
-            (
-                self.min_replies < 1,
-                f"min_replies must be at least 1 client, got {self.min_replies}",
-            ),
-            (
-                not 0 <= self.client_memory_gb < float("inf"),
-                f"client_memory_gb must be at least 0 and finite, got {self.client_memory_gb}",
-            ),
-            (
-                recorded and self.asynchronous is None,
-                "devices RecordedArrivals is of an asynchronous run: set asynchronous as well",
-            ),
-        ]
-        if problems := [text for is_wrong, text in wrong if is_wrong]:
-            raise ConfigurationError("federation: " + "; ".join(problems))
+    def _check_pairs(self) -> None:
+        if self.local_steps is not None and self.local_epochs is not None:
+            raise ConfigurationError(
+                "federation: give either local_steps or local_epochs, not both: set the other to null"
+            )
+        if isinstance(self.devices, RecordedArrivals) and self.asynchronous is None:
+            raise ConfigurationError(
+                "federation: devices RecordedArrivals is of an asynchronous run: set asynchronous as well"
+            )
 
     def _check_privacy(self) -> None:
-        if self.privacy is None:
-            return
-        if self.asynchronous is None:  # which is refused, and has no cohorts
+        # with an asynchronous server privacy is refused, and there are no cohorts
+        if self.privacy is not None and self.asynchronous is None:
             self.privacy.check_cohort(self.cohort)
 
     def _asked_for(self) -> EngineOptions:

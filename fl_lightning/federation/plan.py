@@ -43,12 +43,7 @@ class LocalWork:
 
 
 class WorkPlan:
-    """Draws the work of the clients of one data module.
-
-    Args:
-        data: whose clients they are.
-        local_work: how much they train.
-    """
+    """Draws the work of the clients of one data module."""
 
     def __init__(self, data: FederatedDataModule, local_work: LocalWork) -> None:
         self._local_work = local_work
@@ -93,63 +88,52 @@ class WorkPlan:
         if not num_examples:
             return shard, []
         if amount.examples is not None:
-            num_steps = self._num_steps(num_examples)
-            return amount.examples.batches(shard, self._batch_size, num_steps, client, round_index)
+            steps = local_work(
+                np.array([num_examples]),
+                self._batch_size,
+                drop_last=False,
+                num_epochs=amount.local_epochs,
+                num_steps=amount.local_steps,
+            )
+            return amount.examples.batches(
+                shard, self._batch_size, int(steps[0]), client, round_index
+            )
         num_batches = amount.local_steps
         if num_batches is not None and amount.accumulate > 1:
-            num_batches = self._accumulated(num_batches, num_examples)
+            per_epoch = np.array([self._per_epoch(num_examples)])
+            steps = np.array([num_batches])
+            num_batches = int(batches_of_steps(steps, per_epoch, amount.accumulate)[0])
+        whose = "shuffle", round_index, client
+        return self._drawn(shard, whose, amount.local_epochs, num_batches)
+
+    def _drawn(
+        self,
+        shard: Tensor,
+        whose: tuple[str, int, int],
+        num_epochs: int | None,
+        num_batches: int | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """Draw an order for a purpose, in a round, of a client."""
         return local_order(
             shard,
             self._batch_size,
-            partial(torch_generator, amount.seed, "shuffle", round_index, client),
-            num_epochs=amount.local_epochs,
+            partial(torch_generator, self._local_work.seed, *whose),
+            num_epochs=num_epochs,
             num_batches=num_batches,
             drop_last=self._drop_last,
             weights=None if self._weights is None else self._weights(shard),
         )
 
-    def _accumulated(self, steps: int, num_examples: int) -> int:
-        """Return the batches of local steps that take several each."""
-        accumulate = self._local_work.accumulate
-        per_epoch = np.array([self._per_epoch(num_examples)])
-        return int(batches_of_steps(np.array([steps]), per_epoch, accumulate)[0])
-
     def _per_epoch(self, num_examples: int) -> int:
         sizes = np.array([num_examples])
         return int(local_work(sizes, self._batch_size, drop_last=self._drop_last, num_epochs=1)[0])
 
-    def _num_steps(self, num_examples: int) -> int:
-        """Return the local steps of a client that draws its batches by coins."""
-        amount = self._local_work
-        steps = local_work(
-            np.array([num_examples]),
-            self._batch_size,
-            drop_last=False,
-            num_epochs=amount.local_epochs,
-            num_steps=amount.local_steps,
-        )
-        return int(steps[0])
-
     def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
-        """Return passes over a client's shard in orders of their own.
-
-        Args:
-            work: the client's in this round.
-            num_epochs: how many.
-            purpose: which, for the draw of the orders.
-        """
+        """Return passes over a client's shard in orders of their own."""
         if not work.sizes:
             return work
-        seeds = self._local_work.seed, purpose, work.round_index, work.client_id
-        shard = self._clients[work.client_id]
-        order, sizes = local_order(
-            shard,
-            self._batch_size,
-            partial(torch_generator, *seeds),
-            num_epochs=num_epochs,
-            drop_last=self._drop_last,
-            weights=None if self._weights is None else self._weights(shard),
-        )
+        whose = purpose, work.round_index, work.client_id
+        order, sizes = self._drawn(self._clients[work.client_id], whose, num_epochs)
         return work._replace(order=order, sizes=sizes)
 
     def shard(self, work: ClientWork) -> ClientWork:

@@ -63,12 +63,6 @@ def prepare(
 ) -> Calendar:
     """Replace batches by groups of clients in Lightning's loop, until the fit is over.
 
-    Args:
-        trainer: whose loop is about to be set up.
-        module: that trains.
-        options: what was asked for.
-        cleanup: gives Trainer and data back as they were.
-
     Raises:
         ConfigurationError: for what cannot be federated, all at once.
     """
@@ -172,13 +166,7 @@ class Calendar:
     def run_of(
         self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
     ) -> Run:
-        """Return the run of a Trainer that is about to fit.
-
-        Args:
-            trainer: set up.
-            options: what was asked for.
-            examples: draws clients' batches by coins, for privacy; None for passes over their shards.
-        """
+        """Return the run of a Trainer that is about to fit."""
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )

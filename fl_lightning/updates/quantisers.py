@@ -73,6 +73,15 @@ class InBlocks(Transform):
 
     block: BlockOption
 
+    def __post_init__(self) -> None:
+        check_range("bits", getattr(self, "bits", None), "from 1 to 8")
+        block = self.block
+        is_wrong = block < 1 if isinstance(block, int) else isinstance(block, str)
+        if is_wrong and block != "tensor":
+            raise ConfigurationError(
+                f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
+            )
+
     @property
     def needs_shapes(self) -> bool:
         """True if the blocks are tensors whose shapes are not known yet."""
@@ -80,23 +89,8 @@ class InBlocks(Transform):
 
     def with_shapes(self, shapes: Shapes) -> Self:
         """Return the transform with a block for each of these tensors."""
-        return replace(self, block=sizes_of(shapes)) if self.needs_shapes else self  # type: ignore[type-var]
-
-
-def checked_block(block: BlockOption) -> None:
-    """Raise ConfigurationError if ``block`` is no number of neighbours."""
-    is_known = (
-        block >= 1 if isinstance(block, int) else block == "tensor" or not isinstance(block, str)
-    )
-    if not is_known:
-        raise ConfigurationError(
-            f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
-        )
-
-
-def sizes_of(shapes: Shapes) -> tuple[int, ...]:
-    """Return how many numbers each tensor has, but for those without any."""
-    return tuple(size for size in map(math.prod, shapes) if size)
+        sizes = tuple(size for size in map(math.prod, shapes) if size)
+        return replace(self, block=sizes) if self.needs_shapes else self  # type: ignore[type-var]
 
 
 def block_name(block: BlockOption) -> str:
@@ -225,10 +219,6 @@ class Affine(InBlocks):
     bits: int = 8
     block: BlockOption = None
 
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, "from 1 to 8")
-        checked_block(self.block)
-
     @property
     def name(self) -> str:
         """Name and options, as in the message's header."""
@@ -284,10 +274,6 @@ class QSGD(InBlocks):
     bits: int = 8
     norm: Literal["max", "l2"] = "max"
     block: BlockOption = None
-
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, "from 1 to 8")
-        checked_block(self.block)
 
     @property
     def name(self) -> str:
@@ -357,9 +343,6 @@ class Sign(InBlocks):
 
     block: BlockOption = None
 
-    def __post_init__(self) -> None:
-        checked_block(self.block)
-
     @property
     def name(self) -> str:
         """Name and options, as in the message's header."""
@@ -371,14 +354,13 @@ class Sign(InBlocks):
 
     def _quantised(self, values: Tensor) -> Quantised:
         block = known_block(self.block, values.numel())
-        members = over_blocks(torch.ones_like(values), block, _sums)
-        scales = over_blocks(values.abs(), block, _sums) / members
+        members, sums = (
+            over_blocks(each, block, lambda rows: rows.sum(1))
+            for each in (torch.ones_like(values), values.abs())
+        )
+        scales = sums / members
         codes = (values >= 0).to(torch.uint8)
         return Quantised(codes, 1, 2 * scales, -scales, block)
-
-
-def _sums(rows: Tensor) -> Tensor:
-    return rows.sum(1)
 
 
 def ternary(fraction: float) -> Chain:

@@ -19,13 +19,18 @@ from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import Fate
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.data import Cohort
-from fl_lightning.federation.stage import Start
-from fl_lightning.federation.stages.asynchrony import Arrivals, counted
+from fl_lightning.federation.stage import Start, Upload
+from fl_lightning.federation.stages.asynchrony import Arrivals, StaleUpdates
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
 from fl_lightning.server.server import Server
 
 EQUAL = Devices(speeds=GivenSpeeds([1.0]))
 UNEQUAL = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.1)
+
+
+def counted(updates, start, rule):
+    [upload] = StaleUpdates(rule).up(Upload(start, updates, updates))
+    return upload.arrived
 
 
 def test_the_published_weights():

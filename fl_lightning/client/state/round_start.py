@@ -155,8 +155,9 @@ class RoundStart:
 
     def end(self) -> None:
         """Move schedules that count local steps on to the next round."""
-        for step in self._steps_of_round():
-            self._by_step[1](step)  # type: ignore[index]
+        if self._by_step is not None:
+            for step in self._steps_of_round():
+                self._by_step[1](step)
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:

@@ -44,13 +44,7 @@ def whole_numbers(module: nn.Module) -> list[Tensor]:
 
 
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
-    """Return the layout of a client's state.
-
-    Args:
-        module: whose state it is.
-        names: of the tensors that are.
-        without: those that are no part of it.
-    """
+    """Return the layout of a client's state: the tensors of some names, ``without`` others."""
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(module.named_parameters())
     chosen = frozenset(names) - frozenset(without)
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
@@ -145,10 +139,10 @@ class ModuleTensors:
         self._now = memory_of(self._tensors)
 
     def freeze_again(self) -> None:
-        """Put ``requires_grad`` of every parameter back.
+        """Put ``requires_grad`` of every parameter back, and bring all tensors home.
 
         Raises:
-            ConfigurationError: if a parameter that was frozen has trained.
+            ConfigurationError: if a parameter that was frozen has trained, or as `bring_home` does.
         """
         moved = next((p for p in self._frozen if p.requires_grad or p.grad is not None), None)
         self._put_flags_back()
@@ -158,6 +152,7 @@ class ModuleTensors:
                 "what travels between clients and server is settled when a run starts. Leave it "
                 "frozen, or unfreeze it before."
             )
+        self.bring_home()
 
     def _put_flags_back(self) -> None:
         if [param.requires_grad for param in self._params] != self._trains:

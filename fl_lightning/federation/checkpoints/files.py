@@ -178,12 +178,7 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 class WorkingFolder:
-    """Folder of one process, removed with this or after a ``with``; a killed one's by the next.
-
-    Args:
-        parent: in which it will be.
-        prefix: of its name.
-    """
+    """Folder of one process, removed with this or after a ``with``; a killed one's by the next."""
 
     def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
         self._parent, self._prefix = parent, prefix
@@ -222,10 +217,6 @@ def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
     """Place files beside a checkpoint that is about to be written.
 
     Until `tidy` those of the checkpoint that it replaces stay.
-
-    Args:
-        files: that it refers to.
-        checkpoint: its path.
     """
     folder = checkpoint.parent / FOLDER
     names = {file.path.name for file in files}
@@ -252,12 +243,7 @@ def hold(checkpoint: Path, names: Iterable[str]) -> None:
 
 
 def tidy(checkpoint: Path, names: Iterable[str] = ()) -> None:
-    """Delete the files that no checkpoint of the folder needs any more.
-
-    Args:
-        checkpoint: that was written or removed just now.
-        names: of the files that it refers to.
-    """
+    """Delete the files that no checkpoint of the folder needs any more."""
     folder = checkpoint.parent / FOLDER
     if not folder.is_dir():
         return

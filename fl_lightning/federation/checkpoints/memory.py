@@ -29,11 +29,6 @@ class RunMemory:
 
     Every process has all of it, because a client may train in another one the next time.
 
-    Args:
-        trainer: whose folder is used for files, and whose checkpoints.
-        ranks: the processes.
-        ram_bytes: of vectors in RAM at most, in each process.
-
     Attributes:
         clients: the memory itself.
     """
@@ -93,10 +88,6 @@ class RunMemory:
 
 def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
     """Return the memories of a checkpoint, to be read.
-
-    Args:
-        state: its `RunMemory.state_dict`.
-        path: its own, near which large memories are.
 
     Raises:
         ConfigurationError: if they are not.

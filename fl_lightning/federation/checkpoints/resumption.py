@@ -44,11 +44,6 @@ _FITTED = (*_EVALUATED, "trainer")
 def find_run(config: Any, plain: Mapping[str, Any], *, is_fit: bool) -> EarlierRun | None:
     """Return the run that ``ckpt_path`` means, which becomes a path in place.
 
-    Args:
-        config: the subcommand's configuration.
-        plain: the same as lists, dicts and values.
-        is_fit: whether it is taken up; else it is evaluated.
-
     Raises:
         ConfigurationError: if there is no such run or checkpoint, or the run was another one.
     """
@@ -91,45 +86,26 @@ def _named(
 
 
 def settle_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Have loggers go on in a run's folder; those of a new one that would share theirs get one.
-
-    Args:
-        config: the subcommand's configuration, changed in place.
-        run: that is taken up, None for a new one.
-    """
+    """Have loggers go on in a run's folder; those of a new one that would share theirs get one."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
         kind, options = _kind(logger), logger.init_args
         if options.get("version") is not None or options.get("id") is not None:
             continue
         if run is not None and number == 0 and kind in ("TensorBoardLogger", "CSVLogger"):
-            if run.folder.parent.resolve() == _parent(config, options).resolve():
+            parent = _save_dir(config, options) / (options.get("name") or "")
+            if run.folder.parent.resolve() == parent.resolve():
                 options["version"] = run.folder.name
         elif run is not None and number < len(before) and isinstance(before[number], dict):
             known = before[number].get("init_args") or {}
             if (version := known.get("version") or known.get("id")) is not None:
                 options["version"] = version
         if kind == "WandbLogger" and options.get("version") is None:
-            options["version"] = _new_id()
-
-
-def _new_id() -> str:
-    """Return a new name for a run, which YAML does not read as a number, as it does 12e45678.
-
-    Example:
-        >>> len(_new_id()), _new_id()[0]
-        (9, 'w')
-    """
-    return f"w{secrets.token_hex(4)}"
+            options["version"] = f"w{secrets.token_hex(4)}"  # 12e45678 is a number to YAML
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
-    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one.
-
-    Args:
-        trainer: the settings of the Trainer, changed in place.
-        run: that is taken up, None for a new one.
-    """
+    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one."""
     logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
     if logger is False:
         trainer["default_root_dir"] = str(_new_folder(Path(root)) if run is None else run.folder)
@@ -164,13 +140,11 @@ def _new_folder(root: Path) -> Path:
 
 def _root(config: Any) -> Path:
     """Return below which folder the runs of a configuration are."""
-    options: Any = next((logger.init_args for logger in _loggers(config)), {})
+    return _save_dir(config, next((logger.init_args for logger in _loggers(config)), {}))
+
+
+def _save_dir(config: Any, options: Any) -> Path:
     return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
-
-
-def _parent(config: Any, options: Any) -> Path:
-    save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
-    return Path(save_dir, options.get("name") or "")
 
 
 def _loggers(config: Any) -> list[Any]:

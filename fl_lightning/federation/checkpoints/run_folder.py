@@ -132,14 +132,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
-    """Return in words what a configuration has otherwise than a run, of what makes it that run.
-
-    Args:
-        run: the earlier one.
-        config: the present one.
-        sections: which parts are compared.
-    """
-    then, now = (dict(_flat(c, sections)) for c in (run.config, config))
+    """Return in words what a configuration has otherwise than a run, of what makes it that run."""
+    then, now = (
+        {key: value for part in sections for key, value in _leaves(part, given.get(part))}
+        for given in (run.config, config)
+    )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
     other = [key.removesuffix("class_path") for key in found if key.endswith(".class_path")]
@@ -160,12 +157,6 @@ def choose(
     root: Path, config: Mapping[str, Any], sections: Sequence[str], *, changed: bool
 ) -> EarlierRun:
     """Return the newest run of a configuration.
-
-    Args:
-        root: below which it is looked for.
-        config: the present configuration.
-        sections: which parts of it must be the same.
-        changed: take the one with the fewest differences instead.
 
     Raises:
         ConfigurationError: if there is none.
@@ -215,11 +206,6 @@ def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         if dirpath := (callback.get("init_args") or {}).get("dirpath"):
             yield Path(dirpath)
-
-
-def _flat(config: Any, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for section in sections:
-        yield from _leaves(section, config.get(section))
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

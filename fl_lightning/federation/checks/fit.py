@@ -236,13 +236,7 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
 def check_cohort_size(
     most: int, min_replies: int, aggregator: Aggregator | RobustRule | None
 ) -> None:
-    """Refuse cohorts that can never be large enough.
-
-    Args:
-        most: clients that a round may have.
-        min_replies: wanted by the user.
-        aggregator: some rules need so many.
-    """
+    """Refuse cohorts that can never be large enough."""
     if min_replies > most:
         raise ConfigurationError(
             f"federation.min_replies is {min_replies}, but a round has at most {most} "

@@ -61,10 +61,6 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
     """Refuse learning rates that follow clients' numbers, and name callbacks that look at them.
 
     To be asked at a round's end: Lightning's schedules step a little later.
-
-    Args:
-        trainer: whose schedules and callbacks monitor something.
-        unprotected: names of numbers that depend on clients and have no noise.
     """
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor in unprotected:
@@ -101,12 +97,7 @@ def warn_of_releases(
 
 
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
-    """Refuse local steps that do more with a batch than to sum up its examples' gradients.
-
-    Args:
-        trainer: set up for fitting.
-        accumulate: batches per local step.
-    """
+    """Refuse local steps that do more with a batch than to sum up its examples' gradients."""
     check_examples_apart(trainer.lightning_module)
     problems = list(_step_problems(trainer, accumulate))
     if problems:

@@ -47,9 +47,6 @@ class Report:
 class Meeting:
     """Meets once per round.
 
-    Args:
-        run: with its processes.
-
     Attributes:
         failure: what stopped this process's clients; it is kept until the meeting.
     """

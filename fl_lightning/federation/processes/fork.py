@@ -104,7 +104,9 @@ class ForkLauncher:
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            _hold_signals()  # one that comes now waits in every process until it can be told of
+            _let_signals(
+                signal.SIG_BLOCK
+            )  # one that comes now waits in every process until it can be told of
             try:
                 context = start_processes(
                     self._run,
@@ -114,7 +116,7 @@ class ForkLauncher:
                     join=False,
                 )
             finally:
-                _let_signals_in()
+                _let_signals(signal.SIG_UNBLOCK)
             self._processes = context.processes
             try:
                 _wait(self._processes, folder)
@@ -164,7 +166,7 @@ class ForkLauncher:
         note = folder / f"error_{local_rank}"
         try:
             try:
-                _let_signals_in()
+                _let_signals(signal.SIG_UNBLOCK)
                 result = function(*args, **kwargs)
                 if local_rank == 0:
                     torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
@@ -176,11 +178,13 @@ class ForkLauncher:
                     _end_runs(trainer)
                 raise
         except Interrupted as stop:  # also one that comes while another error is being noted
-            _hold_signals()
+            _let_signals(signal.SIG_BLOCK)
             _write_error(stop, note)  # has nothing to tell that the note does not
             sys.exit(stop.exit_code)
         finally:
-            _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
+            _let_signals(
+                signal.SIG_BLOCK
+            )  # there is nothing left to interrupt, and nobody to catch it
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Call the callbacks of the first process, which save what is to be saved after an error."""
@@ -220,18 +224,10 @@ def _check_can_fork() -> None:
         )
 
 
-def _hold_signals() -> None:
-    """Hold back what asks to stop: in this process, and in those that it forks from now on."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _asking())
-
-
-def _let_signals_in() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _asking())
-
-
-def _asking() -> tuple[signal.Signals, ...]:
-    """Return the signals that `Interruption` listens to; not every system has them."""
-    return signal.SIGINT, signal.SIGTERM, signal.SIGALRM
+def _let_signals(how: int) -> None:
+    """Hold back what asks to stop, here and in processes forked from now on, or let it in again."""
+    # to these `Interruption` listens; not every system has them
+    signal.pthread_sigmask(how, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 
 
 def _wait(processes: list[Any], folder: Path) -> None:

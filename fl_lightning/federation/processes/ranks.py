@@ -21,9 +21,6 @@ from fl_lightning.core.seeds import Integers
 class Ranks:
     """The processes of a Trainer; alone, it is its own whole world.
 
-    Args:
-        trainer: with its strategy's environment set up.
-
     Attributes:
         rank: of this process.
         size: how many there are.

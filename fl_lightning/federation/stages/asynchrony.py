@@ -31,7 +31,7 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GlobalModel, Updates
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -53,11 +53,7 @@ class ServerStep:
     in_flight: frozenset[int]  # versions from which somebody is still at work
 
     def staleness(self, present: int) -> float:
-        """Return how many steps the server took between start and arrival, on average.
-
-        Args:
-            present: number of the step.
-        """
+        """Return how many steps the server took between start and arrival, on average."""
         return sum(present - version for version in self.versions.values()) / len(self.versions)
 
 
@@ -165,9 +161,9 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class ArrivingCohort:
-    """The clients whose updates arrive, as a cohort."""
+    """The clients whose updates arrive, as a cohort; without arrivals nobody knows who it will be."""
 
-    arrivals: Arrivals
+    arrivals: Arrivals | None
     buffer_size: int
 
     def expected_size(self, num_clients: int) -> int:
@@ -175,56 +171,28 @@ class ArrivingCohort:
         return self.buffer_size
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the clients whose updates the step takes in."""
-        return np.array(list(self.arrivals.step(round_index).versions), np.int64)
-
-
-@dataclass(frozen=True)
-class UnknownCohort:
-    """The clients of a server that takes what comes: who it will be nobody knows in advance."""
-
-    buffer_size: int
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the size of the buffer."""
-        return self.buffer_size
-
-    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return nobody."""
-        return np.empty(0, np.int64)
-
-
-def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
-    """Return updates as the server takes them in, which are as stale as their start.
-
-    Args:
-        updates: of clients.
-        start: what they began from.
-        rule: how stale updates count.
-    """
-    drift = start.present.params - start.model.params if start.staleness else None
-    deltas, buffers = rule.weighed(updates.deltas, start.staleness, drift), updates.buffers
-    if (
-        buffers.numel()
-    ):  # the present ones, with as much of these as counts: variances stay positive
-        share = rule.weighed(buffers.new_ones(()), start.staleness, None)
-        buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
-    return replace(updates, deltas=deltas, buffers=buffers)
+        """Return the ids of the clients whose updates the step takes in, if they are known."""
+        known = {} if self.arrivals is None else self.arrivals.step(round_index).versions
+        return np.array(list(known), np.int64)
 
 
 class StaleUpdates(Stage):
-    """Has updates count less, the staler they are.
-
-    Args:
-        rule: by how much.
-    """
+    """Has updates count less, the staler they are."""
 
     def __init__(self, rule: AsyncRule) -> None:
         self._rule = rule
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as the server takes them in."""
-        return (upload._replace(arrived=counted(upload.arrived, upload.start, self._rule)),)
+        """Return updates as the server takes them in, which are as stale as their start."""
+        start, updates = upload.start, upload.arrived
+        drift = start.present.params - start.model.params if start.staleness else None
+        deltas = self._rule.weighed(updates.deltas, start.staleness, drift)
+        buffers = updates.buffers
+        if buffers.numel():
+            # the present ones, with as much of these as counts: variances stay positive
+            share = self._rule.weighed(buffers.new_ones(()), start.staleness, None)
+            buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
+        return (upload._replace(arrived=replace(updates, deltas=deltas, buffers=buffers)),)
 
 
 class KeptVersions(Stage):
@@ -258,11 +226,7 @@ class KeptVersions(Stage):
 
 
 class Versions(KeptVersions):
-    """The versions of the global model that an asynchronous run still needs.
-
-    Args:
-        arrivals: who arrives when, and from which version.
-    """
+    """The versions of the global model that an asynchronous run still needs."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()

@@ -61,11 +61,7 @@ def client_masks(trainer: Trainer) -> MaskOfClient | None:
 
 
 class MaskedClients(Stage):
-    """Has every client train under a mask of its own.
-
-    Args:
-        masks: gives them.
-    """
+    """Has every client train under a mask of its own."""
 
     traits = OWN_MASKS
     one_at_a_time = "clients have masks of their own"
@@ -81,27 +77,19 @@ class MaskedClients(Stage):
     def steps(self, turn: Turn) -> Iterator[None]:
         """Find the client's mask, with the model in the module that it is sent."""
         if turn.counts:
-            self._find_mask(turn)
+            model = turn.start.present
+            self._local.restore(model)
+            turn.masks = self._masks(turn.work.client_id)
+            active = self._local.space.coordinates(turn.masks)
+            turn.num_bytes = bytes_down(model.params, model.buffers, active)
         yield
-
-    def _find_mask(self, turn: Turn) -> None:
-        model = turn.start.present
-        self._local.restore(model)
-        turn.masks = self._masks(turn.work.client_id)
-        active = self._local.space.coordinates(turn.masks)
-        turn.num_bytes = bytes_down(model.params, model.buffers, active)
 
 
 _A, _B = ".lora_A.", ".lora_B."
 
 
 class AdapterRounds(Stage):
-    """The clients' side of an aggregator of adapters, and the frozen weights that it changes.
-
-    Args:
-        aggregator: of the run.
-        options: of the run.
-    """
+    """The clients' side of an aggregator of adapters, and the frozen weights that it changes."""
 
     traits = NO_TRAITS  # the aggregator has them
 

@@ -18,11 +18,7 @@ from fl_lightning.federation.stage import Processes, Stage, Turn
 
 
 class ClientScale(Stage):
-    """Winds the scale back before each client.
-
-    Args:
-        scale: of the run; there is one.
-    """
+    """Winds the scale back before each client."""
 
     key = "scaler"
 

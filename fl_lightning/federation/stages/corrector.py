@@ -36,7 +36,7 @@ from fl_lightning.federation.stage import (
     Upload,
     check_same,
 )
-from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
+from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.server.server import added_up
 
 _NAME = "correction"
@@ -45,10 +45,8 @@ _NAME = "correction"
 class Corrector(Correcting, SpansNetwork):
     """Holds what a correction needs between rounds.
 
-    Args:
-        correction: of the run.
-        exact: whether sums have the same bits over any number of processes.
-        is_lossy: whether what arrives of an update is not what was sent.
+    With ``exact`` sums have the same bits over any number of processes; it is lossy where what arrives of an
+    update is not what was sent.
     """
 
     key = "correction"
@@ -83,12 +81,9 @@ class Corrector(Correcting, SpansNetwork):
         like = model.params
         self._device = like.device
         self._kept = like if self.correction.needs_mean else like.new_empty(0)
-        self._changes = self._new_mean(self._kept)
-        self._num_changes = 0
-
-    def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
         is_exact = self._exact and like.device.type != "mps"  # which lacks float64
-        return new_mean(like, exact=is_exact)
+        self._changes = new_mean(self._kept, exact=is_exact)
+        self._num_changes = 0
 
     @property
     def kind(self) -> str | None:
@@ -142,8 +137,10 @@ class Corrector(Correcting, SpansNetwork):
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
         """Learn from a client's round; one whose optimizer took no step has shown nothing."""
-        num_steps = _optimizer_steps(update)
-        if not (self.correction.remembers and _any(num_steps)):
+        taken = update.optimizer_steps
+        num_steps = update.num_steps if taken is None else taken
+        has_stepped = num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
+        if not (self.correction.remembers and has_stepped):
             return lambda: None
 
         def gradient() -> Tensor:
@@ -286,14 +283,6 @@ class Corrector(Correcting, SpansNetwork):
         """Restore what `round_state` returned."""
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
-
-
-def _optimizer_steps(update: ClientUpdate) -> int | tuple[int, ...]:
-    return update.num_steps if update.optimizer_steps is None else update.optimizer_steps
-
-
-def _any(num_steps: int | tuple[int, ...]) -> bool:
-    return num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
 
 
 def _num_bytes(like: Tensor) -> int:

@@ -18,20 +18,12 @@ from fl_lightning.federation.stage import Processes, Stage
 from fl_lightning.federation.stages.asynchrony import (
     Arrivals,
     ArrivingCohort,
-    StaleUpdates,
-    UnknownCohort,
-    Versions,
 )
 from fl_lightning.server.staleness import AsyncRule
 
 
 class SimulatedDevices(Stage):
-    """The devices of a server that waits for its cohort.
-
-    Args:
-        fleet: the clients' devices.
-        plan: the batches of their local steps.
-    """
+    """The devices of a server that waits for its cohort."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan
@@ -76,13 +68,6 @@ class VirtualTime:
     ) -> VirtualTime:
         """Return the time of a run.
 
-        Args:
-            devices: what clients train on.
-            rule: of an asynchronous server.
-            num_steps: local steps of each client's round, shape (num_clients,).
-            seed: root seed.
-            elsewhere: whether clients are at sites, which are as fast as they are.
-
         Raises:
             ConfigurationError: for a rule, and nobody who says who arrives when.
         """
@@ -108,28 +93,11 @@ class VirtualTime:
 
         return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
 
-    def who_sends(self, plan: WorkPlan) -> list[Stage]:
-        """Return what decides whose updates come, and of which model.
-
-        Args:
-            plan: the batches of their local steps.
-        """
-        if self.arrivals is not None:
-            return [Versions(self.arrivals)]
-        return [] if self.fleet is None else [SimulatedDevices(self.fleet, plan)]
-
-    def how_it_counts(self) -> list[Stage]:
-        """Return what weighs updates that arrive."""
-        return [] if self.rule is None else [StaleUpdates(self.rule)]
-
     @property
-    def cohort(self) -> ArrivingCohort | UnknownCohort | None:
+    def cohort(self) -> ArrivingCohort | None:
         """Whose updates arrive for each step of an asynchronous server."""
-        if self.rule is None:
-            return None
-        if self.arrivals is None:
-            return UnknownCohort(self.rule.buffer_size)
-        return ArrivingCohort(self.arrivals, self.rule.buffer_size)
+        rule = self.rule
+        return None if rule is None else ArrivingCohort(self.arrivals, rule.buffer_size)
 
 
 def _nobody_more(at_work: Sequence[Visit]) -> Ended:

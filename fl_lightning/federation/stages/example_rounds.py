@@ -8,7 +8,7 @@ by everybody in its cohort the moment it opens, whether or not their updates arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,10 +17,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import Draw, Integers
+from fl_lightning.core.seeds import Draw
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.shards import poisson_batches
@@ -43,10 +42,6 @@ _NOISE = 1
 class ExampleRounds(PrivateStage):
     """Makes the local steps of every client private.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when, and how clients draw their batches.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
@@ -64,11 +59,8 @@ class ExampleRounds(PrivateStage):
         )
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self._coins = coins(run.seed)
-
-    @property
-    def draws(self) -> ExampleRounds:  # type: ignore[override]
-        """Itself."""
-        return self
+        self._whose = 0, 0  # the client whose steps come next, and its round
+        self.draws = self
 
     def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
@@ -82,22 +74,20 @@ class ExampleRounds(PrivateStage):
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
                 f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
             )
-        collector = run.collector if self.privacy.log_unprotected else None
-        gradients = ExampleGradients(
+        self._run = run
+        self._collector = run.collector if self.privacy.log_unprotected else None
+        self._gradients = ExampleGradients(
             run.module,
             run.step.loss,
             takes_index=takes_index(run.module.training_step),
-            collector=collector,
+            collector=self._collector,
         )
-        self._gradients = PrivateGradients(
-            self, gradients, run.step.loss, lambda: run.local.space, collector
-        )
-        run.step.examples = self._gradients
+        run.step.examples = self.gradient
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
         """Say whose steps come next."""
-        self._gradients.begin(turn.work.client_id, turn.work.round_index)
+        self._whose = turn.work.client_id, turn.work.round_index
         yield
 
     def open(self, round_index: int, model: GlobalModel) -> None:
@@ -147,92 +137,47 @@ class ExampleRounds(PrivateStage):
             lambda step: self._source.words(len(shard), round_index, client, step),
         )
 
-    def grid(self, size: int) -> Grid | None:
-        """Return the grid of gradients of so many numbers; None without noise."""
-        has_noise = self.ledger.mechanism.noise_multiplier > 0
-        return Grid.of(self.privacy.clip_norm, size) if has_noise else None
-
-    def coins(self, client: int, round_index: int, step: int) -> Draw:
-        """Return coins with which the gradients of a step's examples are rounded."""
-        return self._coins.stream(round_index, client, step)
-
-    def noise(self, grid: Grid, size: int, client: int, round_index: int, step: int) -> Integers:
-        """Return the noise on a step's sum, in whole steps of the grid, shape (size,)."""
-        stddev = self.ledger.mechanism.noise_multiplier * self.privacy.clip_norm
-        # the words of (round, client, step) have drawn the batch
-        return grid.noise(stddev, size, self._source.stream(round_index, client, step, _NOISE))
-
-    def expected(self, client: int) -> int:
-        """Return how many examples a client's step is expected to have."""
-        return max(1, int(self.ledger.mechanism.local.expected[client]))
-
-
-class PrivateGradients:
-    """Puts the private gradient of a client's batch where an optimizer finds it.
-
-    Args:
-        rounds: draws the noise.
-        gradients: of single examples.
-        loss: of a whole batch, for what needs no single ones.
-        space: gives what trains.
-        collector: learns the share of clipped gradients; None if nobody may know.
-    """
-
-    def __init__(
-        self,
-        rounds: ExampleRounds,
-        gradients: ExampleGradients,
-        loss: Callable[[Any, int], Tensor | None],
-        space: Callable[[], Space],
-        collector: LogCollector | None,
-    ) -> None:
-        self._rounds, self._gradients, self._loss = rounds, gradients, loss
-        self._space, self._collector = space, collector
-        self._client = self._round_index = 0
-
-    def begin(self, client: int, round_index: int) -> None:
-        """Say whose steps come next."""
-        self._client, self._round_index = client, round_index
-
-    def __call__(self, batch: Any, size: int, index: int) -> Tensor | None:
-        """Set the gradients, and return the mean loss where it may be known.
+    def gradient(self, batch: Any, size: int, index: int) -> Tensor | None:
+        """Set the private gradient of a client's batch, and return the mean loss where it may be known.
 
         Args:
             batch: ready for the training step; anything if it is empty.
             size: examples in it.
             index: number of the step in the client's round.
         """
-        expected = self._rounds.expected(self._client)
-        if self._rounds.privacy.is_off:
+        client, round_index = self._whose
+        mechanism, clip_norm = self.ledger.mechanism, self.privacy.clip_norm
+        expected = max(1, int(mechanism.local.expected[client]))
+        if self.privacy.is_off:
             return self._plain(batch, size, index, size / expected)
-        space, clip_norm = self._space(), self._rounds.privacy.clip_norm
-        whose = self._client, self._round_index, index
-        grid, to_steps = self._rounds.grid(space.size), None
-        if grid is not None:
-            to_steps = partial(_to_steps, grid, self._rounds.coins(*whose))
+        space, grid, to_steps = self._run.local.space, None, None
+        if mechanism.noise_multiplier > 0:
+            grid = Grid.of(clip_norm, space.size)
+            to_steps = partial(_to_steps, grid, self._coins.stream(round_index, client, index))
         total, losses = nothing(space, in_steps=grid is not None), None
         if size:
             before = self._gradients.num_clipped
             total, losses = self._gradients(space, batch, index, clip_norm, to_steps)
-            self._note_clipped(self._gradients.num_clipped - before, size)
+            if self._collector is not None:
+                self._collector.batch_size = size
+                share = (self._gradients.num_clipped - before) / size
+                self._collector.log("privacy/clip_fraction", share)
         if grid is not None:
-            noise = torch.from_numpy(self._rounds.noise(grid, space.size, *whose))
+            # the words of (round, client, step) have drawn the batch
+            draw = self._source.stream(round_index, client, index, _NOISE)
+            stddev = mechanism.noise_multiplier * clip_norm
+            noise = torch.from_numpy(grid.noise(stddev, space.size, draw))
             total = grid.value(total + noise.to(total.device)).to(space.device, space.dtype)
         _set_gradients(space, total / expected)
         return None if losses is None or self._collector is None else losses.mean()
 
     def _plain(self, batch: Any, size: int, index: int, scale: float) -> Tensor | None:
         """Neither clip nor add noise: to the bit the gradient of a batch of the expected size."""
-        loss = self._loss(batch, index) if size else None
+        loss = self._run.step.loss(batch, index) if size else None
         if loss is None:
             return None
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
-
-    def _note_clipped(self, count: int, size: int) -> None:
-        if self._collector is not None:
-            self._collector.batch_size = size
-            self._collector.log("privacy/clip_fraction", count / size)
 
 
 def _to_steps(grid: Grid, draw: Draw, gradient: Tensor) -> Tensor:

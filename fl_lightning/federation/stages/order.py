@@ -19,11 +19,12 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
+from fl_lightning.federation.stages.asynchrony import StaleUpdates, Versions
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import AdapterRounds, MaskedClients, client_masks
 from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
-from fl_lightning.federation.stages.devices import VirtualTime
+from fl_lightning.federation.stages.devices import SimulatedDevices, VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
@@ -56,20 +57,10 @@ def stages_of(
 ) -> Stages:
     """Return them.
 
-    Args:
-        run: whose they are.
-        options: what was asked for.
-        aggregator: how updates become one.
-        time: what is simulated of it.
-        private: what makes the run private; None if nothing.
-
     Raises:
         ConfigurationError: for what does not go together.
     """
-    stages = time.who_sends(run.plan)
-    if run.scale.is_at_work:
-        stages.append(ClientScale(run.scale))
-    stages += _parts_of_models(run, options)
+    stages = _before_steps(run, options, time)
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
@@ -83,7 +74,8 @@ def stages_of(
     own = [*options.handed, *options.stages]
     run.local.counts_steps = correction is not None or aggregator.needs_effective_steps or bool(own)
     stages += [*own, transport]
-    stages += time.how_it_counts()
+    if time.rule is not None:
+        stages.append(StaleUpdates(time.rule))
     if aggregator.protection is not None:
         stages.append(SecureRounds(aggregator.protection, run))
     if private is not None:
@@ -94,13 +86,20 @@ def stages_of(
     return Stages(stages)
 
 
-def _parts_of_models(run: Run, options: Options) -> list[Stage]:
-    """Stages by which clients train parts of the model: entries that a mask allows, ranks of adapters."""
-    masks, given = client_masks(run.trainer), options.aggregator
-    found: list[Stage] = [] if masks is None else [MaskedClients(masks)]
-    if isinstance(given, AdapterAggregator):
-        found.append(AdapterRounds(given, options))
-    return found
+def _before_steps(run: Run, options: Options, time: VirtualTime) -> list[Stage]:
+    """Stages that decide who trains, from which model, and which parts of it."""
+    stages: list[Stage] = []
+    if time.arrivals is not None:
+        stages.append(Versions(time.arrivals))
+    elif time.fleet is not None:
+        stages.append(SimulatedDevices(time.fleet, run.plan))
+    if run.scale.is_at_work:
+        stages.append(ClientScale(run.scale))
+    if (masks := client_masks(run.trainer)) is not None:
+        stages.append(MaskedClients(masks))
+    if isinstance(options.aggregator, AdapterAggregator):
+        stages.append(AdapterRounds(options.aggregator, options))
+    return stages
 
 
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
@@ -126,11 +125,6 @@ def run_aggregator(
     trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
 ) -> Aggregator:
     """Return what folds the updates of a run.
-
-    Args:
-        trainer: set up; its callbacks say whether clients have masks of their own.
-        given: what was asked for; None for the mean that fits.
-        attackers: who send something else.
 
     Raises:
         ConfigurationError: for a rule that means nothing with their optimizer.

@@ -35,10 +35,6 @@ Masks = Mapping[str, Tensor]
 class Personaliser(KeepsTensors):
     """Hosts clients' own tensors in the module of a fit.
 
-    Args:
-        rule: what is personal, and how it trains.
-        is_corrected: whether a correction adds to gradients as well.
-
     Attributes:
         names: of the tensors that clients have for themselves.
     """
@@ -88,8 +84,8 @@ class Personaliser(KeepsTensors):
         finally:
             if self.names:
                 self._local.host(None)
-        if turn.counts:
-            self._keep(client, self._trained)
+        if turn.counts and self.names and self._trained is not None:
+            self.keep(client, self._trained)
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
@@ -170,14 +166,10 @@ class Personaliser(KeepsTensors):
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Store the personal parameters of a client of slots whose update is used."""
-        self._keep(client, own)
-
-    def _keep(self, client: int, own: Tensor | None) -> None:
-        if self.names and own is not None:
-            self._memory.put(MEMORY, client, own)
-            if self._mixture is not None:
-                self._memory.put(MIXTURE, client, self._mixture)
+        """Store the personal parameters of a client whose update is used."""
+        self._memory.put(MEMORY, client, own)
+        if self._mixture is not None:
+            self._memory.put(MIXTURE, client, self._mixture)
 
     def own(self, client: int) -> Tensor | None:
         """Return what a client has for itself, shape (o,); None if it never took part."""

@@ -59,11 +59,6 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
 class PrivacyLedger(Generic[M]):
     """Counts the rounds of one fit that were released.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when.
-        make: makes the mechanism, with the noise of a run that is resumed or, for None, its own.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
@@ -112,11 +107,6 @@ class PrivacyLedger(Generic[M]):
                 f"epsilon={budget:g}: raise noise_multiplier, or leave it out to have it found"
             )
         return allowed
-
-    @property
-    def amplifies(self) -> bool:
-        """True if ε is lower because nobody knows who takes part."""
-        return self.mechanism.amplifies
 
     def _if_known(self, rounds: int) -> float | None:
         """Return ε without amplification; None if nothing amplifies, or draws are secret."""

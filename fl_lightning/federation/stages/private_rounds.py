@@ -42,15 +42,6 @@ _COUNT, _COUNT_STEP = 1, 2.0**-20
 class PrivateRounds(PrivateStage):
     """Makes the aggregate of every round private.
 
-    Args:
-        privacy: what the user asked for.
-        run: who takes part when.
-        ranks: the processes.
-        exact: have the same bits over any number of processes.
-        secure: adds up what clients send with their noise; None for sums in the clear.
-        has_memory: whether clients remember something from round to round.
-        at_sites: whether clients are at sites.
-
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
@@ -70,7 +61,8 @@ class PrivateRounds(PrivateStage):
         run: AccountedRun,
         ranks: Ranks,
         *,
-        exact: bool,
+        exact: bool,  # have the same bits over any number of processes
+        # adds up what clients send with their noise; None for sums in the clear
         secure: TakesNoiseShares | None = None,
         has_memory: bool = False,
         at_sites: bool = False,
@@ -106,7 +98,7 @@ class PrivateRounds(PrivateStage):
 
     def enter(self, run: Run) -> None:
         """Draw cohorts whose sampling amplifies from a secret."""
-        if self._privacy.secure_noise and self.ledger.amplifies:
+        if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
             self.cohorts = SecretCohorts(run)
             self.hides_cohorts = True
 
@@ -164,7 +156,9 @@ class PrivateRounds(PrivateStage):
         self.ledger.count_round(self._round_index)
         self._facts = {
             "privacy/clip_norm": clip_norm,
-            "privacy/noise_stddev": self._noise_stddev(),
+            "privacy/noise_stddev": mechanism.noise_per_round * clip_norm / mechanism.expected
+            if mechanism.noise_per_round
+            else 0.0,
         }
         self._count_unclipped(aggregate)
         return aggregate
@@ -206,10 +200,6 @@ class PrivateRounds(PrivateStage):
         nothing = torch.zeros(1, dtype=torch.int64, device=like.device)
         drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
         return float(drawn) * _COUNT_STEP
-
-    def _noise_stddev(self) -> float:
-        stddev = self._mechanism.noise_per_round
-        return stddev * self._clip_norm / self._mechanism.expected if stddev else 0.0
 
     def _count_unclipped(self, like: Tensor) -> None:
         """Note the share of clipped updates, and have the clip norm follow it."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GlobalModel
@@ -24,10 +23,6 @@ from fl_lightning.updates.message import bytes_up
 
 class SecureRounds(Stage):
     """The part of a round around an aggregator that hides updates.
-
-    Args:
-        aggregator: which has begun.
-        run: whose callbacks, and transforms of inputs, may show something of clients.
 
     Attributes:
         aggregator: as given.
@@ -65,7 +60,8 @@ class SecureRounds(Stage):
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return what hidden updates are larger than others, and what else a client gets."""
         up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
-        dense, empty = (_message_bytes(params) for params in (model.params, model.params[:0]))
+        none = model.params[:0]  # of buffers as well; metrics are not counted
+        dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
         return up + empty - dense, down
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -80,8 +76,3 @@ class SecureRounds(Stage):
         record.total_bytes_down += sum(cost.bytes_down.values())
         record.bytes_up_of_absent += sum(n for c, n in cost.bytes_up.items() if c in absent)
         record.more |= {f"secure/{name}": value for name, value in cost.seconds.items()}
-
-
-def _message_bytes(params: Tensor) -> int:
-    """Return the length of a message without metrics; such models have no buffers."""
-    return bytes_up(ClientUpdate(0, params, params[:0], 1, 1))

@@ -28,11 +28,6 @@ _FEEDBACK = "error feedback"
 class Transport(Stage):
     """Sends models and updates.
 
-    Args:
-        updates: what happens to updates, in order.
-        download: what happens to models, in order.
-        seed: of random transforms.
-
     Attributes:
         path: of updates.
         broadcast: of models.
@@ -84,23 +79,13 @@ class Transport(Stage):
             yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
-        """Send a client's update, and have it keep what does not arrive.
-
-        Args:
-            update: of a client.
-            began: of which round's model it is.
-        """
-        arrival = self.path.send(update, began, self._kept(update))
+        """Send a client's update, and have it keep what does not arrive."""
+        kept = self._memory.get(_FEEDBACK, update.client_id) if self.path.has_memory else None
+        kept = None if kept is None else kept.to(update.delta.device)
+        arrival = self.path.send(update, began, kept)
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
         return arrival
-
-    def _kept(self, update: ClientUpdate) -> Tensor | None:
-        """Return what a client kept from its last round."""
-        if not self.path.has_memory:
-            return None
-        kept = self._memory.get(_FEEDBACK, update.client_id)
-        return None if kept is None else kept.to(update.delta.device)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return about how long messages are, without metrics."""

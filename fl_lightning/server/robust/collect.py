@@ -106,7 +106,11 @@ class Collected(KeptUpdates):
         Raises:
             RoundFailure: if the rule needs more updates than there are.
         """
-        check_count(self.rule, len(self._rows))
+        if (count := len(self._rows)) < self.rule.min_updates:
+            raise RoundFailure(
+                f"{self.rule} needs at least {self.rule.min_updates} updates, this round has {count}: use a "
+                "larger cohort, or set num_attackers lower"
+            )
         self._combined = self._combined_buffers(self._rows.buffer_rows())
         vector = self.rule.combine(self._rows, self._context)
         del self._rows  # and its file
@@ -120,12 +124,3 @@ class Collected(KeptUpdates):
         else:
             vector = sorted_sum(rows, median_weights(len(rows)))
         return torch.from_numpy(vector).to(self._like.device)
-
-
-def check_count(rule: RobustRule, count: int) -> None:
-    """Raise RoundFailure if a round has too few updates for the rule."""
-    if count < rule.min_updates:
-        raise RoundFailure(
-            f"{rule} needs at least {rule.min_updates} updates, this round has {count}: use a "
-            "larger cohort, or set num_attackers lower"
-        )
