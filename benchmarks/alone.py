@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.bare import VARIANTS, BareLoop, Variant, own_plan
+from benchmarks.bare import VARIANTS, Variant, own_plan
+from benchmarks.engineered import loop_for
 from benchmarks.options import Options, add_options
 from benchmarks.process import Column, Stopwatch
 from benchmarks.workloads import WORKLOADS, Workload
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def bare(work: Workload, options: Options, variant: Variant) -> Column:
     """Train rounds of the bare loop."""
     stopwatch = Stopwatch()
-    loop = BareLoop(work, work.data(), variant, options.precision, device=options.device)
+    loop = loop_for(work, work.data(), variant, options.precision, device=options.device)
     for round_index in range(1 + options.rounds):
         loop.train_round(own_plan(work, round_index))
         stopwatch.round_done()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,8 @@ class Variant:
 
     Attributes:
         update: ``sgd`` (torch's own as it comes), ``fused`` (its fused one), ``by hand``
-            (`torch.autograd.grad` and a few operations on lists) or ``graphed`` (the step by hand, on a
-            GPU recorded as a CUDA graph and replayed).
+            (`torch.autograd.grad` and a few operations on lists), ``graphed`` (the step by hand, on a
+            GPU recorded as a CUDA graph and replayed), or one of `benchmarks.engineered`.
         channels_last: the memory layout of images and convolutions.
     """
 
@@ -47,7 +47,7 @@ VARIANTS = {
     str(variant): variant
     for update in ("sgd", "fused", "by hand", "graphed")
     for variant in (Variant(update), Variant(update, channels_last=True))
-}
+} | {name: Variant(name) for name in ("compiled", "batched", "one gradient")}
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,11 @@ class BareLoop:
         self._is_graphed = variant.update == "graphed" and device == "cuda"
         # by the size of the batch, with the tensor of the examples' indices
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._clock = clock_for(device)
 
     def train_round(self, plan: Sequence[Visit]) -> float:
         """Train a round and return its seconds."""
-        began = time.perf_counter()
+        began = self._clock()
         step = self._step_by_hand if self._by_hand else self._step
         if self._is_graphed:
             self._capture({len(batch) for visit in plan for batch in visit.batches})
@@ -161,7 +162,7 @@ class BareLoop:
         torch._foreach_copy_(self.start, self._mean)
         torch._foreach_zero_(self._mean)
         wait_for(self._device)
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         mixed = torch.autocast(self._device, torch.bfloat16) if self._is_mixed else _nothing
@@ -208,6 +209,12 @@ class BareLoop:
 _nothing = contextlib.nullcontext()
 
 
+def clock_for(device: str, num_processes: int = 1) -> Callable[[], float]:
+    """Return a clock of what this process computes, where it does all; who else has the CPU does not count."""
+    is_alone = device == "cpu" and num_processes == 1
+    return time.process_time if is_alone else time.perf_counter
+
+
 def wait_for(device: str) -> None:
     """Return when a device has done what it was given: a GPU is given work ahead of time."""
     if device == "cuda":
@@ -218,25 +225,3 @@ def _is_mixed(precision: str) -> bool:
     if precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise ValueError(f"precision must be 32-true, bf16-mixed or 16-mixed, got {precision!r}")
     return precision != "32-true"  # on a CPU, 16-mixed is bfloat16 as well
-
-
-def best_variant(
-    work: Workload, data: Data, precision: str, device: str = "cpu", repetitions: int = 3
-) -> Variant:
-    """Return the variant that trains clients fastest: of each the best of some tries in turn."""
-    layers = work.initial_network().modules()
-    is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
-    candidates = [v for v in VARIANTS.values() if is_convolutional or not v.channels_last]
-    if device != "cuda":
-        candidates = [v for v in candidates if v.update != "graphed"]
-    loops = [BareLoop(work, data, variant, precision, device=device) for variant in candidates]
-    one_client = [loops[0].train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
-    num_clients = max(1, int(0.2 / one_client))  # a try takes about 0.2 s
-    seconds = dict.fromkeys(candidates, float("inf"))
-    for number in range(1 + repetitions):
-        plan = own_plan(work, number)[:num_clients]
-        for loop in loops:
-            took = loop.train_round(plan)
-            if number:  # the first one warms up
-                seconds[loop.variant] = min(seconds[loop.variant], took)
-    return min(candidates, key=lambda variant: seconds[variant])

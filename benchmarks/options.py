@@ -20,6 +20,7 @@ class Options:
         devices: the Trainer's; more than one need its strategy ``federated``.
         scale: factor on the numbers of clients and of each one's examples.
         pad: whether slots may pad batches, if that can be told: 1 or 0.
+        seconds: after which a workload's measurement begins no further turn.
     """
 
     rounds: int = 5
@@ -29,6 +30,7 @@ class Options:
     devices: int = 1
     scale: float = 1.0
     pad: int = 1
+    seconds: float = 1e9
 
     def __post_init__(self) -> None:
         for name in ("rounds", "devices", "scale"):
@@ -83,6 +85,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=default.devices, help="processes")
     parser.add_argument(
         "--scale", type=float, default=default.scale, help="factor on clients and examples"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=default.seconds,
+        help="after which a workload's measurement begins no further turn",
     )
     parser.add_argument(
         "--pad", type=int, choices=[0, 1], default=default.pad, help="whether slots may pad batches"

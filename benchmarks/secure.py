@@ -22,7 +22,7 @@ from benchmarks.process import MeasurementError, run
 from benchmarks.rivals import RIVALS, TIMEOUT
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSServer, generate_keys
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
-from fl_lightning.secure.encryption.paillier import PaillierSum, generate_pair
+from fl_lightning.secure.encryption.paillier import PaillierSum
 from fl_lightning.secure.protocol.session import ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.simulation import simulate
@@ -74,10 +74,10 @@ def sum_row(num_clients: int, dropped: float, size: int) -> str:
     outcome = simulate(session, dict.fromkeys(range(num_clients), vector), silent)
     if not np.array_equal(outcome.total, expected):
         raise AssertionError("the secure sum is not the plain one")
-    costs, last = outcome.costs, num_clients - 1
-    client = costs.client_seconds / num_clients + quantise
+    costs, last = outcome.cost, num_clients - 1
+    client = costs.seconds["client_seconds"] / num_clients + quantise
     up, down = costs.bytes_up[last], costs.bytes_down[last]
-    seconds = (client, costs.server_seconds, plain_seconds)
+    seconds = (client, costs.seconds["server_seconds"], plain_seconds)
     return _sum_row("ours", session, len(silent), seconds, (up, down))
 
 
@@ -144,14 +144,15 @@ def ckks_row(name: str, layout: CKKSLayout) -> str:
 def paillier_row(bits: int, size: int) -> str:
     """Return what encryption with Paillier costs."""
     quantiser = SumQuantiser(num_clients=100, levels=2**16)
-    scheme = PaillierSum(*generate_pair(bits), quantiser, size, max_seconds=np.inf)
+    scheme = PaillierSum(quantiser, bits)
     vector = np.random.default_rng(0).integers(0, 2**16, size).astype(np.uint32)
     data, encrypt = timed(lambda: scheme.encrypt(vector))
-    total, add = timed(lambda: scheme.sum([data, data]))
-    values, decrypt = timed(lambda: scheme.decrypt(total))
+    total, add = timed(lambda: scheme.plus(data, data))
+    values, decrypt = timed(lambda: scheme.decrypt(total, size))
     error = "exact" if np.array_equal(values, 2 * vector) else "wrong"
-    times = (encrypt, add / 2, decrypt)
-    return _cipher_row(f"Paillier {bits}", size, times, (len(data), len(total)), error)
+    times = (encrypt, add, decrypt)
+    num_bytes = len(data) * scheme.width
+    return _cipher_row(f"Paillier {bits}", size, times, (num_bytes, num_bytes), error)
 
 
 def _cipher_row(

@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks import ours
-from benchmarks.bare import PLAIN, BareLoop, Visit, best_variant, own_plan, wait_for
+from benchmarks.bare import PLAIN, BareLoop, Visit, clock_for, own_plan, wait_for
+from benchmarks.engineered import best_variant, loop_for
 from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
@@ -85,11 +86,20 @@ class TakeTurns(Callback):
         exact: compared with.
         rounds: of a turn; the first one, which warms up, has one.
         path: where the first process leaves what was seen; it may be a fork of this one.
+        clock: of the federation.
+        seconds: after which no further turn begins.
     """
 
     def __init__(
-        self, timed: Mapping[str, BareLoop], exact: BareLoop, rounds: int, path: Path
+        self,
+        timed: Mapping[str, BareLoop],
+        exact: BareLoop,
+        rounds: int,
+        path: Path,
+        clock: Callable[[], float],
+        seconds: float,
     ) -> None:
+        self._clock, self._seconds, self._born = clock, seconds, time.perf_counter()
         self.timed, self.exact = timed, exact
         self.rounds, self.path = rounds, path
         full = timed.get("bare_full")
@@ -102,12 +112,12 @@ class TakeTurns(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._began = time.perf_counter()
+        self._began = self._clock()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note a round; after the turn's last the others' begins, while other processes wait."""
         wait_for(pl_module.device.type)
-        seconds = time.perf_counter() - self._began
+        seconds = self._clock() - self._began
         after = [p.detach().clone() for p in pl_module.parameters()]
         self._turn.append(Round(trainer.current_epoch, self._before, after, seconds))
         self._before = after
@@ -118,7 +128,9 @@ class TakeTurns(Callback):
                 self._train_bare(clients, is_warm=trainer.current_epoch > 0)
             trainer.strategy.barrier()
             self._turn = []
-        self._began = time.perf_counter()
+            if self.turns.ours and time.perf_counter() - self._born > self._seconds:
+                trainer.should_stop = True
+        self._began = self._clock()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave what was seen."""
@@ -169,13 +181,14 @@ def measure(name: str, options: Options) -> Turns:
     if options.precision != FULL:
         precisions["bare_full"] = FULL
     for column, precision in precisions.items():
-        variant = best_variant(work, data, precision, device)
+        variant = best_variant(work, data, precision, device, seconds=options.seconds / 3)
         if (variant, precision) != (PLAIN, options.precision):
-            timed[column] = BareLoop(work, data, variant, precision, device=device)
+            timed[column] = loop_for(work, data, variant, precision, device=device)
     exact = BareLoop(work, data, PLAIN, options.precision, device=device, mean_dtype=torch.float64)
     rounds = rounds_of_a_turn(plain)
     with tempfile.TemporaryDirectory() as folder:
-        turns = TakeTurns(timed, exact, rounds, Path(folder) / "turns.json")
+        path, clock = Path(folder) / "turns.json", clock_for(device, options.devices)
+        turns = TakeTurns(timed, exact, rounds, path, clock, options.seconds)
         ours.fit(work, data, options, 1 + options.rounds * rounds, turns)
         return Turns(**json.loads(turns.path.read_text()))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201
 from fl_lightning.nas.cost import cost
-from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, builder, folder_batch
+from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batch
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
@@ -46,7 +47,7 @@ def main() -> None:
     accuracies = torch.tensor([truth.lookup(cell)["cifar10"] for cell in cells])
     size = {"side": _SIDE, "in_channels": 3, "num_classes": 10, "seed": args.seed}
     images, labels = folder_batch(Path(args.root) / "train", 32, **size)
-    build = builder(SPACE, **_SHAPE)
+    build = partial(SPACE.build, **_SHAPE)
 
     def sizes(measure: str) -> Callable[[Architecture], float]:
         return lambda cell: float(getattr(cost.of(SPACE, cell, side=_SIDE, **_SHAPE), measure))

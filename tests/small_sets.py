@@ -13,10 +13,10 @@ def random_bytes(*shape):
     return random.integers(0, 256, shape, dtype=np.uint8)
 
 
-def write_idx(folder, num_train=40, num_test=20):
+def write_idx(folder, num_train=40, num_test=20, names=("train", "t10k")):
     folder.mkdir(parents=True)
     stored = {}
-    for part, count in (("train", num_train), ("t10k", num_test)):
+    for part, count in zip(names, (num_train, num_test), strict=True):
         pixels, labels = random_bytes(count, 28, 28), (np.arange(count) % 10).astype(np.uint8)
         for array, kind in ((pixels, "images-idx3"), (labels, "labels-idx1")):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()

@@ -10,7 +10,7 @@ import torch
 import torchvision
 import yaml
 from peft import PeftModel
-from small_sets import write_folder, write_pickles
+from small_sets import write_folder, write_idx, write_pickles
 from tiny_llama import LLAMA, ROWS, make_tokenizer
 from toys import ACCELERATOR
 
@@ -19,7 +19,7 @@ from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of, resolve
 from fl_lightning.cli.export import export
 from fl_lightning.experiments import Experiment
-from fl_lightning.experiments.plan import plan_runs
+from fl_lightning.experiments.experiment import plan_runs
 from fl_lightning.models import CausalLM
 from fl_lightning.sparsity import load_mask
 
@@ -52,6 +52,11 @@ LLM = {
 SMALL = {
     "quickstart.yaml": {f"{SOURCE}val_fraction": "0.8"},
     "kmeans.yaml": {},
+    "mnist.yaml": {
+        "--federation.local_epochs": "1",
+        "--data.init_args.num_clients": "20",
+        f"{SOURCE}download": "false",
+    },
     "cifar10_images.yaml": {
         "--federation.local_epochs": "1",
         f"{SOURCE}root": "images",
@@ -105,6 +110,7 @@ def small_data(tmp_path_factory):
         *(folder / "data" / "cifar-100-python", {"train": 800, "test": 200}, "fine_labels"),
         *(("meta", "fine_label_names"), names),
     )
+    write_idx(folder / "data" / "MNIST" / "raw", num_train=160)
     write_folder(folder / "images", "train", names[:10], 30, size=(32, 32))
     write_folder(folder / "images", "test", names[:10], 4, size=(32, 32))
     make_tokenizer().save_pretrained(folder / "tokenizer")
@@ -152,7 +158,7 @@ def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
         assert not torch.equal(CausalLM(network).eval()({"input_ids": tokens}), logits)
     words = ["--ckpt_path", str(last), "--adapter", "adapter"]
     with pytest.raises(ConfigurationError, match="adapter exists"):
-        export(words, parser=parser_of("export"))
+        export(parser_of("export").parse_args(words))
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover

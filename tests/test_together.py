@@ -8,7 +8,7 @@ from families import ROWS, made
 from readme import ROOT
 
 from fl_lightning import Federation
-from fl_lightning.callbacks.calibration.apply import MASKS
+from fl_lightning.callbacks.calibration.mask_calibration import MASKS
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, conflicts

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.data import Cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 
@@ -69,6 +71,13 @@ class ToyModule(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+def toy(kind=ToyModule, **options):
+    """Return a module whose first weights are always the same; nothing else is seeded."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(**options)
+
+
 class ToyData(LightningDataModule):
     """Gaussian blobs, always the same ones."""
 
@@ -106,6 +115,31 @@ class LoaderData(LightningDataModule):
 
     def train_dataloader(self):
         return self.loader
+
+
+class Ordered(Cohort):
+    """All clients, those with the highest ids first where ``order`` is -1."""
+
+    def __init__(self, order=1):
+        self.order = order
+
+    def expected_size(self, num_clients):
+        return num_clients
+
+    def sample(self, round_index, population, seed):
+        return np.arange(population.num_clients)[:: self.order]
+
+
+class Given:
+    """A partition that is given."""
+
+    uses_labels = False
+
+    def __init__(self, shards):
+        self.shards = shards
+
+    def assign(self, labels, num_clients, seed):
+        return [np.array(shard) for shard in self.shards]
 
 
 def reversed_labels(dataset):
@@ -169,6 +203,16 @@ class SaveEverywhere(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.save(trainer, "end")
+
+
+class SaveOnException(Callback):
+    """What Lightning's callbacks do that save when a run fails or is interrupted."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
 
 
 class NeedsFile(Callback):

@@ -10,8 +10,7 @@ examples.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,6 @@ class ClientEvaluation(Callback):
         every_n_rounds: also after every n-th round's validation; 0 for the end only.
         max_clients: evaluate at most so many clients, ≥ 1: where more hold out examples, always the
             same ones, drawn by the data module's seed. Each costs about a millisecond.
-        lower_is_better: parts of the names of metrics whose worst decile is the highest one,
-            besides loss, error, inertia, perplexity, mse, mae and nll.
         common_test_set: in ``test``, evaluate clients' personal models on the data module's whole test
             set instead of on each client's own test examples. (The global model's figures there are
             those of ``test`` itself.)
@@ -78,7 +75,6 @@ class ClientEvaluation(Callback):
         self,
         every_n_rounds: int = 0,
         max_clients: int = 10_000,
-        lower_is_better: Sequence[str] = (),
         common_test_set: bool = False,
         local_models: bool = False,
     ) -> None:
@@ -94,7 +90,6 @@ class ClientEvaluation(Callback):
         self.common_test_set = common_test_set
         self._local = LocalModels(max(1, every_n_rounds)) if local_models else None
         self._origin = ModelOrigin()
-        self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
         self.per_client: dict[int, dict[str, float]] = {}
 
     # charts of TensorBoard that need not have numbers in the first round
@@ -201,13 +196,13 @@ class ClientEvaluation(Callback):
         logs: dict[str, float] = {}
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
-            is_lower_better = any(part in name.lower() for part in self._lower_is_better)
+            is_lower_better = any(part in name.lower() for part in _LOWER_IS_BETTER)
             key = name if name.startswith(PERSONAL) else f"clients/{name}"
             logs |= _told(name, key, per_client, higher_is_better=not is_lower_better)
             log_histogram(trainer, key, per_client, step=trainer.global_step)
         self._log(trainer, logs)
         if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _save(Path(folder) / f"clients_{stage}.csv", values, examples)
+            _save(Path(folder) / f"clients_{stage}.csv", self.per_client, examples)
 
     def _log(self, trainer: Trainer, logs: dict[str, float]) -> None:
         if self.every_n_rounds and trainer.state.fn == "fit":
@@ -257,15 +252,13 @@ def _told(name: str, key: str, values: Tensor, *, higher_is_better: bool) -> dic
     return logs
 
 
-def _save(path: Path, values: Mapping[int, Mapping[str, Tensor]], examples: ClientExamples) -> None:
-    names = sorted({name for metrics in values.values() for name in metrics})
+def _save(path: Path, values: Mapping[int, Mapping[str, float]], examples: ClientExamples) -> None:
+    import pandas  # half a second to import
+
+    table = pandas.DataFrame.from_dict(values, orient="index", dtype=float).sort_index(axis=1)
+    table.insert(0, "num_examples", examples.num_examples[table.index])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["client", "num_examples", *names])
-        for client, metrics in values.items():
-            row: list[Any] = [client, int(examples.num_examples[client])]
-            writer.writerow([*row, *(float(metrics[n]) if n in metrics else "" for n in names)])
+    table.to_csv(path, index_label="client")
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.reports.evaluated_model import EvaluatedModel, ResultsTable
+from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.log_file import Level, RunLog
 from fl_lightning.reports.overview import PartitionReport, RunOverview
 from fl_lightning.reports.progress import RoundProgressBar
 from fl_lightning.reports.run_report import RunReport
 
 # of these one is enough, of any kind
-_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel, RunReport)
+_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, ResultsTable, RunReport)
 
 
 def companions(
@@ -43,10 +41,10 @@ def companions(
     Example:
         >>> [type(callback).__name__ for callback in companions(RoundProgressBar(0))]
         ... # doctest: +NORMALIZE_WHITESPACE
-        ['RoundProgressBar', 'RunLog', 'EvaluatedModel', 'PartitionReport', 'ClientEvaluation',
-        'RunOverview', 'ModelCheckpoint', 'ResultsTable', 'RunReport']
+        ['RoundProgressBar', 'RunLog', 'PartitionReport', 'ClientEvaluation', 'RunOverview',
+        'ModelCheckpoint', 'ResultsTable', 'RunReport']
     """
-    watchers: list[Callback] = [RunLog(log_level), EvaluatedModel()]
+    watchers: list[Callback] = [RunLog(log_level)]
     if is_federated:
         watchers += [PartitionReport(), ClientEvaluation()]
     watchers.append(RunOverview())
@@ -55,14 +53,15 @@ def companions(
     keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
     if checkpoint and not keeps_last:
         watchers.append(every_round_checkpoint())
-    if not any(isinstance(callback, ResultsTable) for callback in given):
-        watchers.append(ResultsTable())
+    watchers.append(ResultsTable())
     if report:
         watchers.append(RunReport())
-    news = [new for new in watchers if not _is_among(new, given)]
-    # these tell what the others have found
-    tellers = (ResultsTable, RunReport)
-    return sorted([*given, *news], key=lambda callback: isinstance(callback, tellers))
+    done = [kind for kind in _ONE_EACH for old in given if isinstance(old, kind)]
+    news = [new for new in watchers if not isinstance(new, tuple(done))]
+    # which tells what the others have found
+    return sorted(
+        [*given, *news], key=lambda callback: isinstance(callback, ResultsTable | RunReport)
+    )
 
 
 def every_round_checkpoint() -> ModelCheckpoint:
@@ -73,11 +72,4 @@ def every_round_checkpoint() -> ModelCheckpoint:
     """
     return ModelCheckpoint(
         filename="last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
-
-
-def _is_among(new: Callback, given: Sequence[Callback]) -> bool:
-    """Return whether one of the callbacks does what a new one would."""
-    return any(
-        isinstance(new, kind) and isinstance(old, kind) for kind in _ONE_EACH for old in given
     )

@@ -5,14 +5,14 @@ local model of client k = what it was sent - Δ_k,  with what it has for itself,
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
     ClientExamples,
-    Federation,
     Ranks,
     Run,
     Stage,
@@ -31,6 +30,7 @@ from fl_lightning.federation import (
     personal_models,
     run_folder,
 )
+from fl_lightning.reports.progress import federation_of
 
 TABLE = "local_models.csv"
 GLOBAL = "global"  # in the column of clients
@@ -99,8 +99,7 @@ class LocalModels:
         Raises:
             ConfigurationError: if there is no federation, or no data with clients.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        federation = next((c for c in callbacks if isinstance(c, Federation)), None)
+        federation = federation_of(trainer)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if federation is None or not isinstance(data, FederatedDataModule):
             raise ConfigurationError(
@@ -114,8 +113,8 @@ class LocalModels:
         """Set the test set up, and learn where the table is."""
         trainer.datamodule.setup("test")  # type: ignore[attr-defined]
         folder = Path(run_folder(trainer))  # which processes agree on: all must ask
-        self._path = folder / TABLE if _keeps_files(trainer) else None
-        self._has_begun = False
+        keeps = trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        self._path = folder / TABLE if keeps else None
 
     def report(self, trainer: Trainer) -> None:
         """Evaluate the models of the round that has ended, if it is an n-th one."""
@@ -161,46 +160,21 @@ class LocalModels:
         if self._path is not None:
             named = {**{str(client): own for client, own in clients.items()}, GLOBAL: whole}
             rows = [
-                {"round": str(number), "client": c} | {n: str(float(v)) for n, v in own.items()}
+                {"round": number, "client": c} | {n: float(v) for n, v in own.items()}
                 for c, own in named.items()
             ]
-            if not self._has_begun and self._path.exists():  # rounds that are trained again
-                _write(self._path, [r for r in _rows(self._path) if int(r["round"]) < number])
-            self._has_begun = True
-            _append(self._path, rows)
+            _write(self._path, number, rows)
 
 
-def _keeps_files(trainer: Trainer) -> bool:
-    return trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+def _write(path: Path, number: int, rows: list[dict[str, Any]]) -> None:
+    """Write a round's rows behind those of the rounds before; later ones are trained again."""
+    import pandas  # half a second to import
 
-
-def _append(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write rows after those of a table; a new column makes it anew."""
-    known = _columns(path)
-    if known and all(row.keys() <= set(known) for row in rows):
-        with path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, known).writerows(rows)
-        return
-    _write(path, [*(_rows(path) if known else []), *rows])
-
-
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
+    table = pandas.DataFrame(rows)
+    if path.exists():
+        before = pandas.read_csv(path, dtype=str)  # as text, whose digits stay
+        table = pandas.concat([before[before["round"].astype(int) < number], table])
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    table.to_csv(part, index=False)
     part.replace(path)
-
-
-def _columns(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), [])
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if (row.get("round") or "").isdecimal()]

@@ -87,10 +87,6 @@ def imported(class_path: str) -> Any:
 def check_environment(parser: Any, environ: Mapping[str, str]) -> None:
     """Refuse variables that stand for an option inside a class: the parser reads whole classes only.
 
-    Args:
-        parser: of a command, which reads variables.
-        environ: the variables.
-
     Raises:
         ConfigurationError: with what to set instead.
     """
@@ -110,9 +106,6 @@ def check_environment(parser: Any, environ: Mapping[str, str]) -> None:
 
 def check_trainer(configuration: Any) -> None:
     """Refuse options of the Trainer, and the seed of everything.
-
-    Args:
-        configuration: of a command, parsed.
 
     Raises:
         ConfigurationError: naming every such option by its path in the YAML.
@@ -275,9 +268,6 @@ _RULES: dict[str, Rule] = {
 def check_ranges(configuration: Any) -> None:
     """Refuse values that mean nothing.
 
-    Args:
-        configuration: of a command, parsed.
-
     Raises:
         ConfigurationError: naming the option by its path in the YAML.
     """
@@ -336,10 +326,6 @@ def what_is_missing(reason: str, given: str) -> str | None:
 
     A class without a single method of the protocol was not meant to be one.
 
-    Args:
-        reason: what the parser says.
-        given: the value that it says it of.
-
     Example:
         >>> said = "Import path fl_lightning.Mean does not implement protocol Partition"
         >>> what_is_missing(said, "fl_lightning.Mean") is None
@@ -371,13 +357,11 @@ def _protocol(name: str) -> type | None:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return a protocol's members in the order in which they are written."""
     members = get_protocol_members(protocol)
     return [name for name in vars(protocol) if name in members]
 
 
 def _unlike(own: Any, protocol: type) -> Iterator[str]:
-    """Yield the protocol's members that a class has not, or writes otherwise."""
     for name in _members(protocol):
         wanted, has = getattr(protocol, name), getattr(own, name, None)
         if isinstance(wanted, property):

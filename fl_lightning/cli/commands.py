@@ -21,17 +21,20 @@ from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.help import COMMANDS
 from fl_lightning.cli.runs import RunConfig, console
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.optuna_extra import optuna_for
 
 # modules that take seconds to import: each has a function of its command's name
 _HOMES = {
     "report": "fl_lightning.reports.run_report",
     "compare": "fl_lightning.experiments.compare",
-    "sweep": "fl_lightning.cli.sweep",
+    "sweep": "fl_lightning.experiments.sweep",
     "search": "fl_lightning.cli.search",
     "latency": "fl_lightning.cli.latency",
     "export": "fl_lightning.cli.export",
     "network": "fl_lightning.cli.network",
 }
+# whose words after -- are options of a fit
+_WITH_FITS = ("compare", "sweep", "search", "network")
 
 
 def parser_of(command: str) -> Parser:
@@ -40,6 +43,8 @@ def parser_of(command: str) -> Parser:
     Args:
         command: ``report``, ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
     """
+    if command == "sweep":
+        optuna_for("a sweep", "sweep")
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
     home = import_module(_HOMES[command])
     if command == "network":
@@ -59,25 +64,24 @@ def run_command(args: ArgsType) -> None:
 
 
 def _run(words: Any) -> None:
-    """Run one of our commands, or one of Lightning's."""
     command, *rest = words if isinstance(words, list) and words else [""]
     if command not in _HOMES:
         run_lightning(words)
         return
+    parser = parser_of(command)
+    at = rest.index("--") if "--" in rest and command in _WITH_FITS else len(rest)
+    options = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
     functions: dict[str, dict[str, Any]] = {
         "compare": {"resolve": resolve},
         "sweep": {"resolve": resolve, "fit": fit_trial},
-        "search": {"validate": validate, "resolve": resolve},
+        "search": {"validate": validate, "resolve": resolve, "defaults": parser.get_defaults()},
     }
     run = getattr(import_module(_HOMES[command]), command)
-    run(rest, parser=parser_of(command), **functions.get(command, {}))
+    run(parser.parse_args(rest[:at]), **options, **functions.get(command, {}))
 
 
 def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
-
-    Args:
-        words: of the command line, after ``fit``.
 
     Raises:
         ConfigurationError: if they are refused.
@@ -96,10 +100,6 @@ def resolve(words: Sequence[str]) -> str:
 def fit_trial(words: Sequence[str], callback: Callback) -> None:
     """Run ``fit`` with a callback of ours, in a process that has just begun.
 
-    Args:
-        words: of the command line, after ``fit``.
-        callback: beside those of the configuration.
-
     Raises:
         ConfigurationError: for a setting that cannot work, whoever refuses it.
     """
@@ -116,12 +116,7 @@ def fit_trial(words: Sequence[str], callback: Callback) -> None:
 
 
 def validate(words: Sequence[str], callback: Callback) -> None:
-    """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
-
-    Args:
-        words: of the command line, after ``validate``.
-        callback: beside those of the configuration.
-    """
+    """Run ``validate`` with a callback of ours, which leaves nothing on the disk."""
     run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 

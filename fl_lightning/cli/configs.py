@@ -28,7 +28,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Return their names, those of the folder itself first.
+    """Return the names of the configurations in the box, those without a subfolder first.
 
     Example:
         >>> names()[0], "algorithms/fedprox" in names()
@@ -43,9 +43,6 @@ def with_paths(words: Sequence[str]) -> list[str]:
     """Return a command line whose configurations are files.
 
     A file goes before a name in the box.
-
-    Args:
-        words: of the command line.
 
     Raises:
         ConfigurationError: if there is neither, with names that are close.

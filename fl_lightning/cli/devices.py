@@ -51,9 +51,7 @@ def asks_for_several(trainer: Mapping[str, Any]) -> bool:
     if str(devices) in ("auto", "-1"):
         on_gpu = trainer["accelerator"] in ("auto", "gpu", "cuda")
         return on_gpu and torch.cuda.device_count() > 1
-    if isinstance(devices, str):
-        devices = int(devices) if devices.isdecimal() else devices.split(",")
-    return (devices if isinstance(devices, int) else len(devices)) > 1
+    return _num_devices(devices) > 1
 
 
 def automatic_processes(
@@ -64,16 +62,12 @@ def automatic_processes(
     As many as there are usable cores, and no more than clients in a round. One where the processes
     could not be forked or come from elsewhere (torchrun, SLURM), and where several threads were
     asked for.
-
-    Args:
-        trainer: the Trainer's settings.
-        federation: whose cohorts are shared out.
-        data: the data module.
-        num_threads: what the user asked for.
     """
     if not _is_open(trainer) or (num_threads or 1) > 1 or not _starts_its_own():
         return 1
-    if any(isinstance(logger, CometLogger) for logger in _listed(trainer.get("logger"))):
+    loggers = trainer.get("logger")
+    loggers = loggers if isinstance(loggers, Sequence) else [loggers]
+    if any(isinstance(logger, CometLogger) for logger in loggers):
         return 1  # its threads, begun with it, would not be there after a fork
     num_clients = data.num_clients if isinstance(data, FederatedDataModule) else 1
     cores = num_usable_cores()
@@ -82,10 +76,6 @@ def automatic_processes(
     limit = trainer["limit_train_batches"]
     cohort = federation.cohort.expected_size(num_clients)
     return max(1, min(cores, limited(cohort, 1.0 if limit is None else limit)))
-
-
-def _listed(logger: Any) -> Sequence[Any]:
-    return logger if isinstance(logger, Sequence) else [logger]
 
 
 def _is_open(trainer: Mapping[str, Any]) -> bool:
@@ -146,7 +136,11 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
     if "TORCHELASTIC_RUN_ID" in environ:
         total, per_node = (_number(names, environ) for names in _TORCHRUN)
         by = "torchrun"
-    elif _is_of_srun(environ):
+    # an interactive job is not srun's for Lightning either
+    elif "SLURM_STEP_NUM_TASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    ):
         total, num_nodes = (_number(names, environ) for names in _SLURM)
         by, per_node = "srun", (total or 1) // (num_nodes or 1)
     else:
@@ -159,9 +153,6 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 def take_what_was_started(trainer: Any) -> None:
     """Set the devices and nodes of a Trainer to the processes that were started from outside.
-
-    Args:
-        trainer: the Trainer's settings, changed in place.
 
     Raises:
         ConfigurationError: if other numbers of processes are set than were started, or they could not
@@ -187,12 +178,6 @@ def take_what_was_started(trainer: Any) -> None:
             f"but {found.by} has started {found.total} processes on {num_nodes} nodes. Leave both "
             f"out, or start {asked}"
         )
-
-
-def _is_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether Lightning takes these processes for SLURM's, too."""
-    is_interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return "SLURM_STEP_NUM_TASKS" in environ and not is_interactive
 
 
 def _number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:

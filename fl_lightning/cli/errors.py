@@ -208,7 +208,6 @@ class Parser(LightningArgumentParser):
         raise error from refusal.error
 
     def _options(self) -> Sequence[str]:
-        """Return the names of all options, of subcommands as well."""
         inner = self._subcommands_action.choices.values() if self._subcommands_action else ()
         found = (name for parser in (self, *inner) for name in parser._option_string_actions)
         return sorted({name.lstrip("-") for name in found})
@@ -216,9 +215,6 @@ class Parser(LightningArgumentParser):
 
 def explain(error: BaseException) -> str | None:
     """Return a sentence for a mistake in the settings, None for any other error.
-
-    Args:
-        error: what ended the command.
 
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))

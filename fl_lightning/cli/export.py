@@ -5,7 +5,6 @@ The module is made from the configuration that its run left beside the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def export(words: Sequence[str], *, parser: ArgumentParser) -> None:
-    """Run the command.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
+def export(given: Any) -> None:
+    """Run the command with its parsed options.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    given = parser.parse_args(list(words))
     targets = [target for target in (given.adapter, given.state_dict) if target is not None]
     if not targets:
         raise ConfigurationError("export: give --adapter FOLDER or --state_dict FILE")

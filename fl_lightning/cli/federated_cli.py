@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -32,7 +33,6 @@ from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
     RunConfig,
     console,
-    ended_by_signals,
     forget_early_messages,
     in_columns,
     report_whereabouts,
@@ -51,6 +51,7 @@ from fl_lightning.federation import (
     checkpoint_folders,
     clean_up_after,
     find_run,
+    interruptible,
     keep_rows,
     settle_folder,
     settle_loggers,
@@ -241,16 +242,11 @@ class FederatedCLI(LightningCLI):
 
     def _add_report(self, options: Any) -> None:
         """Add the callback that keeps the rounds and makes the report, after the test if there is one."""
-        if self.subcommand == "predict":
-            return
-        own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
-        others = [each for each in options["callbacks"] if each not in own]
-        waits = self.subcommand is not None
-        # last: it keeps what the others have logged
-        options["callbacks"] = [
-            *others,
-            *(own or [RunReport(page=self._settings.report, waits_for_test=waits)]),
-        ]
+        has_one = any(isinstance(each, RunReport) for each in options["callbacks"])
+        if self.subcommand != "predict" and not has_one:
+            waits = self.subcommand is not None
+            report = RunReport(page=self._settings.report, waits_for_test=waits)
+            options["callbacks"].append(report)
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Set ``devices: auto`` of a fit to all cores if clients train on CPUs."""
@@ -290,7 +286,9 @@ class FederatedCLI(LightningCLI):
         data = self.datamodule
         self._results.keep(self.trainer)
         is_wanted = self._settings.test_after_fit
-        if is_wanted and _has_test(self.model, data):
+        has_test = is_overridden("test_step", self.model, LightningModule)
+        has_data = data is not None and is_overridden("test_dataloader", data, LightningDataModule)
+        if is_wanted and has_test and has_data:
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
             if is_wanted:  # what waited for a test has not been told yet
@@ -315,24 +313,24 @@ class FederatedCLI(LightningCLI):
         self.trainer.test(**{**kwargs, "verbose": False})
 
 
-def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
-    return (
-        data is not None
-        and is_overridden("test_dataloader", data, LightningDataModule)
-        and is_overridden("test_step", model, LightningModule)
-    )
-
-
-@ended_by_signals
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
-    with console():
-        try:
+    """Run something on a tidy screen.
+
+    What a user can mend ends it with a sentence and code 1, Ctrl-C and SIGTERM with a shell's code.
+    """
+    try:
+        with interruptible(), console():
             run()
-        except Exception as error:
-            sentence = explain(error)
-            if sentence is None:
-                raise
-            clear_leftovers()
-            print(bug_behind(error), end="", file=sys.stderr)
-            sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))
+    except Interrupted as stop:
+        clear_leftovers()
+        print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
+        sys.exit(stop.exit_code)
+    except SIGTERMException:
+        sys.exit(Interrupted(signal.SIGTERM).exit_code)
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
+            raise
+        clear_leftovers()
+        print(bug_behind(error), end="", file=sys.stderr)
+        sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))

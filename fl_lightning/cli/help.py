@@ -97,9 +97,6 @@ _ASKED = re.compile(r"--(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+)\.help")
 def help_for(words: Sequence[str]) -> str | None:
     """Return the help that a command line asks for and that needs no PyTorch; None if there is none.
 
-    Args:
-        words: of the command line, with whole names of classes.
-
     Example:
         >>> help_for(["fit", "--help"]).splitlines()[0]
         'usage: fl-lightning fit --config NAME [OPTIONS]'

@@ -7,11 +7,10 @@ time is spent on results that cannot be saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
@@ -46,19 +45,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Of the networks.")
 
 
-def latency(words: Sequence[str], *, parser: ArgumentParser) -> None:
-    """Run the command.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
+def latency(given: Any) -> None:
+    """Run the command with its parsed options.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    given = parser.parse_args(list(words))
     networks = networks_of(given)
-    _check_out(Path(given.out))
+    out = Path(given.out)
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"out: {out} cannot be written: there is no folder {out.parent}")
+    check_writable("out", out)
     table = measure_latency(
         networks.space,
         side=networks.side,
@@ -104,13 +101,6 @@ def _device(name: str) -> torch.device:
             f"device: there is no {name!r} here; PyTorch sees {torch.cuda.device_count()} GPUs"
         )
     return device
-
-
-def _check_out(path: Path) -> None:
-    """Refuse a path before minutes are spent on what cannot be kept."""
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"out: {path} cannot be written: there is no folder {path.parent}")
-    check_file("out", path)
 
 
 def _progress(text: str) -> None:
@@ -185,44 +175,28 @@ def networks_of(given: Any) -> Networks:
     return Networks(space, int(given.side), options)
 
 
-def check_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written; nothing is left behind.
+def check_writable(option: str, path: Path, *, is_folder: bool = False) -> None:
+    """Refuse a file, or a folder, that cannot be written; nothing is left behind.
 
     Args:
         option: that names it.
-        path: of the file; folders above it may be missing.
+        path: of it; folders above it may be missing.
+        is_folder: whether it is a folder.
 
     Raises:
         ConfigurationError: with the reason.
     """
-    if path.is_dir():
-        _refuse(option, path, "it is a folder")
-    _check_folder(option, path, path.parent)
-
-
-def check_folder(option: str, path: Path) -> None:
-    """Refuse a folder in which nothing can be written; nothing is left behind.
-
-    Args:
-        option: that names it.
-        path: of the folder; it and folders above it may be missing.
-
-    Raises:
-        ConfigurationError: with the reason.
-    """
-    _check_folder(option, path, path)
-
-
-def _check_folder(option: str, path: Path, folder: Path) -> None:
-    try:
-        there = next(one for one in (folder, *folder.parents) if one.exists())
-        if not there.is_dir():
-            _refuse(option, path, f"{there} is a file")
-        with TemporaryDirectory(dir=there):
-            pass
-    except OSError as error:
-        _refuse(option, path, str(error.strerror))
-
-
-def _refuse(option: str, path: Path, reason: str) -> NoReturn:
-    raise ConfigurationError(f"{option}: {path} cannot be written: {reason}")
+    folder, reason = path if is_folder else path.parent, None
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if path.is_dir() and not is_folder:
+        reason = "it is a folder"
+    elif not there.is_dir():
+        reason = f"{there} is a file"
+    else:
+        try:
+            with TemporaryDirectory(dir=there):
+                pass
+        except OSError as error:
+            reason = error.strerror
+    if reason is not None:
+        raise ConfigurationError(f"{option}: {path} cannot be written: {reason}")

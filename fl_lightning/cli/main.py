@@ -102,9 +102,6 @@ def _run(words: Any) -> None:
 def check_command(words: Sequence[str]) -> None:
     """Refuse a command line that no parser is needed for.
 
-    Args:
-        words: of the command line, the command first.
-
     Raises:
         ConfigurationError: with what to type instead.
     """

@@ -48,10 +48,6 @@ def contents() -> dict[str, dict[str, Any]]:
 def classes_of(block: str, option: str) -> dict[str, Any] | None:
     """Classes that an option takes, None if it takes none.
 
-    Args:
-        block: whose option, ``federation`` or ``data``.
-        option: its name.
-
     Returns:
         ``classes``, a line of text by import path; ``any`` and ``bases``, what else it takes.
     """
@@ -146,10 +142,6 @@ def _class_paths(content: Any) -> Any:
 def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
     """Refuse a class that no module defines, and a short name that is none.
 
-    Args:
-        words: of the command line, with whole names.
-        files: what its configurations say.
-
     Raises:
         ConfigurationError: with the name that was probably meant.
     """
@@ -208,11 +200,7 @@ def _check_short(path: str, name: str) -> None:
 
 
 def where_listed(path: str) -> str:
-    """Sentence that says where the classes of an option are listed.
-
-    Args:
-        path: of the option in the YAML.
-    """
+    """Sentence that says where the classes of an option are listed."""
     block, _, inside = path.replace(".init_args", "").partition(".")
     option = re.split(r"\W", inside)[0]
     if classes_of(block, option) is None:
@@ -223,9 +211,6 @@ def where_listed(path: str) -> str:
 @cache
 def names_in(module: str) -> frozenset[str] | None:
     """Names that a module defines, found without importing it; None if its text does not tell.
-
-    Args:
-        module: its full name.
 
     Example:
         >>> "Adam" in names_in("torch.optim"), "Adamm" in names_in("torch.optim")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from fl_lightning.cli.checks import imported, what_is_missing
 from fl_lightning.cli.names import names_in, paths, where_listed
+from fl_lightning.core.public_names import public_paths
 
 MOST_CHARACTERS = 500
 # written without class_path in the YAML: their options stand directly below the option's name
@@ -42,6 +43,7 @@ _LEVEL = re.compile(
 _FRAME = re.compile(
     r"Does not validate against any of|Subtypes: |Errors:$|Given value type: |Expected a path but|$"
 )
+_CLASS_PATH = re.compile(r"class_path['\"]?[=:] ?['\"](?P<path>[\w.]+)")
 _GIVEN = re.compile(r"Given value: (?P<given>.*)$|(?P<text>.*?)\. Got value: (?P<got>.*)$")
 _UNRECOGNISED = re.compile(
     r"[Uu]nrecognized arguments: (?P<name>[^\s=]+)[\s=]?(?P<rest>.*)|"
@@ -101,7 +103,7 @@ class Complaint:
 
 
 def complaint(message: str) -> Complaint:
-    """Read the complaint in a parser's message: its deepest leaf, an option that was meant.
+    """Return the complaint in a parser's message: its deepest leaf, which names the option.
 
     Example:
         >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]
@@ -148,7 +150,6 @@ def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
 
 
 def _path(way: Way, values: Mapping[Way, str]) -> str:
-    """Return the option's path in the YAML."""
     path = ""
     for depth, (_, key, class_path) in enumerate(way):
         if key is not None:
@@ -173,10 +174,6 @@ def _index(given: str | None, class_path: str | None) -> str:
 
 def sentence(message: str, options: Sequence[str] = ()) -> str:
     r"""Return a parser's message as one sentence.
-
-    Args:
-        message: as the parser says it.
-        options: names of all options, to suggest one.
 
     Example:
         >>> sentence("Parser key \"num_threads\": Expected a <class 'int'>. Got value: many")
@@ -214,8 +211,13 @@ def _missing_option(found: Complaint) -> str | None:
     match = next(filter(None, map(_REQUIRED.match, found.reasons)), None)
     if match is None:
         return None
-    names = [found.inside(name.strip()) for name in (match["names"] or match["key"]).split(",")]
+    given = [name.strip() for name in (match["names"] or match["key"]).split(",")]
+    names = [found.inside(name) for name in given]
     owner = found.class_path.rpartition(".")[2]
+    outer, _, inner = given[0].rpartition(".")
+    if outer and owner:  # another value than a mapping reads the same to the parser
+        shape = f"{outer.rpartition('.')[2]}: {{{inner}: …}}"
+        return f"{found.inside(outer)} must be a mapping with {inner}: write {shape}"
     return f"{', '.join(names)} is required{f' by {owner}' if owner else ''}: give it a value"
 
 
@@ -251,9 +253,13 @@ def _wrong_class(found: Complaint) -> str | None:
     ):  # a user's class means others by the name
         return f"{must}. Give the class that {own} takes with its module: my_module.MyClass"
     block, _, option = found.path.replace(".init_args", "").partition(".")
-    known = paths(block, option)
-    close = difflib.get_close_matches(given.rpartition(".")[2], known, n=1)
+    known = paths(block, option) or public_paths()
+    named = _CLASS_PATH.search(given)
+    name = named["path"] if named else given
+    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     hint = f"Did you mean {known[close[0]]}? " if close else ""
+    if named and "." not in name:
+        hint = f"A class needs its whole path here, my_module.{name}. {hint}"
     return f"{must}. {hint}{where_listed(found.path)}"
 
 
@@ -280,7 +286,6 @@ def _allowed(reasons: Sequence[str]) -> list[str]:
 
 
 def _shown(value: str | None) -> str:
-    """Return the end of a sentence that shows a value."""
     if value is None:
         return ""
     value = value.partition(". Got value: ")[0]  # of the factory around it
@@ -300,7 +305,6 @@ def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
 
 
 def _options_of(class_path: str) -> list[str]:
-    """Return the names of a class's options; none if there is no such class."""
     try:
         parameters = inspect.signature(imported(class_path)).parameters.values()
     except (ValueError, TypeError):

@@ -6,17 +6,14 @@ log file, messages wait to be written into it.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import ParamSpec
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -24,44 +21,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from fl_lightning.core.errors import Interrupted
 from fl_lightning.federation import (
     CONFIG,
     AtomicCheckpointIO,
-    interruptible,
     newest_checkpoint,
     own_run_folder,
     run_folder,
 )
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
-from fl_lightning.reports.layout import in_lines, is_terminal, laid_out, width_of
+from fl_lightning.reports.layout import is_terminal, laid_out, width_of
 from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
 from fl_lightning.reports.run_report import REPORT, RunReport
-from fl_lightning.reports.screen import clear_leftovers
-
-Arguments = ParamSpec("Arguments")
-
-
-def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Wrap a command so that Ctrl-C and SIGTERM end it with a sentence and a shell's exit code."""
-
-    @functools.wraps(command)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        try:
-            with interruptible():
-                command(*args, **kwargs)
-        except Interrupted as stop:
-            clear_leftovers()
-            print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
-            sys.exit(stop.exit_code)
-        except SIGTERMException:
-            sys.exit(Interrupted(signal.SIGTERM).exit_code)
-
-    return run
 
 
 class RunConfig(SaveConfigCallback):
@@ -88,11 +61,7 @@ def write_atomically(trainer: Trainer) -> None:
 
 
 def way_on(folders: Iterable[Path]) -> str:
-    """Return in words which checkpoint a fit that was interrupted has left, and how to go on.
-
-    Args:
-        folders: of its checkpoints.
-    """
+    """Return in words which checkpoint a fit that was interrupted has left, and how to go on."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
         return "without a checkpoint: start again without ckpt_path"
@@ -125,7 +94,8 @@ def report_whereabouts(trainer: Trainer) -> None:
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
-    if _is_reported(trainer, folder):
+    reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+    if any(each.page for each in reports) and Path(folder, REPORT).exists():
         lines.append(f"report:     {shown_path(str(Path(folder, REPORT)))}")
     for path, words in saved_models(trainer).items():
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
@@ -141,18 +111,10 @@ def report_whereabouts(trainer: Trainer) -> None:
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        lines.append(f"next:       fl-lightning {_next_command(trainer)} {where}")
+        validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
+        command = "validate" if validates else "predict"
+        lines.append(f"next:       fl-lightning {command} {where}")
     print("\n".join(["", *map(in_columns, lines)]))
-
-
-def _is_reported(trainer: Trainer, folder: str) -> bool:
-    reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
-    return any(each.page for each in reports) and Path(folder, REPORT).exists()
-
-
-def _next_command(trainer: Trainer) -> str:
-    validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
-    return "validate" if validates else "predict"
 
 
 def in_columns(line: str) -> str:

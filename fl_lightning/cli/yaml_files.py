@@ -20,11 +20,7 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 
 def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a command line names and that can be read twice, with their options.
-
-    Args:
-        words: of the command line.
-    """
+    """Yield the files that a command line names and that can be read twice, with their options."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         path = Path(value if is_one else following)
@@ -52,11 +48,7 @@ def check_word(word: str) -> None:
 
 
 def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader for the parser, within bounds and with whole names of classes.
-
-    Args:
-        load_value: from a text to what it says.
-    """
+    """Return a loader for the parser, within bounds and with whole names of classes."""
 
     def load_expanded(text: str) -> Any:
         check_text(text)

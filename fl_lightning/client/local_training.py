@@ -162,7 +162,7 @@ class LocalTrainer:
 
     @property
     def keeps_apart(self) -> bool:
-        """True if clients have tensors that are not shared."""
+        """True if clients have personal tensors, which the server never gets."""
         return bool(self._apart)
 
     def host(self, own: Tensor | None) -> None:

@@ -48,6 +48,8 @@ from fl_lightning.data.sources.image_folder import ImageFolder as ImageFolder
 from fl_lightning.data.sources.image_source import ImageTensors as ImageTensors
 from fl_lightning.data.sources.known_sets import CIFAR10 as CIFAR10
 from fl_lightning.data.sources.known_sets import CIFAR100 as CIFAR100
+from fl_lightning.data.sources.known_sets import EMNIST as EMNIST
+from fl_lightning.data.sources.known_sets import FEMNIST as FEMNIST
 from fl_lightning.data.sources.known_sets import MNIST as MNIST
 from fl_lightning.data.sources.known_sets import Digits as Digits
 from fl_lightning.data.sources.known_sets import FashionMNIST as FashionMNIST

@@ -98,7 +98,7 @@ class TrainingSet:
 
     @property
     def read_for_evaluation(self) -> Callable[[Tensor], Any]:
-        """The same function, without augmentation if possible."""
+        """Function from indices to the loader's batch, without augmentation if possible."""
         return evaluation_reader(self._loader)
 
     def changed(

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.experiment import Experiment, Variant
-from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History

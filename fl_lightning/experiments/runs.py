@@ -27,8 +27,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Column, Table
 
 from fl_lightning.core.processes import tied
-from fl_lightning.experiments.experiment import FIRST
-from fl_lightning.experiments.plan import PlannedRun, run_loggers
+from fl_lightning.experiments.experiment import FIRST, PlannedRun, run_loggers
 from fl_lightning.reports.layout import duration, laid_out
 from fl_lightning.reports.screen import StatusLines
 
@@ -165,7 +164,7 @@ def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[st
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs were finished before", flush=True)
     failures: dict[str, str] = {}
-    watch, screen = Watch(len(missing), workers), StatusLines()
+    watch, screen = Watch("runs", len(missing)), StatusLines()
     pool = ThreadPoolExecutor(workers)
     started: dict[str, Future[None]] = {}
     screen.open()
@@ -176,30 +175,21 @@ def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[st
         pending = {future: run for run, future in zip(missing, started.values(), strict=True)}
         while pending:
             running = [run for future, run in pending.items() if future.running()]
-            screen.show(watch.bars(running, screen.width))
+            screen.show(watch.bars(len(missing) - len(pending), running, screen.width))
             pause = _SECONDS_BETWEEN_LOOKS if screen.is_open else None
             for future in wait(pending, pause, FIRST_COMPLETED).done:
                 run = pending.pop(future)
-                ended = _ended(future, run, watch, failures)
-                number = len(missing) - len(pending)
-                told = f"[{number}/{len(missing)}] {run.name}: {ended}"
+                if failure := future.exception():
+                    if not isinstance(failure, RunFailure):
+                        raise failure
+                    failures[run.name] = str(failure)
+                ended = f"FAILED: {failure}" if failure else f"{seconds_of(run):.0f} s"
+                told = f"[{len(missing) - len(pending)}/{len(missing)}] {run.name}: {ended}"
                 print(laid_out(told, screen.width) if screen.is_open else told, flush=True)
     finally:  # interrupted: what runs is interrupted as well, what has not begun never will
         pool.shutdown(cancel_futures=True)
         screen.close()
     return failures
-
-
-def _ended(future: Future[None], run: PlannedRun, watch: Watch, failures: dict[str, str]) -> str:
-    """Note how a run has ended, and return it in words."""
-    try:
-        future.result()
-    except RunFailure as failure:
-        failures[run.name] = str(failure)
-        watch.end()
-        return f"FAILED: {failure}"
-    watch.end(seconds_of(run))
-    return f"{seconds_of(run):.0f} s"
 
 
 def _train_after(before: Future[None] | None, run: PlannedRun, lock: int) -> None:
@@ -217,42 +207,35 @@ _BAR = 12
 
 
 class Watch:
-    """Knows how far runs are.
+    """Bars of a command that trains many runs.
 
     Args:
-        num_runs: of the experiment that are still to be trained.
-        workers: how many train at a time.
+        what: is counted.
+        total: how many there are.
+        done: how many of them had ended before.
     """
 
-    def __init__(self, num_runs: int, workers: int) -> None:
-        self._num_runs, self._workers = num_runs, workers
-        self._num_done = 0
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        self._what, self._total, self._done_before = what, total, done
         self._began = time.monotonic()
         self._first: dict[str, tuple[int, float]] = {}
-        self._seconds: list[float] = []
 
-    def end(self, seconds: float | None = None) -> None:
-        """Count a run that has ended, in so many seconds if it ended well."""
-        self._num_done += 1
-        if seconds is not None:
-            self._seconds.append(seconds)
-
-    def bars(self, running: Sequence[PlannedRun], width: int) -> Table:
-        """A line about all runs, and one about each that is running.
-
-        Args:
-            running: at present.
-            width: columns of a line.
-        """
+    def bars(self, done: int, running: Sequence[PlannedRun], width: int) -> Table:
+        """A line about all, with the time left if the others take as long, and one about each running run."""
         grid = Table.grid(*[Column(no_wrap=True) for _ in range(5)], padding=(0, 2))
         left = ""
-        if self._seconds:
-            mean = sum(self._seconds) / len(self._seconds)
-            left = f"{duration(mean * (self._num_runs - self._num_done) / self._workers)} left"
-        of = f"{self._num_done}/{self._num_runs}"
-        grid.add_row("runs", Bar(self._num_runs, self._num_done, width=_BAR), of, left)
+        if done > self._done_before:
+            seconds = (time.monotonic() - self._began) / (done - self._done_before)
+            left = f"{duration(seconds * (self._total - done))} left"
+        of = f"{done}/{self._total}"
+        grid.add_row(self._what, Bar(self._total, done, width=_BAR), of, left)
         for run in running:
-            grid.add_row(_short(run, width // 3), *self._progress(run))
+            seed = (
+                f", seed {run.seed}"  # of a long name only the beginning: the seed has to be seen
+            )
+            grid.add_row(
+                f"{run.variant.name[: width // 3 - len(seed)]}{seed}", *self._progress(run)
+            )
         return grid
 
     def _progress(self, run: PlannedRun) -> Iterator[RenderableType]:
@@ -266,12 +249,6 @@ class Watch:
         seconds = (time.monotonic() - at) / max(1, number - first)
         yield f"{duration(seconds * (total - number))} left" if number > first else ""
         yield metric
-
-
-def _short(run: PlannedRun, width: int) -> str:
-    """Return a run's name, of a long variant's only the beginning: the seed has to be seen."""
-    seed = f", seed {run.seed}"
-    return f"{run.variant.name[: width - len(seed)]}{seed}"
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:

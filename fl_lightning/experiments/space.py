@@ -68,9 +68,6 @@ class Range:
     def grid(self, path: str) -> list[Any]:
         """Return the values of a grid.
 
-        Args:
-            path: of the option, for messages.
-
         Raises:
             ConfigurationError: if there is no end of them.
 

@@ -1,32 +1,46 @@
-"""The study: where trials are kept, and Optuna's samplers and pruners, with our seeds.
+"""The study: where trials are kept, Optuna's samplers and pruners with our seeds, and what was found.
 
-It is a file, or a database that many machines share. A sampler's own generator would begin anew in every
+The study is a file, or a database that many machines share. A sampler's own generator would begin anew in every
 process, and propose the same again after a resume or on a second machine. Here every trial's draws are a
 function of (seed, number of the trial), and of the trials that it learns from: with one worker a resumed
 search is the one never interrupted.
 Sources: Bergstra et al. 2011 (TPE); Li et al. 2018 (Hyperband); Akiba et al. 2019 (Optuna).
+
+Importance: the share of the variance of the values over the whole space that an option explains alone,
+of a forest fitted to the trials (fANOVA), as shares of a sum of 1. Stopped trials are no better than the
+worst complete one.
+Source: Hutter et al. 2014, ICML; Optuna's implementation.
+Differs: Optuna leaves stopped trials out, and with them the option that often matters most.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import optuna
 from optuna import Study, pruners, samplers
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.experiments.space import Search
+from fl_lightning.experiments.experiment import as_text
+from fl_lightning.experiments.space import Parameter, Range, Search
 from fl_lightning.experiments.sweep_plan import Plan
+from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.panels import bars, points
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 
 _SECONDS_TO_WAIT = 60  # for SQLite's lock, which others hold for moments
 _IDENTITY = "what is compared"
@@ -51,7 +65,7 @@ def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> op
         study_name=name,
         load_if_exists=True,
         direction="maximize" if search.mode == "max" else "minimize",
-        sampler=sampler_of(search),
+        sampler=sampler_of(search, 0),
         pruner=pruner_of(search, plan.num_rounds),
     )
     _check_identity(study, _identity(search, plan), storage or str(plan.out))
@@ -133,18 +147,37 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
         )
 
 
-def sampler_of(search: Search) -> samplers.BaseSampler:
-    """Return what proposes values."""
-    return SeededByTrial(_maker(search), search.sampler_seed)
+class _Grid(samplers.GridSampler):
+    """A grid without an end of its own: the number of trials ends a search, which is no loop of Optuna's."""
+
+    @override
+    def after_trial(self, *args: Any) -> None:
+        pass
+
+
+def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
+    """Return what proposes the values of the trial with a number."""
+    if search.sampler == "grid":
+        grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
+        order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
+        return _Grid(grid, seed=order)
+    seed = derive_seed(search.sampler_seed, "sweep", number) % 2**32
+    if search.sampler == "random":
+        return samplers.RandomSampler(seed=seed)
+    return samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed)
+
+
+def ask(study: Study, search: Search) -> optuna.Trial:
+    """Return a new trial with its values, drawn by a sampler of its own."""
+    trial = study.ask()
+    study.sampler = sampler_of(search, trial.number)
+    for path, parameter in search.parameters.items():
+        trial._suggest(path, parameter.distribution())
+    return trial
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return what stops trials.
-
-    Args:
-        search: says which.
-        num_rounds: of a whole trial.
-    """
+    """Return what stops trials, of which a whole one has so many rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -156,58 +189,191 @@ def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
     return pruners.NopPruner()
 
 
-class SeededByTrial(samplers.BaseSampler):
-    """A sampler that is made anew for every trial, with a seed of that trial's number.
+_STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "stopped",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+}
+_FEWEST = 6  # trials that say anything about importance
+
+
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Return ended trials: complete ones, the best first; then stopped ones, the longest first."""
+    sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
+
+    def order(trial: FrozenTrial) -> tuple[float, ...]:
+        if trial.state == TrialState.COMPLETE and trial.value is not None:
+            return (0, sign * trial.value, trial.number)
+        place = 1 if trial.state == TrialState.PRUNED else 2
+        return (place, -int(trial.user_attrs.get("rounds", 0)), trial.number)
+
+    trials = study.get_trials(deepcopy=False)
+    return sorted((one for one in trials if one.state.is_finished()), key=order)
+
+
+def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
+    """Return a row a trial that has ended, in the order of `ranked`, with as many digits as there are."""
+    import pandas
+
+    rows = [
+        {
+            "trial": one.number,
+            "state": _STATES[one.state],
+            "value": one.value if one.state == TrialState.COMPLETE else None,
+            **{name: one.user_attrs.get(name) for name in ("rounds", "seconds", "reason")},
+            **{option: one.params.get(option) for option in options},
+            "values of seeds": " ".join(map(str, one.user_attrs.get("values", []))),
+        }
+        for one in ranked(study)
+    ]
+    return pandas.DataFrame(rows, dtype=object)
+
+
+def cells(
+    trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of trials.
 
     Args:
-        make: makes one from its seed.
-        seed: the root.
+        trials: in the order of the rows.
+        metric: what values are of.
+        names: short ones of the options, by path: a column each.
     """
-
-    def __init__(self, make: Callable[[int], samplers.BaseSampler], seed: int) -> None:
-        self._make, self._seed = make, seed
-        self._made: dict[int, samplers.BaseSampler] = {}
-
-    @override
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self._of(trial).before_trial(study, trial)
-
-    @override
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        return self._of(trial).infer_relative_search_space(study, trial)
-
-    @override
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return self._of(trial).sample_relative(study, trial, search_space)
-
-    @override
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
-
-    def _of(self, trial: FrozenTrial) -> samplers.BaseSampler:
-        if trial.number not in self._made:
-            seed = derive_seed(self._seed, "sweep", trial.number) % 2**32
-            self._made = {trial.number: self._make(seed)}  # proposals are made one after the other
-        return self._made[trial.number]
+    rows = [
+        [
+            *(str(one.number), _value(one), str(one.user_attrs.get("rounds", "-"))),
+            f"{float(one.user_attrs.get('seconds', 0)):.0f}",
+            *(shown(one.params.get(path)) for path in names),
+        ]
+        for one in trials
+    ]
+    return ["trial", metric, "rounds", "seconds", *names.values()], rows
 
 
-def _maker(search: Search) -> Callable[[int], samplers.BaseSampler]:
-    if search.sampler == "grid":
-        grid: Mapping[str, Any] = {
-            path: parameter.grid(path) for path, parameter in search.parameters.items()
+def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
+    """Write the configuration of the best trial, complete."""
+    lines = [f"# {metric} {best.value:.6g}: trial {best.number} of a search over"]
+    lines += [f"#   {option}: {best.params[option]}" for option in plan.parameters]
+    lines += [f"# fl-lightning fit --config {path}", ""]
+    path.write_text("\n".join(lines) + as_text(plan.with_keys(best.params)))
+
+
+def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Return values to read, by the short names of their options.
+
+    Example:
+        >>> shown_values({"model.optimizer.lr": 0.00312345}, {"model.optimizer.lr": "lr"})
+        'lr 0.003123'
+    """
+    return ", ".join(f"{names[path]} {shown(value)}" for path, value in params.items())
+
+
+def shown(value: Any) -> str:
+    """Return a value to read."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _value(trial: FrozenTrial) -> str:
+    if trial.state == TrialState.COMPLETE and trial.value is not None:
+        return f"{trial.value:.4f}"
+    return _STATES[trial.state]
+
+
+def importances(study: optuna.Study) -> dict[str, float]:
+    """Return by path how much an option matters, the most important one first; none if unknown."""
+    values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
+    if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
+        return {}
+    worst = min if study.direction == StudyDirection.MAXIMIZE else max
+    known = optuna.create_study(direction=study.direction)
+    for one in study.get_trials(states=[*_SHOWN]):
+        if one.state == TrialState.PRUNED:
+            worse = [*values[TrialState.COMPLETE], *([] if one.value is None else [one.value])]
+            one.state, one.value = TrialState.COMPLETE, worst(worse)
+        known.add_trial(one)
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+    try:
+        found = optuna.importance.get_param_importances(known, evaluator=evaluator)
+    except (RuntimeError, ValueError):  # e.g. an option that had one value only
+        return {}
+    return {option: float(share) for option, share in found.items()}
+
+
+def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
+    """Write bars of importances, as PNG and SVG."""
+    panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
+    _save([Chart("importance", "importance, share of all", panel, names_are_long=True)], path)
+
+
+def draw_trials(
+    path: Path,
+    study: optuna.Study,
+    metric: str,
+    parameters: Mapping[str, Parameter],
+    names: Mapping[str, str],
+) -> None:
+    """Write every trial's value, over time and over each option, as PNG and SVG.
+
+    Args:
+        path: without a suffix.
+        study: with at least one complete trial.
+        metric: what values are of.
+        parameters: what was searched, by path.
+        names: short ones of the options, by path.
+    """
+    history = {
+        label: [(float(one.number), value) for one, value in _points(study, state)]
+        for state, label in _SHOWN.items()
+    }
+    running = np.maximum if study.direction == StudyDirection.MAXIMIZE else np.minimum
+    numbers, values = zip(*history["complete"], strict=True)
+    best = [*zip(numbers, running.accumulate(values).tolist(), strict=True)]
+    panel = points(history, x="trial", y=metric, line=("best so far", best))
+    charts = [Chart("trials", f"{metric} of each trial", panel)]
+    for option, parameter in parameters.items():
+        keys = [] if isinstance(parameter, Range) else [str(key) for key in parameter.grid(option)]
+        groups = {
+            label: [
+                (keys.index(str(one.params[option])) if keys else one.params[option], value)
+                for one, value in _points(study, state)
+                if option in one.params
+            ]
+            for state, label in _SHOWN.items()
         }
-        shuffled = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # by all in the same way
-        return lambda _: samplers.GridSampler(grid, seed=shuffled)
-    if search.sampler == "random":
-        return lambda seed: samplers.RandomSampler(seed=seed)
-    return lambda seed: samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed)
+        is_log = isinstance(parameter, Range) and parameter.log
+        panel = points(groups, x=names[option], y=metric, log=is_log, ticks=keys)
+        charts.append(Chart(option, f"over {names[option]}", panel))
+    _save(charts, path)
+
+
+_SHOWN = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped"}
+
+
+def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, float]]:
+    """Return trials with their values; a stopped one's is that of its last round."""
+    trials = study.get_trials(deepcopy=False, states=(state,))
+    return [(one, one.value) for one in trials if one.value is not None]
+
+
+def _save(charts: Sequence[Chart], path: Path) -> None:
+    figure, _ = draw(charts)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white")
+
+
+def told(trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool) -> str:
+    """Return a trial's end in a line.
+
+    Args:
+        trial: that has ended.
+        done: how many trials have ended.
+        budget: how many there are in all.
+        reason: why it was stopped, None if it was not.
+        is_best: whether it is the best one so far.
+    """
+    seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
+    value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
+    mark = ", best so far" if is_best else ""
+    return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}"

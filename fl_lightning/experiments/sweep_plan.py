@@ -7,14 +7,19 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.experiment import Variant, read_seeds
-from fl_lightning.experiments.plan import PlannedRun, Resolve
+from fl_lightning.experiments.experiment import (
+    PlannedRun,
+    Resolve,
+    Variant,
+    as_text,
+    read_seeds,
+    resolved,
+)
 from fl_lightning.experiments.space import Parameter, Search
 
 Place: TypeAlias = tuple[str | int, ...]
@@ -161,6 +166,11 @@ class Plan:
         return -1 if rounds is None else int(rounds)
 
     @property
+    def names(self) -> dict[str, str]:
+        """Short names of what is searched, by path."""
+        return short_names(list(self.parameters))
+
+    @property
     def as_configured(self) -> dict[str, Any] | None:
         """The configuration's own values as Optuna knows them; None if one is not in the space."""
         keys = {
@@ -220,11 +230,16 @@ def plan_search(
             "there is no configuration to search: give --config, as you give it to fit, or configs "
             "in the search's file"
         )
-    words = [word for path in files for word in ("--config", path)]
-    configuration = _resolved([search.base] if search.base else [], options, words, resolve)
+    configuration = yaml.safe_load(resolved(files, [search.base or {}], options, resolve))
     parameters = search.parameters
     places = {path: place_of(configuration, path) for path in parameters}
-    _check_places(places)
+    by_place: dict[Place, str] = {}
+    for path, place in places.items():
+        if place in by_place:
+            raise ConfigurationError(
+                f"space: {by_place[place]} and {path} are the same option: name it once"
+            )
+        by_place[place] = path
     seed = configuration.get("seed_everything")
     own = int(seed) if isinstance(seed, int) and not isinstance(seed, bool) else 0
     seeds = [own] if search.seeds is None else read_seeds(search.seeds, "search")
@@ -237,49 +252,16 @@ def plan_search(
     return plan
 
 
-def as_text(configuration: Mapping[str, Any]) -> str:
-    """Return a configuration as YAML."""
-    return yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
-
-
-def _check_places(places: Mapping[str, Place]) -> None:
-    by_place: dict[Place, str] = {}
-    for path, place in places.items():
-        if place in by_place:
-            raise ConfigurationError(
-                f"space: {by_place[place]} and {path} are the same option: name it once"
-            )
-        by_place[place] = path
-
-
 def _check_ends(plan: Plan, resolve: Resolve) -> None:
     ends = {path: parameter.ends for path, parameter in plan.parameters.items()}
     for number in range(max(map(len, ends.values()))):
         values = {path: own[min(number, len(own) - 1)] for path, own in ends.items()}
         placed = {plan.places[path]: value for path, value in values.items()}
         try:
-            _resolved([with_values(plan.configuration, placed)], [], [], resolve)
+            resolved([], [with_values(plan.configuration, placed)], [], resolve)
         except ConfigurationError as error:
             shown = ", ".join(f"{path}: {value}" for path, value in values.items())
             raise ConfigurationError(f"space: with {shown}: {error}") from error
-
-
-def _resolved(
-    layers: Sequence[Mapping[str, Any]],
-    options: Sequence[str],
-    words: Sequence[str],
-    resolve: Resolve,
-) -> dict[str, Any]:
-    """Return the complete configuration of a command line with layers over its files."""
-    with TemporaryDirectory() as folder:
-        paths = []
-        for number, layer in enumerate(layers):
-            path = Path(folder, f"{number}.yaml")
-            path.write_text(as_text(layer))
-            paths += ["--config", str(path)]
-        found = yaml.safe_load(resolve([*words, *paths, *options]))
-    assert isinstance(found, dict), "a complete configuration has sections"
-    return found
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:

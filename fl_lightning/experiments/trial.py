@@ -15,14 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, Interrupted, RoundFailure
 from fl_lightning.core.processes import end_with_parent, sole_writer
-from fl_lightning.experiments.plan import PlannedRun
-from fl_lightning.experiments.runs import (
-    is_finished,
-    last_words,
-    prepare,
-    save_state,
-    state_of,
-)
+from fl_lightning.experiments.experiment import PlannedRun
+from fl_lightning.experiments.runs import is_finished, last_words, prepare, state_of
 from fl_lightning.federation import begin_round, logged_in_round
 
 
@@ -66,7 +60,8 @@ class ReportRounds(Callback):
         logged = logged_in_round(trainer)
         if self.metric not in logged:
             known = trainer.callback_metrics
-            if self.metric in known or trainer.current_epoch + 1 < _first_validation(trainer):
+            first = trainer.check_val_every_n_epoch or 1
+            if self.metric in known or trainer.current_epoch + 1 < first:
                 return  # it is not validated in every round
             raise ConfigurationError(
                 f"metric: the runs do not log {self.metric!r} in every round. There is "
@@ -87,19 +82,9 @@ class ReportRounds(Callback):
         self.values = dict(state_dict["values"])
 
 
-def _first_validation(trainer: Trainer) -> int:
-    return trainer.check_val_every_n_epoch or 1
-
-
 # Runs a fit's command line with a callback of ours.
 Fit = Callable[[list[str], Callback], None]
 Cause = Literal["setting", "training", "crash"]
-
-
-class Told(NamedTuple):
-    """A trial's message: its metric by round; the reply says whether to go on."""
-
-    values: dict[int, float]
 
 
 class Ended(NamedTuple):
@@ -117,14 +102,10 @@ class Ended(NamedTuple):
 
 
 def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, folder: str) -> None:
-    """Train one run, unless that was done before; tell its end.
+    """Train one run, unless that was done before.
 
-    Args:
-        run: to train.
-        metric: to tell.
-        connection: to who has started this process.
-        fit: runs a fit's command line.
-        folder: in which the search was started.
+    After every round it sends the metric, round to value, and gets whether to go on; at last it sends
+    its `Ended`.
     """
     end_with_parent()
     os.chdir(folder)
@@ -134,12 +115,13 @@ def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, fo
     lock = run.folder.with_suffix(".lock")
     with sole_writer(lock, "end it"), suppress(BrokenPipeError, Interrupted):
         if is_finished(run):
-            connection.send(Ended(_values(state_of(run)["values"])))
+            kept: Any = state_of(run)["values"]
+            connection.send(Ended({int(number): float(value) for number, value in kept.items()}))
             return
         words = prepare(run)
         _redirect(run.folder / "log.txt")
         # of several processes the first one tells, which need not be this one
-        report = ReportRounds(metric, lambda _, __: _goes_on(connection, Told(report.values)))
+        report = ReportRounds(metric, lambda _, __: _goes_on(connection, report.values))
         connection.send(_ended(run, fit, words, report))
 
 
@@ -160,29 +142,13 @@ def _ended(run: PlannedRun, fit: Fit, words: list[str], report: ReportRounds) ->
     return Ended(report.values)
 
 
-def finish(run: PlannedRun, values: Mapping[int, float], seconds: float) -> None:
-    """Note that a run has ended well.
-
-    Args:
-        run: that has ended.
-        values: of the metric, round to value.
-        seconds: that it took.
-    """
-    if not is_finished(run):
-        save_state(run, {"seconds": seconds, "values": dict(values)})
-
-
-def _goes_on(connection: Connection, told: Told) -> bool:
+def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
     """Ask; nobody there means no: the run can be taken up again."""
     try:
-        connection.send(told)
+        connection.send(values)
         return bool(connection.recv())
     except (EOFError, OSError):
         return False
-
-
-def _values(kept: Any) -> dict[int, float]:
-    return {int(number): float(value) for number, value in kept.items()}
 
 
 def _redirect(path: Path) -> None:

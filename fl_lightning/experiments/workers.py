@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,15 +27,18 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.experiments.experiment import PlannedRun
+from fl_lightning.experiments.runs import Watch, is_finished, save_state
 from fl_lightning.experiments.space import Search
+from fl_lightning.experiments.study import ask, shown_values, told
 from fl_lightning.experiments.sweep_plan import Plan
-from fl_lightning.experiments.sweep_results import Screen
-from fl_lightning.experiments.trial import Ended, Fit, Told, finish, train_run
+from fl_lightning.experiments.trial import Ended, Fit, train_run
+from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.screen import StatusLines
 
 SECONDS_BETWEEN_SIGNS = 30.0
 SECONDS_OF_SILENCE = 600.0  # clocks of machines may differ by minutes
-_COUNTED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -85,76 +89,51 @@ class Trials:
 
     Args:
         study: of Optuna's.
+        search: says how many there are in all; those that failed do not count.
         plan: of the search.
-        budget: how many there are in all; those that failed do not count.
     """
 
-    def __init__(self, study: optuna.Study, plan: Plan, budget: int) -> None:
-        self.study, self.plan, self.budget = study, plan, budget
+    def __init__(self, study: optuna.Study, search: Search, plan: Plan) -> None:
+        self.study, self.search, self.plan = study, search, plan
         self._held: set[int] = set()
 
     def next(self) -> Held | None:
-        """Return a trial to run; None if there is none left."""
-        for held in self._interrupted():
-            return held
-        while self.num_counted() < self.budget:
-            asked = self._ask()
-            if asked is not None:
-                return asked
-        return None
+        """Return a trial to run, at first one that was interrupted; None if there is none left."""
+        held = next(self._interrupted(), None)
+        while held is None and len(self.of(*DONE, TrialState.RUNNING)) < self.search.num_trials:
+            held = self._ask()
+        return held
 
-    def num_counted(self) -> int:
-        """Return how many trials there are, running ones included."""
-        return len(self.study.get_trials(deepcopy=False, states=_COUNTED))
-
-    def finished(self) -> list[FrozenTrial]:
-        """Return the trials that have ended well, or were stopped."""
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
+    def of(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials in one of some states."""
         return self.study.get_trials(deepcopy=False, states=states)
 
-    def completed(self) -> list[FrozenTrial]:
-        """Return the trials that have a value."""
-        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-
     def elsewhere(self) -> int:
-        """Return how many trials run in other processes."""
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return sum(trial.number not in self._held for trial in running)
+        """Number of trials that run in other processes."""
+        return sum(trial.number not in self._held for trial in self.of(TrialState.RUNNING))
 
-    def complete(self, held: Held, value: float, **known: Any) -> None:
-        """Note a trial's value."""
-        self._note(held, known)
-        self.study.tell(held.trial, value)
-        self._release(held)
+    def end(
+        self, held: Held, state: TrialState | None, value: float | None = None, **known: Any
+    ) -> None:
+        """Note how a trial has ended.
 
-    def stop(self, held: Held, **known: Any) -> None:
-        """Note that a trial was stopped, for it was not good enough or could not train."""
-        self._note(held, known)
-        self.study.tell(held.trial, state=TrialState.PRUNED)
-        self._release(held)
-
-    def fail(self, held: Held, reason: str) -> None:
-        """Note that a trial says nothing; another one takes its place."""
-        self._note(held, {"reason": reason})
-        self.study.tell(held.trial, state=TrialState.FAIL)
-        self._release(held)
-
-    def leave(self, held: Held) -> None:
-        """Leave a trial unfinished, to be taken up again."""
+        Args:
+            held: the trial.
+            state: complete; stopped, for it was not good enough or could not train; failed, so that
+                another one takes its place; None to leave it unfinished, to be taken up again.
+            value: of a complete one.
+            known: further facts to keep.
+        """
         held.give_sign()
-        self._release(held)
-
-    def _note(self, held: Held, known: dict[str, Any]) -> None:
-        held.give_sign()
-        for name, value in known.items():
-            held.trial.set_user_attr(name, value)
-
-    def _release(self, held: Held) -> None:
+        for name, fact in known.items():
+            held.trial.set_user_attr(name, fact)
+        if state is not None:
+            self.study.tell(held.trial, value, state)
         self._held.discard(held.number)
         held.lock.release()
 
     def _interrupted(self) -> Iterator[Held]:
-        for known in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        for known in self.of(TrialState.RUNNING):
             if known.number in self._held:
                 continue
             if not self.plan.folder(known.number).exists():
@@ -174,16 +153,17 @@ class Trials:
 
     def _ask(self) -> Held | None:
         """Return a new trial; None if another process was faster."""
-        space = {path: one.distribution() for path, one in self.plan.parameters.items()}
-        trial = self.study.ask(space)
+        trial = ask(self.study, self.search)
         self.plan.folder(trial.number).mkdir(parents=True, exist_ok=True)
         lock = self._locked(trial.number)
         if lock is None:
             return None  # it was taken up as an interrupted one
         held = self._hold(trial, lock, 0.0)
-        everything = self.study.get_trials(deepcopy=False, states=_COUNTED)
-        if sum(one.number < trial.number for one in everything) >= self.budget:
-            self.fail(held, "one too many: another process was faster")
+        earlier = [
+            n for one in self.of(*DONE, TrialState.RUNNING) if (n := one.number) < trial.number
+        ]
+        if len(earlier) >= self.search.num_trials:
+            self.end(held, TrialState.FAIL, reason="one too many: another process was faster")
             return None
         return held
 
@@ -260,11 +240,7 @@ class Running:
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return how processes are started, and import in the background what they need.
-
-    Args:
-        fit: that they run.
-    """
+    """Return how processes are started, and import in the background what they need."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -281,17 +257,16 @@ class Workers:
 
     Args:
         trials: to run.
-        search: says what a trial's value is.
         fit: runs a fit's command line.
         context: how processes are started.
-        screen: what is told.
     """
 
-    def __init__(
-        self, trials: Trials, search: Search, fit: Fit, context: Any, screen: Screen
-    ) -> None:
-        self._trials, self._search, self._fit = trials, search, fit
-        self._context, self._screen = context, screen
+    def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
+        self._trials, self._fit, self._context = trials, fit, context
+        self._search, self._plan = trials.search, trials.plan
+        self._num_done = len(trials.of(*DONE))
+        self._watch = Watch("trials", self._search.num_trials, self._num_done)
+        self._screen = StatusLines(self._show)
         self._running: list[Running] = []
         self._failures = 0
 
@@ -301,6 +276,7 @@ class Workers:
         Raises:
             TrialsFail: if several in a row fail, or the first one cannot work.
         """
+        self._screen.open()
         try:
             while self._fill(count):
                 ready = wait([one.connection for one in self._running], SECONDS_BETWEEN_SIGNS)
@@ -310,10 +286,11 @@ class Workers:
                     running.held.give_sign_if_due()
         finally:
             self._end_all()
+            self._screen.close()
 
-    @property
-    def _plan(self) -> Plan:
-        return self._trials.plan
+    def _show(self) -> None:
+        running = [one.run for one in self._running]
+        self._screen.show(self._watch.bars(self._num_done, running, self._screen.width))
 
     def _fill(self, count: int) -> bool:
         """Start trials; return whether any runs."""
@@ -324,7 +301,7 @@ class Workers:
             if held.is_taken_up:
                 print(f"trial {held.number}: taken up where it was interrupted", flush=True)
             self._running.append(Running(held, *self._started(held, 0)))
-        self._screen.status([(one.held.number, one.rounds) for one in self._running])
+        self._num_done = len(self._trials.of(*DONE))
         return bool(self._running)
 
     def _started(self, held: Held, number: int) -> tuple[BaseProcess, Connection, PlannedRun]:
@@ -343,16 +320,17 @@ class Workers:
             running.process.join()
             code = running.process.exitcode
             message = Ended({}, f"its process ended with code {code}", "crash")
-        if isinstance(message, Told):
-            self._answer(running, message)
-        else:
-            self._close(running)
+        if isinstance(message, Ended):
+            running.connection.close()
+            running.process.join()
             self._end(running, message)
+        else:
+            self._answer(running, message)
 
-    def _answer(self, running: Running, told: Told) -> None:
+    def _answer(self, running: Running, values: dict[int, float]) -> None:
         trial = running.held.trial
-        running.told = told.values
-        number, value = running.rounds, told.values[max(told.values)]
+        running.told = values
+        number, value = running.rounds, values[max(values)]
         if not math.isfinite(value):
             running.stopped = f"{self._search.metric} is {value} in round {number}"
         elif running.is_first_run:
@@ -363,7 +341,6 @@ class Workers:
                 running.stopped = f"stopped after round {number}"
         with suppress(OSError):  # it has died: that is heard next
             running.connection.send(running.stopped is None)
-        self._screen.status([(one.held.number, one.rounds) for one in self._running])
 
     def _end(self, running: Running, ended: Ended) -> None:
         running.told = running.told or ended.values
@@ -371,8 +348,9 @@ class Workers:
             said = f"metric: the run has not logged {self._search.metric!r}"
             ended = Ended({}, said, "setting")
         if ended.failure is None and running.stopped is None:
-            seconds = round(time.monotonic() - running.began, 1)
-            finish(running.run, running.told, seconds)
+            if not is_finished(running.run):
+                seconds = round(time.monotonic() - running.began, 1)
+                save_state(running.run, {"seconds": seconds, "values": running.told})
             running.values.append(self._value(running.told))
             if len(running.values) < len(self._plan.seeds):
                 started = self._started(running.held, len(running.values))
@@ -391,18 +369,24 @@ class Workers:
         self._failures = 0
         reason = ended.failure or running.stopped
         if reason is not None:
-            self._trials.stop(held, rounds=rounds, reason=reason)
+            self._trials.end(held, TrialState.PRUNED, rounds=rounds, reason=reason)
         else:
             values = running.values
-            self._trials.complete(held, sum(values) / len(values), rounds=rounds, values=values)
-        self._screen.ended(held.number, reason)
+            mean = sum(values) / len(values)
+            self._trials.end(held, TrialState.COMPLETE, mean, rounds=rounds, values=values)
+        study, done = self._trials.study, len(self._trials.of(*DONE))
+        one = study.trials[held.number]
+        is_best = reason is None and study.best_trial.number == held.number
+        text = told(one, done, self._search.num_trials, reason, is_best=is_best)
+        text = f"{text}: {shown_values(one.params, self._plan.names)}"
+        print(in_lines(text, sys.stdout), flush=True)
 
     def _fail(self, running: Running, ended: Ended) -> None:
         held, reason = running.held, str(ended.failure)
-        self._trials.fail(held, reason)
+        self._trials.end(held, TrialState.FAIL, reason=reason)
         self._failures += 1
         print(f"trial {held.number} failed: {reason}", flush=True)
-        is_hopeless = ended.cause == "setting" and not self._trials.finished()
+        is_hopeless = ended.cause == "setting" and not self._trials.of(*DONE)
         if is_hopeless or self._failures >= _MOST_FAILURES:
             said = f"{reason} (logs: {self._plan.folder(held.number)})"
             if not is_hopeless:
@@ -414,10 +398,6 @@ class Workers:
             return values[max(values)]
         return (max if self._search.mode == "max" else min)(values.values())
 
-    def _close(self, running: Running) -> None:
-        running.connection.close()
-        running.process.join()
-
     def _end_all(self) -> None:
         """End what still runs, after an interruption or an error; it can be taken up again."""
         for running in self._running:
@@ -427,5 +407,5 @@ class Workers:
             if running.process.is_alive():
                 running.process.kill()
                 running.process.join()
-            self._trials.leave(running.held)
+            self._trials.end(running.held, None)
         self._running = []

@@ -183,7 +183,7 @@ class RoundGroups:
 
     @property
     def whole(self) -> ClientGroup:
-        """All clients of this process in the round that it is in."""
+        """All clients that this process trains in the current round."""
         return ClientGroup(client for group in self._present for client in group)
 
     def advance(self) -> None:

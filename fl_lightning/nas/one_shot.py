@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +27,6 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size, check_labels
-from fl_lightning.nas.cost.cost import Measure
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
@@ -38,7 +36,7 @@ from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 
 class OneShot(SharedWeights):
-    """Trains a network of all sizes: a batch is images (B, in_channels, H, W) and labels (B,).
+    """Trains the sub-networks of a space together, with shared weights: a batch is images (B, in_channels, H, W) and labels (B,).
 
     Args:
         space: space of sizes.
@@ -120,10 +118,6 @@ class OneShot(SharedWeights):
             "middle": self.space.architecture(middle),
             "largest": self.space.largest,
         }
-
-    def cost_in(self, measure: Measure) -> CostOf:
-        """Return a function that computes an architecture's cost in networks of this shape."""
-        return replace(self.costs, measure=measure)
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
         """Return logits (B, num_classes) of a sub-network; of the largest if None."""

@@ -9,7 +9,7 @@ options of the run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,12 @@ class _Changing:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone.
-
-    Args:
-        trainer: with the loggers.
-        logged: names of the first round's numbers.
-    """
+    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone."""
     names = [*logged]
-    later = {*_filled_later(trainer.callbacks)}  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    curves = [callback for callback in callbacks if getattr(callback, "has_curves", False)]
+    # charts whose numbers need not be there in the first round
+    later = {title for callback in curves for title in getattr(callback, "late_charts", ())}
     layout = {
         tab: {
             title: ["Multiline", [pattern]]
@@ -127,13 +125,6 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
         )
 
 
-def _filled_later(callbacks: Sequence[Callback]) -> Iterator[str]:
-    """Yield the charts whose numbers need not be there in the first round."""
-    for callback in callbacks:
-        if getattr(callback, "has_curves", False):
-            yield from getattr(callback, "late_charts", ())
-
-
 def show_results(trainer: Trainer, folder: Path, history: History) -> None:
     """Write the table of the last round, and the hparams tab.
 
@@ -142,6 +133,8 @@ def show_results(trainer: Trainer, folder: Path, history: History) -> None:
         folder: of the run, with its ``config.yaml`` if there is one.
         history: of its rounds.
     """
+    from torch.utils.tensorboard.summary import hparams  # a second to import
+
     last = {name: [*history.curve(name).values()][-1] for name in history.names}
     tests = {name: value for name, value in logged_once(folder).items() if is_of_test(name)}
     shown = [name for name in last if name.split("/")[0] in ("val", "train")]
@@ -150,7 +143,8 @@ def show_results(trainer: Trainer, folder: Path, history: History) -> None:
         board.experiment.add_text("last round", table(last), trainer.global_step)
         if (options := run_options(folder)) and (tests or metrics):
             # this tab takes metrics from charts: what has none stands among the options
-            _show_options(board.experiment, {**tests, **options}, metrics)
+            for summary in hparams({**tests, **options}, metrics):
+                board.experiment.file_writer.add_summary(summary)
         board.experiment.flush()
 
 
@@ -171,11 +165,3 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(kept, inner)
     elif isinstance(value, str | int | float | bool):
         yield path.removesuffix(".class_path"), value
-
-
-def _show_options(writer: Any, options: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Write what the tab needs, and no chart: it takes the metrics from those that are there."""
-    from torch.utils.tensorboard.summary import hparams  # a second to import
-
-    for summary in hparams(dict(options), dict(metrics)):
-        writer.file_writer.add_summary(summary)

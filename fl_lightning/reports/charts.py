@@ -84,14 +84,12 @@ class Chart:
         name: name of its files, without an ending.
         title: title above the panel.
         panel: draws it.
-        is_tall: whether it is taller, for a row for each of many clients.
         names_are_long: whether to make room for long names, which takes twice as long to draw.
     """
 
     name: str
     title: str
     panel: Panel
-    is_tall: bool = False
     names_are_long: bool = False
 
 
@@ -107,7 +105,7 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Spot]]:
     columns = min(_A_ROW, len(charts))
     rows = math.ceil(len(charts) / columns)
     width = _WIDTH * columns
-    height = _HEIGHT * (1.5 if any(chart.is_tall for chart in charts) else 1) * rows
+    height = _HEIGHT * rows
     has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1
     spots: list[Spot] = []
     with rc_context(_STYLE):
@@ -160,10 +158,6 @@ _STYLE: Any = {
 def write_chart(chart: Chart, folder: Path) -> str:
     """Write a chart as ``<name>.png`` and ``<name>.svg``, and return it for a page.
 
-    Args:
-        chart: the chart.
-        folder: folder of the files; created if missing.
-
     Returns:
         An ``<svg>`` element in the colours of the page, with ids that no other chart has.
     """
@@ -177,7 +171,9 @@ def write_chart(chart: Chart, folder: Path) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     svg = drawn.getvalue()
-    (folder / f"{chart.name}.svg").write_text(_on_white(svg), encoding="utf-8")
+    start = svg.index(">", svg.index("<svg")) + 1  # a file may be shown on any background
+    on_white = f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'
+    (folder / f"{chart.name}.svg").write_text(on_white, encoding="utf-8")
     return inline(svg.replace("</svg>", f"{_spots(figure, spots)}</svg>"), chart.name)
 
 
@@ -214,9 +210,3 @@ def inline(svg: str, name: str) -> str:
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, f"var(--{variable})")
     return body.strip()
-
-
-def _on_white(svg: str) -> str:
-    """Add a white background: a file may be shown on any background."""
-    start = svg.index(">", svg.index("<svg")) + 1
-    return f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'

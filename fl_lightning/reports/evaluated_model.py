@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.federation import Federation, begin_round, logged_in_round
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import detail
-from fl_lightning.reports.progress import number
+from fl_lightning.reports.progress import federation_of, number
 from fl_lightning.reports.screen import table
 
 
@@ -55,34 +55,7 @@ class ModelOrigin:
             return self._words
         if not steps:
             return "the model as it was given, without a round of this Trainer"
-        return f"the model after {_unit(_is_federated(trainer))} {steps}, the last one of this fit"
-
-
-class EvaluatedModel(Callback):
-    """Prints, ahead of the figures of ``validate`` and ``test``, of which model they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._origin = ModelOrigin()
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Remember what is loaded."""
-        self._origin.note(trainer, pl_module, checkpoint)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it in the ``validate`` command; a fit's own validations stand beside their round."""
-        if trainer.state.fn == "validate":
-            rank_zero_info(f"validate: {self._origin.words(trainer)}", **detail())
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it in the ``test`` command and in the test at the end of a fit."""
-        rank_zero_info(f"test: {self._origin.words(trainer)}", **detail())
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it in the ``predict`` command."""
-        rank_zero_info(f"predict: {self._origin.words(trainer)}")
+        return f"the model after {_unit(federation_of(trainer) is not None)} {steps}, the last one of this fit"
 
 
 def saved_after(path: str) -> str:
@@ -106,10 +79,6 @@ def _after(checkpoint: Mapping[str, Any]) -> str:
     return f"after {_unit(federated)} {checkpoint['global_step']}"
 
 
-def _is_federated(trainer: Trainer) -> bool:
-    return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
 def _unit(federated: bool) -> str:
     return "round" if federated else "optimizer step"
 
@@ -125,6 +94,8 @@ _HEAD = ("model", "clients", "std", "worst 10 %")
 
 class ResultsTable(Callback):
     """Prints the metrics at the end of a fit, a validation and a test, and of which model they are.
+
+    The log file has that model ahead of the figures as well; ``predict`` says it on the screen.
 
     Args:
         waits_for_test: whether a fit is followed by a test, whose table has the fit's metrics as well:
@@ -152,6 +123,19 @@ class ResultsTable(Callback):
         """Print, unless a test is to follow."""
         if not self._waits:
             self.report(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the model in the ``validate`` command; a fit's own validations stand beside their round."""
+        if trainer.state.fn == "validate":
+            rank_zero_info(f"validate: {self._origin.words(trainer)}", **detail())
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the model in the ``test`` command and in the test at the end of a fit."""
+        rank_zero_info(f"test: {self._origin.words(trainer)}", **detail())
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the model in the ``predict`` command."""
+        rank_zero_info(f"predict: {self._origin.words(trainer)}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print in the ``validate`` command."""
@@ -203,9 +187,8 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     has_clients = any(kind in row for row in rows.values() for kind in _COLUMNS)
     kinds = ("model", *_COLUMNS) if has_clients else ("model",)
     order = sorted(rows, key=lambda name: (name.startswith("personal/"), name))
-    lines = [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
+    lines = [
+        [name, *(number(rows[name][kind]) if kind in rows[name] else "-" for kind in kinds)]
+        for name in order
+    ]
     return table(["", *_HEAD[: len(kinds)]], lines)
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else number(value)

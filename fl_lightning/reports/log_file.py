@@ -33,123 +33,20 @@ from fl_lightning.reports.screen import table
 _ADVERTISEMENT = "💡 Tip"
 
 
-class LogFile:
-    """Messages in the order in which they come, at first in memory, then in a file.
-
-    Args:
-        level: of the least important messages that are kept.
-    """
-
-    def __init__(self, level: int) -> None:
-        self.level = level
-        self._early = EarlyMessages(level)
-        self._handler: logging.Handler | None = None
-        self._levels: dict[str, int] = {}
-        self._showed: Any = None
-
-    @property
-    def is_open(self) -> bool:
-        """True if messages go into a file by now."""
-        return self._handler is not None
-
-    def begin(self) -> None:
-        """Collect messages, to be written when the file is known."""
-        if not self._levels and not self.is_open:
-            self._attach(self._early)
-
-    def open(self, path: Path, process: int = 0) -> None:
-        """Write everything into a file, behind what it holds; in the first process from the start on.
-
-        Args:
-            path: of the file.
-            process: number of this one; the first needs no name.
-        """
-        if self.is_open:
-            return
-        self.begin()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _Once(path, "a", encoding="utf-8")
-        handler.setFormatter(FileFormatter(process))
-        handler.setLevel(self.level)
-        handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
-        early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
-        if process:  # the first one has all that was said before there were several
-            early = []
-        for record in {id(record): record for record in early}.values():
-            handler.handle(record)
-        self._detach(self._early)
-        self._attach(handler)
-        self._handler = handler
-        self._showed = warnings.showwarning
-        warnings.showwarning = self._show_warning
-
-    def close(self) -> None:
-        """Leave the file, and everything as it was."""
-        self._detach(self._handler or self._early)
-        if self._handler is not None:
-            if warnings.showwarning == self._show_warning:
-                warnings.showwarning = self._showed
-            self._handler.close()
-            self._handler = None
-
-    def write(self, level: int, message: str, **options: Any) -> None:
-        """Write a message that is for the file alone.
-
-        Args:
-            level: of the message.
-            message: its text.
-            options: of a `logging.LogRecord`.
-        """
-        if self._handler is not None and level >= self.level:
-            exc_info = options.get("exc_info")
-            made = logging.LogRecord("fl_lightning", level, __file__, 0, message, (), exc_info)
-            self._handler.handle(made)
-
-    def _show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
-        self.write(logging.WARNING, f"{message} ({where})")
-        self._showed(message, category, filename, lineno, file, line)
-
-    def _attach(self, handler: logging.Handler) -> None:
-        for name in LOGGERS:
-            logger = logging.getLogger(name)
-            if not name or not logger.propagate:
-                logger.addHandler(handler)
-            if name:  # the root logger's is everybody's
-                self._levels.setdefault(name, logger.level)
-                if not logger.level or logger.level > self.level:
-                    logger.setLevel(self.level)
-
-    def _detach(self, handler: logging.Handler) -> None:
-        for name in LOGGERS:
-            logging.getLogger(name).removeHandler(handler)
-        for name, level in self._levels.items():
-            logging.getLogger(name).setLevel(level)
-        self._levels = {}
-
-
 class EarlyMessages(logging.Handler):
     """Keeps messages until somebody takes them."""
 
     def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
-        self._records: dict[int, logging.LogRecord] = {}
+        self._records: list[logging.LogRecord] = []
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self._records[id(record)] = record  # once, however many loggers pass it on
+        self._records.append(record)
 
     def take(self) -> list[logging.LogRecord]:
         """Return the messages so far, and forget them."""
-        records, self._records = list(self._records.values()), {}
+        records, self._records = self._records, []
         return records
 
     @staticmethod
@@ -160,19 +57,6 @@ class EarlyMessages(logging.Handler):
         return sorted(
             (record for handler in found for record in handler.take()), key=lambda r: r.created
         )
-
-
-class _Once(logging.FileHandler):
-    """A file that takes a message once, however many loggers pass it on."""
-
-    _last: logging.LogRecord | None = None
-
-    @override
-    def handle(self, record: logging.LogRecord) -> bool:
-        if record is self._last or record.levelno < self.level:
-            return False
-        self._last = record
-        return bool(super().handle(record))
 
 
 # whose messages are shown and kept; some of them keep theirs from the root logger
@@ -262,32 +146,30 @@ class RunLog(Callback):
                 "important that the log file keeps"
             )
         self.level = level
-        self._file = LogFile(getattr(logging, level.upper()))
+        self._least: int = getattr(logging, level.upper())
+        self._early = EarlyMessages(self._least)
+        self._handler: logging.Handler | None = None  # of the file, once it is known
+        self._levels: dict[str, int] = {}
+        self._showed: Any = None
         self._put_back: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Collect messages from now on."""
         self._close()
         self._put_back = tidy_screen()
-        self._file.begin()
+        self._attach(self._early)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file, and write the model down."""
+        """Open the file, and write the model's layers."""
         self._open(trainer)
         if trainer.is_global_zero:
-            self._file.write(logging.INFO, f"layers\n{_layers(pl_module)}")
+            self._write(logging.INFO, f"layers\n{_layers(pl_module)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
+        """Continue in the file, and so in a test and a prediction."""
         self._open(trainer)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
-        self._open(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file."""
-        self._open(trainer)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell this round's metrics from older ones."""
@@ -297,14 +179,14 @@ class RunLog(Callback):
         """Write a line for the round, unless it stands on the screen, and so in the file."""
         bars = [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)]  # type: ignore[attr-defined]
         if trainer.is_global_zero and not any(bar.says_rounds for bar in bars):
-            self._file.write(logging.INFO, round_line(trainer))
+            self._write(logging.INFO, round_line(trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write what has ended the run."""
         told = "".join(traceback.format_exception(exception))
-        self._file.write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
+        self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -312,18 +194,75 @@ class RunLog(Callback):
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
+        """Open the run's file at its end; the first process writes there what was logged before."""
         folder = folder_of(trainer)  # which processes agree on: all must ask
-        if folder is None or self._file.is_open:
+        if folder is None or self._handler is not None:
             return
-        self._file.open(Path(folder, NAME), trainer.global_rank)
+        path = Path(folder, NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(path, "a", encoding="utf-8")
+        self._handler.setFormatter(FileFormatter(trainer.global_rank))
+        self._handler.setLevel(self._least)
+        self._handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
+        early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
+        for record in {id(record): record for record in early}.values():
+            # the first process has all that was said before there were several
+            if trainer.is_global_zero and record.levelno >= self._least:
+                self._handler.handle(record)
+        self._detach(self._early)
+        self._attach(self._handler)
+        self._showed = warnings.showwarning
+        warnings.showwarning = self._show_warning
         if trainer.is_global_zero:
-            self._file.write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
+            self._write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
+
+    def _write(self, level: int, message: str) -> None:
+        """Write a message that is for the file alone."""
+        if self._handler is not None and level >= self._least:
+            made = logging.LogRecord("fl_lightning", level, __file__, 0, message, (), None)
+            self._handler.handle(made)
 
     def _close(self) -> None:
-        self._file.close()
+        """Leave the file, and everything as it was."""
+        self._detach(self._handler or self._early)
+        if self._handler is not None:
+            if warnings.showwarning == self._show_warning:
+                warnings.showwarning = self._showed
+            self._handler.close()
+            self._handler = None
         if self._put_back is not None:
             self._put_back()
         self._put_back = None
+
+    def _show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
+        self._write(logging.WARNING, f"{message} ({where})")
+        self._showed(message, category, filename, lineno, file, line)
+
+    def _attach(self, handler: logging.Handler) -> None:
+        for name in LOGGERS:
+            logger = logging.getLogger(name)
+            if not name or not logger.propagate:
+                logger.addHandler(handler)
+            if name:  # the root logger's is everybody's
+                self._levels.setdefault(name, logger.level)
+                if not logger.level or logger.level > self._least:
+                    logger.setLevel(self._least)
+
+    def _detach(self, handler: logging.Handler) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+        self._levels = {}
 
 
 def folder_of(trainer: Trainer) -> str | None:

@@ -43,7 +43,9 @@ class RunOverview(Callback):
         for name, fact in facts_of(trainer, pl_module):
             rank_zero_info(f"{name}: {fact}")
         if folder is not None:
-            rank_zero_info(f"run: {', '.join([shown_path(folder), *_resumed(trainer)])}")
+            path = str(trainer.ckpt_path or "")
+            resumed = f", resumed from {shown_path(path)} {saved_after(path)}".rstrip()
+            rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say why the fit has ended early, if it has."""
@@ -122,12 +124,6 @@ def _commit() -> str:
         return git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, and changes")
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _resumed(trainer: Trainer) -> Iterator[str]:
-    if trainer.ckpt_path:
-        path = str(trainer.ckpt_path)
-        yield " ".join(["resumed from", shown_path(path), *filter(None, [saved_after(path)])])
 
 
 def _model(module: LightningModule) -> Iterator[str]:

@@ -87,7 +87,11 @@ class RoundProgressBar(ProgressBar):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a round."""
         begin_round(trainer)
-        self._inner = Inner(*_count(trainer))
+        federation = federation_of(trainer)
+        if federation is None or federation.rounds is None:
+            self._inner = Inner("batches", trainer.num_training_batches)
+        else:
+            self._inner = Inner("clients", federation.rounds.run.groups.num_clients)
         self._pace.begin()
         self._draw()
 
@@ -121,28 +125,29 @@ class RoundProgressBar(ProgressBar):
         self._draw(at_once=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "validation", trainer.num_val_batches)
+        """Begin to count batches, and so in a test and a prediction."""
+        if trainer.sanity_checking:
+            return
+        if trainer.testing:
+            what, batches = "test", trainer.num_test_batches
+        elif trainer.predicting:
+            what, batches = "predict", trainer.num_predict_batches
+        else:
+            what, batches = "validation", trainer.num_val_batches
+        self._inner = Inner(what, sum(batches))
+        if trainer.state.fn != "fit" and self._is_wanted:
+            self._open()
+        self._draw()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "test", trainer.num_test_batches)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches."""
-        self._begin(trainer, "predict", trainer.num_predict_batches)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Count one."""
-        self._count_batch()
+        if self._inner is not None and not trainer.sanity_checking:
+            self._inner.done += 1
+            self._draw()
 
-    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count one."""
-        self._count_batch()
-
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count one."""
-        self._count_batch()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove validation from the progress bar."""
@@ -161,12 +166,7 @@ class RoundProgressBar(ProgressBar):
 
     @contextmanager
     def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show a bar of something else inside this block, and give the function that moves it by one.
-
-        Args:
-            what: is counted.
-            total: how many there are.
-        """
+        """Show a bar of something else inside this block, and give the function that moves it by one."""
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self._is_wanted:
             self._open()
@@ -187,20 +187,6 @@ class RoundProgressBar(ProgressBar):
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)  # goes above the bar, as all that is printed
-
-    def _begin(self, trainer: Trainer, what: str, batches: Sequence[float] | float) -> None:
-        if trainer.sanity_checking:
-            return
-        total = sum(batches) if isinstance(batches, Sequence) else batches
-        self._inner = Inner(what, total)
-        if trainer.state.fn != "fit" and self._is_wanted:
-            self._open()
-        self._draw()
-
-    def _count_batch(self) -> None:
-        if self._inner is not None and not self.trainer.sanity_checking:
-            self._inner.done += 1
-            self._draw()
 
     def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
         now = time.monotonic()
@@ -239,14 +225,6 @@ class RoundProgressBar(ProgressBar):
             self._screen.close(*left)
         self._inner = self._run_bar = None
         self._has_begun = False
-
-
-def _count(trainer: Trainer) -> tuple[str, float]:
-    """Return what a round has, clients or batches, and how many."""
-    federation = federation_of(trainer)
-    if federation is None or federation.rounds is None:
-        return "batches", trainer.num_training_batches
-    return "clients", federation.rounds.run.groups.num_clients
 
 
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
@@ -306,11 +284,7 @@ class Inner:
         return time.monotonic() - self._began
 
     def line(self, width: int) -> Table:
-        """Return a bar.
-
-        Args:
-            width: columns of the line.
-        """
+        """Return a bar."""
         is_known = 0 < self.total < float("inf")
         label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
         share = self.done / self.total if is_known else None
@@ -373,13 +347,12 @@ def metrics_in_order(trainer: Trainer) -> dict[str, float]:
     Only what the present round has measured: without a validation none of its metrics.
     """
     found: Mapping[str, object] = logged_in_round(trainer)
-    watched = {name: found[name] for name in _monitored(trainer) if name in found}
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [str(c.monitor) for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping)]
+    watched: dict[str, Any] = {name: found[name] for name in monitors if name in found}
     in_bar = trainer.progress_bar_metrics.items()
-    shown = {
-        **watched,
-        **{n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found},
-    }
-    return {name: float(value) for name, value in shown.items()}  # type: ignore[arg-type]
+    shown = {n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found}
+    return {name: float(value) for name, value in {**watched, **shown}.items()}
 
 
 def number(value: float) -> str:
@@ -411,9 +384,3 @@ def round_line(trainer: Trainer) -> str:
             if f"round/total_bytes_{way}" in known
         ]
     return f"{unit(trainer)} {trainer.current_epoch + 1}{last}: {', '.join(words) or 'done'}"
-
-
-def _monitored(trainer: Trainer) -> Iterator[str]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor:
-            yield callback.monitor

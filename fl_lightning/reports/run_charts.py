@@ -68,13 +68,11 @@ def evaluated_clients(folder: Path) -> dict[str, DataFrame]:
     return {stage: table for stage, table in tables.items() if len(table)}
 
 
-def _section(
-    title: str, caption: str, panels: Mapping[str, Panel | None], **looks: bool
-) -> Section:
+def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Section:
     """Charts of panels by title; panels that are None are left out."""
     start = _file(title)
     charts = [
-        Chart(f"{start}-{_file(name)}", name, panel, **looks)
+        Chart(f"{start}-{_file(name)}", name, panel)
         for name, panel in panels.items()
         if panel is not None
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +12,11 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import (
-    Federation,
     is_of_test,
     keep_once,
     logged_once,
@@ -29,6 +30,7 @@ from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import Page
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
@@ -72,20 +74,13 @@ class RunReport(Callback):
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a place ahead of the federation, which logs a round when it ends.
-
-        Raises:
-            ConfigurationError: if it has such a place.
-        """
+        """Move behind all callbacks but those that save: what they log of a round is kept with it."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        federation = _federation(trainer)
-        if federation is not None and callbacks.index(self) < callbacks.index(federation):
-            raise ConfigurationError(
-                "RunReport keeps what Federation has logged: give the Trainer callbacks=[Federation(…), "
-                "RunReport()], in this order"
-            )
-
-        if stage == "fit" and federation is not None:
+        saving = [each for each in callbacks if isinstance(each, Checkpoint)]
+        others = [each for each in callbacks if each not in saving and each is not self]
+        # a new list: Lightning is going through the old one
+        trainer.callbacks = [*others, self, *saving]  # type: ignore[attr-defined]
+        if stage == "fit" and federation_of(trainer) is not None:
             self._charts = Charts(trainer).start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,7 +107,7 @@ class RunReport(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the round, before its checkpoint is saved."""
-        if _federation(trainer) is not None:
+        if federation_of(trainer) is not None:
             self._note(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,7 +178,7 @@ class RunReport(Callback):
         (self._folder / PROVENANCE).write_text(f"{text}\n", encoding="utf-8")
 
     def _note_central(self, trainer: Trainer, number: int) -> None:
-        if self._noted is not None and number > self._noted and _federation(trainer) is None:
+        if self._noted is not None and number > self._noted and federation_of(trainer) is None:
             self._note(trainer, number)
 
     def _note(self, trainer: Trainer, number: int) -> None:
@@ -202,7 +197,7 @@ class RunReport(Callback):
 
     def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
         """Return what clients of the round have shown of themselves."""
-        federation = _federation(trainer)
+        federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
             return {}
         record = federation.rounds.record
@@ -210,22 +205,12 @@ class RunReport(Callback):
         hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
         if hides or len(record.finished) > self.max_clients:
             return {}
-        known = {name: record.means.by_client(name) for name in record.means.names}
         ids = sorted(record.finished)
-        missing = float("nan")
         found: dict[str, Sequence[float]] = {IDS: ids}
-        for name, values in known.items():
-            found[name] = [values.get(client, missing) for client in ids]
+        for name in record.means.names:
+            values = record.means.by_client(name)
+            found[name] = [values.get(client, math.nan) for client in ids]
         return found
-
-
-def _federation(trainer: Trainer) -> Federation | None:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, Federation)), None)
-
-
-REPORT, FIGURES = "report.html", "figures"
-_CONFIG = "config.yaml"
 
 
 def write_report(folder: str | Path) -> Path:
@@ -332,14 +317,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
 
 
-def report(words: Sequence[str], *, parser: ArgumentParser) -> None:
+def report(given: Any) -> None:
     """Run the command ``report``: make a run's page again.
-
-    Args:
-        words: of the command line, without the command.
-        parser: one with the options of the command.
 
     Raises:
         ConfigurationError: if the folder has no rounds.
     """
-    print(f"report: {shown_path(str(write_report(parser.parse_args(list(words)).run)))}")
+    print(f"report: {shown_path(str(write_report(given.run)))}")

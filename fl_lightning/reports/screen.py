@@ -41,12 +41,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def plain(renderable: RenderableType, width: int = 10_000) -> str:
-    """Text of anything that rich prints, without colours.
-
-    Args:
-        renderable: text, table or bar.
-        width: largest length of a line in columns.
-    """
+    """Text of anything that rich prints, without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     printed: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -162,11 +157,7 @@ class StatusLines(RenderHook):
             threading.Thread(target=self._run, args=(self._ends,), daemon=True).start()
 
     def show(self, *lines: RenderableType) -> None:
-        """Replace the status lines.
-
-        Args:
-            lines: text, bars or tables; cut to `width`.
-        """
+        """Replace the status lines."""
         with _LOCK:
             if self._console is not None:
                 self._lines = lines

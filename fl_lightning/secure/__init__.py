@@ -1,11 +1,8 @@
 """Means of updates that the server cannot read: secure sums, encryption. Needs extras.
 
-A secure sum from bottom to top: integers of updates (`ring`, `sum_quantiser`); secrets (`entropy`, and
-in `protocol` `keys`, `signing`, `pads`, `shamir`, `graph`); what binds clients (`commitments`,
-`checksum`); the protocol (`session`, `messages`, `wire`, `client` with `client_checks` and
-`used_rounds`, `server` with `unmasking`); in one process (`simulation`, and `shortcut` with
-`unit_seconds`, which only counts); a sum a round (`secure_sum`). Beside it `encryption`, with CKKS and
-Paillier.
+A secure sum from bottom to top: integers of updates (`ring`, `sum_quantiser`); secrets (`entropy`); the
+protocol, its keys and messages (`protocol`); in one process (`simulation`); a sum a round (`secure_sum`).
+Beside it `encryption`, with CKKS and Paillier.
 
 What a secure sum hides: every vector, from a server and from fewer clients than the threshold
 together. What it shows: the sum, and who took part. What it does not stop: a client that adds

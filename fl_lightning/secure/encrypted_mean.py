@@ -12,7 +12,8 @@ Differs: most sensitive is what has moved most so far, which needs no client's d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
@@ -20,24 +21,81 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, library
-from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender, library
+from fl_lightning.secure.encryption.ckks import (
+    CKKSClient,
+    CKKSKeys,
+    CKKSServer,
+    ciphertext_bytes,
+    generate_keys,
+)
 from fl_lightning.secure.encryption.encrypted_update import (
     CKKSLayout,
     EncryptedUpdate,
     encrypted_size,
     most_sensitive,
 )
-from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierRun
-from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, EncryptedSum, OpenedSum
+from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierSum
+from fl_lightning.secure.simulation import add_seconds
 from fl_lightning.server.aggregator import Aggregator, check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
 _MOVED = "moved"
 _DEGREE = 8192
+
+
+@final
+class CKKSRound:
+    """One round with CKKS: clients multiply an update by its share of the most examples.
+
+    Args:
+        layout: which coordinates are encrypted.
+        keys: of the run.
+        most_examples: that there may be in a round.
+    """
+
+    def __init__(self, layout: CKKSLayout, keys: CKKSKeys, most_examples: int) -> None:
+        self._client, self._server = CKKSClient(layout, keys), CKKSServer(layout)
+        self._most = most_examples
+        self._senders: list[Sender] = []
+
+    def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
+        """Return what a client sends.
+
+        Raises:
+            ValueError: if a number is not finite, or too large for the scheme.
+        """
+        values = delta.double() * (num_examples / self._most)
+        sent, told = self._client.encrypt(values, sender)
+        self._senders.append(told)
+        return sent
+
+    def plus(
+        self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
+    ) -> EncryptedUpdate:
+        """Return the server's sum with one more update in it, which has its examples in it already."""
+        return self._server.plus(total, sent)
+
+    def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
+        """Return what a client decrypts, divided by the examples of all, float64."""
+        return self._client.open(total, self._senders) * (self._most / num_examples)
+
+
+@dataclass(frozen=True)
+class EncryptedSum:
+    """Options of an encrypted sum over sites.
+
+    Attributes:
+        degree: N of CKKS.
+        scheme: of the encryption.
+    """
+
+    degree: int
+    scheme: str = "ckks"
 
 
 @final
@@ -109,8 +167,8 @@ class EncryptedMean(Aggregator):
         self.terms = Terms(most_clients=2)
 
     @property
+    @override
     def protection(self) -> EncryptedMean:
-        """Itself."""
         return self
 
     @property
@@ -142,7 +200,7 @@ class EncryptedMean(Aggregator):
         self.terms = terms
         self._most = terms.most_clients * self.max_examples
         vars(self).pop("_keys", None)
-        self._paillier: PaillierRun | None = None
+        self._paillier: PaillierSum | None = None
         if self.paillier is None:
             library()
         else:
@@ -161,30 +219,34 @@ class EncryptedMean(Aggregator):
         """
         encrypted = max(1, round(self.fraction * size))
         if self._paillier is not None:
-            self._paillier.sums(size)  # the first round encrypts all
-            count, width = 1, self._paillier.sums(encrypted)[0].num_bytes
+            self._paillier.num_ciphertexts(
+                size + 1
+            )  # the first round encrypts all, and the examples
+            count = self._paillier.num_ciphertexts(encrypted + 1)
+            width = self._paillier.width
         else:
             count = -(-encrypted // self._parameters.slots)
             width = ciphertext_bytes(self._parameters)
         up = encrypted_size(count, width, size - encrypted)
         return up + 4 * size // num_clients, up // num_clients
 
+    @override
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next; messages of another one are not taken in."""
         self._round_index = round_index
 
+    @override
     def open(self, like: Tensor) -> None:
-        """Start without updates."""
-        self._like, self._expenses = like, _Expenses()
+        self._like, self._cost = like, ProtectionCost()
         self.protection_cost = ProtectionCost()
         self._total: EncryptedUpdate | None = None
         self._counted: dict[int, int] = {}  # examples by client
         if self._adds is None:
-            self._round: EncryptedRound
+            layout, most = self._layout(), self._most
+            self._round: CKKSRound | PaillierRound
             if self._paillier is not None:
-                self._round = PaillierRound(self._layout(), self._paillier, self._most)
+                self._round = PaillierRound(layout, self._paillier, self.terms, most)
             else:
-                self._round = CKKSRound(self._layout(), self._keys, self._most)
+                self._round = CKKSRound(layout, self._keys, most)
 
     def _layout(self) -> CKKSLayout:
         selected = None
@@ -209,11 +271,11 @@ class EncryptedMean(Aggregator):
         except ValueError as error:
             self._forget_contexts()
             raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
-        encrypted = time.process_time()
+        add_seconds(self._cost, "client_seconds", began)
+        began = time.process_time()
         self._total = self._round.plus(self._total, sent, counted)
-        self._expenses.up[update.client_id] = sent.num_bytes
-        self._expenses.seconds["client_seconds"] += encrypted - began
-        self._expenses.seconds["server_seconds"] += time.process_time() - encrypted
+        add_seconds(self._cost, "server_seconds", began)
+        self._cost.bytes_up[update.client_id] = sent.num_bytes
 
     @property
     def agreed_sum(self) -> EncryptedSum:
@@ -235,17 +297,13 @@ class EncryptedMean(Aggregator):
         """Encrypt updates at their sites, and open their sum there."""
         self._adds = adds
 
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        """Do nothing: there is one process."""
-
+    @override
     def sums(self) -> list[Tensor]:
-        """Return nothing: there is one process."""
-        return []
+        return []  # there is one process
 
+    @override
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Do nothing."""
+        return
 
     def miss(self, clients: Iterable[int]) -> None:
         """Do nothing: those who sent nothing are in no sum."""
@@ -269,12 +327,12 @@ class EncryptedMean(Aggregator):
         assert self._total is not None
         began = time.process_time()
         mean = self._round.mean(self._total, sum(self._counted.values()))
-        self._expenses.seconds["client_seconds"] += time.process_time() - began
+        add_seconds(self._cost, "client_seconds", began)
         # the first client of the round gets the sum and sends back float32
-        first = next(iter(self._expenses.up))
-        self._expenses.up[first] += 4 * len(mean)
-        self._expenses.down[first] = self._total.num_bytes
-        self.protection_cost = self._expenses.closed()
+        first = next(iter(self._counted))
+        self._cost.bytes_up[first] += 4 * len(mean)
+        self._cost.bytes_down[first] = self._total.num_bytes
+        self.protection_cost = self._cost
         if self.fraction < 1:
             moved = self.memory.get(_MOVED, torch.zeros_like(mean))
             self.memory[_MOVED] = moved + mean.abs()
@@ -283,36 +341,20 @@ class EncryptedMean(Aggregator):
         return mean
 
     def _mean_at_sites(self, adds: SumsAtSites) -> Tensor:
-        opened: OpenedSum = adds(self._layout(), list(self._counted))
-        self.protection_cost = opened.protection_cost
-        num_examples = sum(n for c, n in self._counted.items() if c in opened.clients)
-        return opened.values * (self._most / num_examples)
+        opened = adds(self._layout(), list(self._counted))
+        self.protection_cost = opened.cost
+        num_examples = sum(n for c, n in self._counted.items() if c in opened.survivors)
+        total: Tensor = opened.total
+        return total * (self._most / num_examples)
 
     def _forget_contexts(self) -> None:
         # they have threads; freed late, in a process forked meanwhile, they would wait for these
         vars(self).pop("_round", None)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum so far, of use only to who has the keys."""
-        return {
-            "total": self._total,
-            "counted": dict(self._counted),
-            "expenses": vars(self._expenses),
-        }
+        return {}  # of no use without the keys, which no checkpoint has
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._total, self._counted = state["total"], dict(state["counted"])
-        vars(self._expenses).update(state["expenses"])
-
-
-class _Expenses:
-    """An protection_cost that grows while its round is open."""
-
-    def __init__(self) -> None:
-        self.up: dict[int, int] = {}
-        self.down: dict[int, int] = {}
-        self.seconds = {"client_seconds": 0.0, "server_seconds": 0.0}
-
-    def closed(self) -> ProtectionCost:
-        return ProtectionCost(bytes_up=self.up, bytes_down=self.down, seconds=self.seconds)
+        return

@@ -8,10 +8,11 @@ Sources: Bonawitz et al. 2017; the integers are those of `SumQuantiser`, with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
@@ -19,10 +20,10 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure.private_sum import SecurePrivateSum
 from fl_lightning.secure.protocol.session import SparseGraph, new_run_id
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.secure.secure_sum import RoundSum, SecureSum
+from fl_lightning.secure.secure_sum import HiddenIntegers, SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
-from fl_lightning.server.aggregator import Aggregator, check_whole
-from fl_lightning.server.protected import NoiseShares, ProtectionCost, SumsAtSites, Terms
+from fl_lightning.server.aggregator import check_whole
+from fl_lightning.server.protected import NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.sparsifiers import RandomK
 
@@ -33,7 +34,7 @@ LEAST_LEVELS = 1 << 16  # if fewer fit into the ring, the user has to say so
 
 
 @final
-class SecureMean(Aggregator):
+class SecureMean(HiddenIntegers):
     """The mean weighted by examples, of updates that the server cannot read.
 
     Args:
@@ -51,16 +52,11 @@ class SecureMean(Aggregator):
             for yes wherever that costs less than a fifth of the time: for vectors of 8 MB or more,
             unless ``threshold`` is below 2/3 or ``sparse`` is given.
         protocol: ``"run"`` runs it, every message; ``"count"`` gives the same mean and bytes
-            without, with estimated seconds: for experiments, because it protects nothing.
+            without: for experiments, because it protects nothing.
 
     Raises:
         ConfigurationError: if an option is outside its range, or options contradict each other;
             from `begin`, if a sum might not fit into the ring.
-
-    Attributes:
-        protection_cost: see `Protected`.
-        terms: of the run.
-        memory: nothing is kept from round to round.
 
     Example:
         >>> import torch
@@ -72,9 +68,6 @@ class SecureMean(Aggregator):
         >>> mean.close(), mean.protection_cost.bytes_up[0]
         (tensor([3.5000]), 2190)
     """
-
-    exact = True
-    exchanges = True
 
     def __init__(
         self,
@@ -101,27 +94,16 @@ class SecureMean(Aggregator):
             "active": active,
             "protocol": protocol,
         }
-        self._round_index = 0
         self.begin(Terms(most_clients=2))
 
     @property
-    def protection(self) -> SecureMean:
-        """Itself."""
-        return self
-
-    @property
+    @override
     def noise_shares(self) -> SecureMean:
-        """Itself: its protocol adds up any whole numbers."""
-        return self
+        return self  # its protocol adds up any whole numbers
 
     @property
-    def protection_cost(self) -> ProtectionCost:
-        """See `Protected`."""
-        return self._rounds.protection_cost
-
-    @property
+    @override
     def hides(self) -> str:
-        """Description of what the server sees."""
         if self.protocol == "count":
             told = (
                 "protocol 'count' protects nothing and gives what a secure sum would, in which the "
@@ -136,13 +118,9 @@ class SecureMean(Aggregator):
             )
         return told
 
+    @override
     def begin(self, terms: Terms) -> None:
-        """Learn about the run.
-
-        Raises:
-            ConfigurationError: if a cohort is too small, or a sum too large.
-        """
-        self.terms, self._seed = terms, terms.seed
+        self.terms = terms
         self._run = new_run_id()  # also where a run goes on: with new keys, in a new protocol run
         try:
             self._quantiser = (
@@ -152,7 +130,6 @@ class SecureMean(Aggregator):
             self._secure_sum.session(terms.most_clients, size=1)
         except ValueError as error:
             raise ConfigurationError(f"SecureMean: {error}") from error
-        self._rounds = RoundSum(self._secure_sum, terms.seed)
 
     def _given(self, levels: int) -> SumQuantiser:
         most = self.terms.most_clients * levels * self.max_examples
@@ -216,72 +193,12 @@ class SecureMean(Aggregator):
             self.bits,
         )
 
-    def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends and receives, if nobody drops."""
-        sent = 1 + (size if self.random_k is None else self.random_k.sent_size(size))
-        return (
-            self._secure_sum.bytes_up(sent, num_clients),
-            self._secure_sum.bytes_down(sent, num_clients),
-        )
-
-    def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
-        self._round_index = round_index
-
-    def open(self, like: Tensor) -> None:
-        """Start without updates."""
-        self._like = like
-        self._rounds.open(self._sent_size(), like.device, self._round_index)
-
-    def add(self, update: ClientUpdate) -> None:
-        """Add one update, as integers.
-
-        Raises:
-            ConfigurationError: if it is under a mask of the client's own.
-        """
-        self._rounds.take(update.client_id, lambda: self.vector_of(update))
-
-    @property
-    def over_sites(self) -> SecureMean | None:
-        """Itself, where it runs the protocol."""
-        return self if self.protocol == "run" else None
-
-    @property
-    def agreed_sum(self) -> SecureSum:
-        """The protocol with these options."""
-        return self._secure_sum
-
+    @override
     def vector_of(self, update: ClientUpdate) -> RingIntegers:
-        """Return what a client has added up: its update as integers, shape (size,).
-
-        Raises:
-            ConfigurationError: if the update is under a mask of the client's own.
-        """
         check_whole(update, "SecureMean")
-        client = update.client_id
-        draws = numpy_generator(self._seed, "secure rounding", self._round_index, client).random
+        seed, client = self.terms.seed, update.client_id
+        draws = numpy_generator(seed, "secure rounding", self._round_index, client).random
         return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
-
-    def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Add vectors at their sites."""
-        self._rounds.adds_at_sites = adds
-
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        """Gather the updates of all processes in each; called by all of them."""
-        self._rounds.exchange(gather, all_reduce)
-
-    def sums(self) -> list[Tensor]:
-        """Return nothing: see `exchange`."""
-        return []
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Do nothing."""
-
-    def miss(self, clients: Iterable[int]) -> None:
-        """Learn which clients of the cohort sent no vector: they dropped before it was due."""
-        self._rounds.miss(clients)
 
     def close(self) -> Tensor:
         """Add up, and return the mean.
@@ -289,10 +206,10 @@ class SecureMean(Aggregator):
         Raises:
             RoundFailure: if too few clients are left for a secure sum.
         """
-        return self._spread(self._quantiser.mean(self._rounds.total())).to(self._like)
+        return self._spread(self._quantiser.mean(self.total())).to(self._like)
 
-    def _sent_size(self) -> int:
-        size = len(self._like)
+    @override
+    def sent_size(self, size: int) -> int:
         return 1 + (size if self.random_k is None else self.random_k.sent_size(size))
 
     def _chosen(self, delta: Tensor) -> Tensor:
@@ -308,11 +225,11 @@ class SecureMean(Aggregator):
         return self.random_k.on_server(Dense(mean), self._shared_seed(), size).to_dense()
 
     def _shared_seed(self) -> int:
-        return derive_seed(self._seed, "secure coordinates", self._round_index)
+        return derive_seed(self.terms.seed, "secure coordinates", self._round_index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return whose updates there are, their integers or those of their sum, and of which steps."""
-        return {**self._rounds.state_dict(), "quantiser": vars(self._quantiser).copy()}
+        return {**super().state_dict(), "quantiser": vars(self._quantiser).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -327,4 +244,4 @@ class SecureMean(Aggregator):
                 f"and this run's are of {own}: resume with the options of the run that wrote it, or "
                 "from the end of a round"
             )
-        self._rounds.load_state_dict(state)
+        super().load_state_dict(state)

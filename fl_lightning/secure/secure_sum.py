@@ -1,25 +1,26 @@
 """A secure sum for every round of a federation: which session a round has, and how it ends.
 
-The secure sum of one round's integers, of which the server learns nothing but the sum.
-
-Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
-Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+The server learns nothing but the sum of one round's integers.
 Source: Bonawitz et al. 2017; the protocol is that of `fl_lightning.secure`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbits
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure.entropy import Entropy, seeded_entropy, system_entropy
 from fl_lightning.secure.protocol.session import (
     AbortedError,
@@ -29,11 +30,9 @@ from fl_lightning.secure.protocol.session import (
     new_run_id,
 )
 from fl_lightning.secure.ring import Ring, RingIntegers
-from fl_lightning.secure.shortcut import UnitSeconds, shortcut
-from fl_lightning.secure.simulation import Costs, SumOutcome, simulate
-from fl_lightning.server.protected import ProtectionCost, SumsAtSites
-
-Value = TypeVar("Value")
+from fl_lightning.secure.simulation import HiddenSum, shortcut, simulate
+from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
+from fl_lightning.server.protected import ProtectionCost, SumsAtSites, Terms
 
 # bytes of a vector from which signatures cost less than 20 % of all CPU seconds: best times differ by
 # 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB by 8, -4, 24 and 18 % with 5 to 50
@@ -66,7 +65,7 @@ class SecureSum:
         >>> updates |= {5: np.array([5, 5], np.uint16)}
         >>> secure_sum(updates, round_index=0, seed=0).total
         array([16, 27], dtype=uint16)
-        >>> secure_sum.bytes_up(2, 3)
+        >>> secure_sum.typical_bytes(2, 3)[0]
         2343
     """
 
@@ -139,8 +138,7 @@ class SecureSum:
         *,
         round_index: int,
         seed: int | None = None,
-        unit_seconds: UnitSeconds | None = None,
-    ) -> SumOutcome:
+    ) -> HiddenSum:
         """Return the sum over those who have not dropped before their vector arrived.
 
         Args:
@@ -150,7 +148,6 @@ class SecureSum:
             round_index: ≥ 0.
             seed: makes every secret repeatable, for simulations, and with ``run`` every byte; None
                 for the system's entropy.
-            unit_seconds: what ``"count"`` makes its seconds of; None for none.
 
         Returns:
             The outcome, with clients' ids where the protocol has places.
@@ -181,99 +178,124 @@ class SecureSum:
             return seeded_entropy(seed, "secure sum", round_index, cohort[place])
 
         if self.protocol == "count":
-            outcome = shortcut(session, vectors, silent, unit_seconds)
+            outcome = shortcut(session, vectors, silent)
         else:
             outcome = simulate(session, vectors, silent, entropy_of)
         return by_client(outcome, cohort)
 
-    def bytes_up(self, k: int, n: int) -> int:
-        """Return what each client of a cohort of n sends for k numbers, if nobody drops."""
-        return self._costs(k, n).bytes_up[0]
-
-    def bytes_down(self, k: int, n: int) -> int:
-        """Return what each client of a cohort of n receives, if nobody drops."""
-        return self._costs(k, n).bytes_down[0]
-
-    def _costs(self, k: int, n: int) -> Costs:
+    def typical_bytes(self, k: int, n: int) -> tuple[int, int]:
+        """Return what each client of a cohort of n sends and receives for k numbers, if nobody drops."""
         session = self.session(n, size=k)
         nothing = np.broadcast_to(np.zeros(1, session.ring.dtype), (k,))
-        return shortcut(session, dict.fromkeys(range(n), nothing)).costs
+        cost = shortcut(session, dict.fromkeys(range(n), nothing)).cost
+        return cost.bytes_up[0], cost.bytes_down[0]
 
 
-def by_client(outcome: SumOutcome, cohort: Sequence[int]) -> SumOutcome:
+def by_client(outcome: HiddenSum, cohort: Sequence[int]) -> HiddenSum:
     """Return an outcome with clients' ids where it has places."""
-
-    def renamed(by_place: Mapping[int, Value]) -> dict[int, Value]:
-        return {cohort[place]: value for place, value in by_place.items()}
-
-    costs = outcome.costs
-    return SumOutcome(
-        outcome.total,
-        frozenset(cohort[place] for place in outcome.survivors),
-        Costs(
-            renamed(costs.bytes_up),
-            renamed(costs.bytes_down),
-            costs.client_seconds,
-            costs.server_seconds,
-        ),
+    cost = outcome.cost
+    up, down = (
+        Counter({cohort[place]: size for place, size in sizes.items()})
+        for sizes in (cost.bytes_up, cost.bytes_down)
     )
+    survivors = frozenset(cohort[place] for place in outcome.survivors)
+    return HiddenSum(outcome.total, survivors, ProtectionCost(up, down, cost.seconds))
 
 
-class RoundSum:
-    """Adds up the integers of one round after the other.
+class HiddenIntegers(Aggregator):
+    """Adds up the integers of one round after the other; a subclass says what they stand for.
 
-    Args:
-        secure_sum: adds them.
-        seed: of the protocol's keys.
+    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
+    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
 
     Attributes:
-        secure_sum: as given; may be changed between rounds.
-        adds_at_sites: adds vectors that are at sites; None where they are taken in here.
         protection_cost: of the last round that was closed; of nothing while one is open.
+        terms: of the run.
         clients: whose vectors are in the open round.
-
-    Example:
-        >>> rounds = RoundSum(SecureSum(bits=8), seed=0)
-        >>> rounds.open(size=1, device=torch.device("cpu"), round_index=0)
-        >>> for client, number in enumerate([1, 2, 250]):
-        ...     rounds.take(client, lambda n=number: np.array([n], np.uint8))
-        >>> rounds.total()
-        array([253], dtype=uint8)
+        memory: nothing is kept from round to round.
     """
 
-    def __init__(self, secure_sum: SecureSum, seed: int) -> None:
-        self.secure_sum, self._seed = secure_sum, seed
-        self._unit_seconds: UnitSeconds | None = None
-        self.adds_at_sites: SumsAtSites | None = None
-        self.protection_cost = ProtectionCost()
+    exact = True
+    exchanges = True
+    terms: Terms
+    _secure_sum: SecureSum
+    _round_index = 0
+    _adds_at_sites: SumsAtSites | None = None
+    protection_cost = ProtectionCost()  # each round has one of its own
 
-    def open(self, size: int, device: torch.device, round_index: int) -> None:
-        """Start without vectors.
+    @property
+    @override
+    def protection(self) -> Self:
+        return self
 
-        Args:
-            size: numbers of a vector.
-            device: where processes exchange theirs.
-            round_index: which round.
+    @property
+    @abstractmethod
+    def hides(self) -> str:
+        """Description of what the server sees."""
+
+    @abstractmethod
+    def begin(self, terms: Terms) -> None:
+        """Learn about the run.
+
+        Raises:
+            ConfigurationError: if a cohort is too small, or a sum too large.
         """
-        self._ring = Ring(self.secure_sum.bits)
+
+    @property
+    def over_sites(self) -> Self | None:
+        """The aggregator that sites run the protocol of; None if the protocol is only simulated."""
+        return self if self._secure_sum.protocol == "run" else None
+
+    @property
+    def agreed_sum(self) -> SecureSum:
+        """The protocol with these options."""
+        return self._secure_sum
+
+    @abstractmethod
+    def vector_of(self, update: ClientUpdate) -> RingIntegers:
+        """Return what a client has added up, shape (size,).
+
+        Raises:
+            ConfigurationError: if the update is under a mask of the client's own.
+        """
+
+    def sent_size(self, size: int) -> int:
+        """Return how many integers stand for an update of so many coordinates."""
+        return size
+
+    def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
+        """Return what a client sends and receives, if nobody drops."""
+        secure_sum = self._secure_sum
+        num_clients = max(num_clients, secure_sum.min_survivors or 0)
+        return secure_sum.typical_bytes(self.sent_size(size), num_clients)
+
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
+        """Add vectors at their sites."""
+        self._adds_at_sites = adds
+
+    @override
+    def start_round(self, round_index: int) -> None:
+        self._round_index = round_index
+
+    @override
+    def open(self, like: Tensor) -> None:
+        self._like, self._ring = like, Ring(self._secure_sum.bits)
         # without all vectors, no client can be left out of the sum later; in a sparse graph one
         # may be whose neighbours are gone
-        is_sparse = self.secure_sum.sparse is not None
-        self._keeps_vectors = self.secure_sum.protocol == "run" or is_sparse
-        self._size, self._device, self._round_index = size, device, round_index
+        is_sparse = self._secure_sum.sparse is not None
+        self._keeps_vectors = self._secure_sum.protocol == "run" or is_sparse
         self.protection_cost = ProtectionCost()
         self.clients: list[int] = []
         self._missing: list[int] = []
         # every client's, or only their sum
         self._vectors: list[RingIntegers] = []
 
-    def take(self, client: int, vector: Callable[[], RingIntegers]) -> None:
-        """Add one client's integers; a callable that makes them is not called if they are at its site."""
-        self.clients.append(client)
-        if self.adds_at_sites is None:
-            self._take(vector())
-
-    def _take(self, vector: RingIntegers) -> None:
+    @override
+    def add(self, update: ClientUpdate) -> None:
+        self.clients.append(update.client_id)
+        if self._adds_at_sites is not None:  # which has the vector at its site
+            return
+        vector = self.vector_of(update)
         if self._keeps_vectors or not self._vectors:
             self._vectors.append(vector)
         else:
@@ -281,10 +303,8 @@ class RoundSum:
             np.add(total, vector, out=total)
             self._ring.reduced(total)
 
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        """Gather the vectors of all processes in each; called by all of them."""
+    @override
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
         if self._keeps_vectors:
             parts = gather((self.clients, self._vectors))
             self.clients = [client for clients, _ in parts for client in clients]
@@ -292,12 +312,21 @@ class RoundSum:
             return
         self.clients = [client for clients in gather(self.clients) for client in clients]
         ring = self._ring
-        own = self._vectors[0] if self._vectors else np.zeros(self._size, ring.dtype)
+        nothing = np.zeros(self.sent_size(len(self._like)), ring.dtype)
+        own = self._vectors[0] if self._vectors else nothing
         # integers of 64 bits overflow modulo a multiple of the ring's R
-        total = torch.from_numpy(own.astype(np.uint64).view(np.int64)).to(self._device)
+        total = torch.from_numpy(own.astype(np.uint64).view(np.int64)).to(self._like.device)
         all_reduce(total)
         summed = total.cpu().numpy().view(np.uint64).astype(ring.dtype)
         self._vectors = [ring.reduced(summed)] if self.clients else []
+
+    @override
+    def sums(self) -> list[Tensor]:
+        return []  # see `exchange`
+
+    @override
+    def load_sums(self, sums: list[Tensor]) -> None:
+        return
 
     def miss(self, clients: Iterable[int]) -> None:
         """Learn which clients of the cohort sent no vector: they dropped before it was due."""
@@ -310,54 +339,44 @@ class RoundSum:
             RoundFailure: if too few clients are left for a secure sum.
         """
         try:
-            outcome = self._outcome()
+            outcome = self._summed()
         except (AbortedError, ValueError) as error:
             raise RoundFailure(
                 f"round {self._round_index}: the secure sum of {len(self.clients)} updates, with "
                 f"{len(self._missing)} clients missing, gave nothing: {error}"
             ) from error
-        costs = outcome.costs
-        word = "estimated_" if self.secure_sum.protocol == "count" else ""
-        seconds = {f"{word}server_seconds": costs.server_seconds}
-        if self.adds_at_sites is None:  # sites do not tell theirs
-            seconds[f"{word}client_seconds"] = costs.client_seconds
-        self.protection_cost = ProtectionCost(costs.bytes_up, costs.bytes_down, seconds)
-        self._vectors = []
-        return outcome.total
+        self.protection_cost, self._vectors = outcome.cost, []
+        total: RingIntegers = outcome.total
+        return total
 
-    def _outcome(self) -> SumOutcome:
-        if self.adds_at_sites is not None:
-            return self._outcome_at_sites(self.adds_at_sites)
-        vectors = self._vectors
+    def _summed(self) -> HiddenSum:
+        secure_sum, round_index, vectors = self._secure_sum, self._round_index, self._vectors
+        if self._adds_at_sites is not None:
+            cohort = sorted({*self.clients, *self._missing})
+            size = self.sent_size(len(self._like))
+            session = secure_sum.session(
+                len(cohort), size=size, round_index=round_index, graph_seed=randbits(63)
+            )
+            return self._adds_at_sites(session, cohort)
         if not self._keeps_vectors and vectors:
             nothing = np.broadcast_to(np.zeros(1, vectors[0].dtype), vectors[0].shape)
             vectors = vectors + [nothing] * (len(self.clients) - 1)
-        if self.secure_sum.protocol == "count" and self._unit_seconds is None:
-            self._unit_seconds = UnitSeconds.measured()
-        return self.secure_sum(
+        return secure_sum(
             dict(zip(self.clients, vectors, strict=True)),
             dict.fromkeys(self._missing, ProtocolStage.MASK),
-            round_index=self._round_index,
-            seed=derive_seed(self._seed, "secure mean"),
-            unit_seconds=self._unit_seconds,
+            round_index=round_index,
+            seed=derive_seed(self.terms.seed, "secure mean"),
         )
 
-    def _outcome_at_sites(self, adds: SumsAtSites) -> SumOutcome:
-        cohort = sorted({*self.clients, *self._missing})
-        session = self.secure_sum.session(
-            len(cohort), size=self._size, round_index=self._round_index, graph_seed=randbits(63)
-        )
-        return by_client(adds(session, cohort), cohort)
-
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return whose vectors there are, and these or their sum."""
         signed = self._ring.dtype.str.replace("u", "i")  # torch has few unsigned dtypes
         return {
             "clients": list(self.clients),
             "vectors": [torch.from_numpy(v.view(signed).copy()) for v in self._vectors],
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
         self.clients = list(state["clients"])
         self._vectors = [v.cpu().numpy().view(self._ring.dtype).copy() for v in state["vectors"]]

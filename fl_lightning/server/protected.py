@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,10 +13,8 @@ from torch import Tensor
 from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
 
-# Adds up vectors that are at the clients' sites: maps a protocol's session, and the clients in the
-# order of their numbers in it, to the result of the sum.
+# Adds up vectors that are at the clients' sites, given what all agreed on and the clients in order
 SumsAtSites = Callable[[Any, Sequence[int]], Any]
-
 # fewer updates would be visible in their sum: such a round is dropped
 FEWEST_CLIENTS = 2
 
@@ -29,16 +28,16 @@ class Terms:
     num_processes: int = 1  # number of processes that train the clients
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProtectionCost:
-    """Cost of hiding the updates of a round."""
+    """Cost of hiding the updates of a round, added up while it runs."""
 
     # bytes that each client of the cohort uploads, by client id
-    bytes_up: Mapping[int, int] = field(default_factory=dict)
+    bytes_up: Counter[int] = field(default_factory=Counter)
     # bytes that each client downloads besides the model, by client id
-    bytes_down: Mapping[int, int] = field(default_factory=dict)
-    # CPU time of all clients together by purpose, e.g. ``client_seconds``
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_down: Counter[int] = field(default_factory=Counter)
+    # CPU time by purpose: ``client_seconds`` of all clients together, ``server_seconds``
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Protected(Protocol):

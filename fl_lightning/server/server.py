@@ -110,7 +110,7 @@ class Server:
         self.model = GlobalModel(self._params.detach(), self._buffers)
 
     def relocate(self, model: GlobalModel, positions: Tensor) -> None:
-        """Replace the model by one with other coordinates; shared ones keep the optimizer's state.
+        """Replace the model by one with other coordinates; those in both keep the optimizer's state.
 
         Args:
             model: the new model, of k' coordinates.

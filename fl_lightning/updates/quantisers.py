@@ -119,7 +119,7 @@ def known_block(block: BlockOption, size: int) -> Block:
 def over_blocks(
     values: Tensor, block: Block, measure: Callable[[Tensor], Tensor], pad: float | Tensor = 0.0
 ) -> Tensor:
-    """Return what is measured of each block, shape (number of blocks, …).
+    """Apply a function to each block of values; returns shape (number of blocks, …).
 
     Args:
         values: shape (n,).

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.utils import parameters_to_vector
 from benchmarks import __main__ as command
 from benchmarks import alone, rivals
 from benchmarks.bare import PLAIN, VARIANTS, BareLoop, own_plan
+from benchmarks.engineered import applies, loop_for
 from benchmarks.options import Options
 from benchmarks.process import MeasurementError, run, seconds_alive
 from benchmarks.report import HEADER, Row, ratio
@@ -104,16 +106,34 @@ def test_shards_lie_inside_the_data(name):
         assert ends.max() <= work.pool
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=pytest.mark.slow if v in ("compiled", "batched") else ())
+        for v in VARIANTS
+    ],
+)
 def test_variants_of_the_bare_loop_agree(variant):
     work = WORKLOADS["U-lenet5"].scaled(0.1)
     torch.manual_seed(0)  # of the orders: in some, two maxima are equal but for rounding
     data, plan = work.data(), own_plan(work, 0)
-    plain, other = BareLoop(work, data), BareLoop(work, data, VARIANTS[variant])
+    if not applies(VARIANTS[variant], work):
+        pytest.skip("its clients take several steps: see the test of one gradient")
+    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS[variant])
     for loop in (plain, other):
         loop.train_round(plan)
     ends = [parameters_to_vector([p.contiguous() for p in loop.start]) for loop in (plain, other)]
     assert (ends[0] - ends[1]).abs().max() < 1e-6
+
+
+def test_one_gradient_is_the_mean_of_single_steps():
+    work = replace(WORKLOADS["W3"].scaled(0.02), weight_decay=0.1)
+    data, plan = work.data(), own_plan(work, 0)
+    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["one gradient"])
+    for loop in (plain, other):
+        loop.train_round(plan)
+    for one, another in zip(plain.start, other.start, strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("column", ["bare", "ours"])

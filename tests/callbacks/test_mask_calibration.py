@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from sklearn.linear_model import Ridge
 from torch import nn
@@ -503,22 +502,6 @@ class TestReport:
         total = f"{sum(counted.values()) / 1000:.4g} kB"
         tile = f"<span>bytes from clients</span><b>{total}</b>"
         assert tile in (folder / "report.html").read_text()
-
-    @pytest.mark.parametrize(
-        ("bar", "shown"), [(TQDMProgressBar, True), (RichProgressBar, True), (None, False)]
-    )
-    def test_a_bar_like_the_trainers(self, bar, shown, capsys, monkeypatch):
-        def fit_with_a_bar():
-            bars = [bar()] if bar else []
-            fit(calibration(), None, *bars, enable_progress_bar=bool(bars), max_epochs=1)
-
-        fit_with_a_bar()  # leaves rich's common console behind, which is for no terminal
-        monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars in terminals alone
-        monkeypatch.setenv("TERM", "xterm")
-        capsys.readouterr()
-        fit_with_a_bar()
-        said = capsys.readouterr()
-        assert ("Calibration" in said.out + said.err) == shown
 
 
 class Refused(LightningModule):

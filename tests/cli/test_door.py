@@ -223,6 +223,35 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
     assert ("the class that OwnData takes" in said, "Did you mean" in said) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (
+            {"model": {"class_path": "ImageClasifier", "init_args": {"num_classes": 10}}},
+            "whole path here, my_module.ImageClasifier. Did you mean fl_lightning.ImageClassifier?",
+        ),
+        (
+            {
+                "trainer": {
+                    "callbacks+": [
+                        {"class_path": "fl_lightning.BackdoorSuccess", "init_args": {"trigger": 5}}
+                    ]
+                }
+            },
+            "init_args.trigger must be a mapping with target: write trigger: {target: …}",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_to_write(layer, says, tmp_path, capsys, monkeypatch):
+    (tmp_path / "layer.yaml").write_text(yaml.safe_dump(layer))
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    words = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--config"]
+    words.append(str(tmp_path / "layer.yaml"))
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *words, "--trainer.max_epochs", "1"])
+    assert (end.value.code, says in " ".join(capsys.readouterr().err.split())) == (2, True)
+
+
 def test_names_of_classes_of_other_modules_are_left_to_the_parser():
     """A module of a user that the command line imports may define them."""
     check_classes(["fit", "--model", "mine.Net", "--federation.aggregator", "MyKrum"], [])

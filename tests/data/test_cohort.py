@@ -156,6 +156,18 @@ class TestUniformCohort:
             UniformCohort(**settings).sample(0, population(10), 0)
 
 
+@pytest.mark.parametrize(("num_clients", "size"), [(10, 3), (100, 5), (1000, 20)])
+def test_a_fraction_has_a_least_and_a_largest_size(num_clients, size):
+    sampler = UniformCohort(fraction=0.05, min_size=3, max_size=20)
+    assert sampler.expected_size(num_clients) == size
+    assert len(sampler.sample(0, population(num_clients), 0)) == size
+    for options in ({"size": 4, "max_size": 3}, {"fraction": 0.5, "min_size": 2, "max_size": 1}):
+        with pytest.raises(
+            ConfigurationError, match=r"max_size must be at least size and min_size"
+        ):
+            UniformCohort(**options)
+
+
 class TestPoissonCohort:
     def test_size_has_the_binomials_mean_and_variance(self):
         sampler = PoissonCohort(fraction=0.2)

@@ -13,9 +13,18 @@ from PIL import Image
 from small_sets import write_folder, write_idx, write_pickles
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data import FederatedDataModule, NaturalPartition
 from fl_lightning.data.sources.image_folder import ImageFolder
 from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
-from fl_lightning.data.sources.known_sets import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST
+from fl_lightning.data.sources.known_sets import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    FEMNIST,
+    MNIST,
+    Digits,
+    FashionMNIST,
+)
 
 
 def ready(source):
@@ -215,6 +224,67 @@ def test_grey_sets_read_idx_files(source_class, tmp_path):
     assert torch.equal(source.test_set.images[:, 0], torch.from_numpy(stored["t10k"]))
     images, labels = next(iter(source.train_dataloader()))
     assert (images.shape, labels.dtype) == ((7, 1, 28, 28), torch.int64)
+
+
+def test_emnist_is_upright(tmp_path):
+    names = ("emnist-digits-train", "emnist-digits-test")
+    stored = write_idx(tmp_path / "EMNIST" / "raw", names=names)
+    source = ready(EMNIST(str(tmp_path), split="digits", val_fraction=0.25))
+    upright = torch.from_numpy(stored[names[1]]).transpose(1, 2)  # NIST's files hold columns first
+    assert torch.equal(source.test_set.images[:, 0], upright)
+    assert source.num_classes == 10
+    with pytest.raises(
+        ConfigurationError, match=r"split must be one of balanced, .*, got .capitals"
+    ):
+        EMNIST(split="capitals")
+
+
+def write_leaf(folder, **writers):
+    """A file of LEAF: each writer has images of one grey, and the labels given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        name: {"x": [[grey] * 784] * len(labels), "y": labels}
+        for name, (grey, labels) in writers.items()
+    }
+    text = json.dumps({"users": list(data), "user_data": data})
+    (folder / f"all_data_{'_'.join(writers)}.json").write_text(text)
+
+
+class TestFEMNIST:
+    def test_writers_are_clients(self, tmp_path):
+        write_leaf(tmp_path / "train", al=(0.0, [0, 61]), bo=(1.0, [10] * 6))
+        write_leaf(tmp_path / "train", cy=(0.5, [36, 36, 1]))
+        write_leaf(tmp_path / "test", di=(0.25, [3]))
+        data = FederatedDataModule(
+            FEMNIST(str(tmp_path), val_fraction=0.0), partition=NaturalPartition("writers")
+        )
+        assert data.clients.num_examples.tolist() == [2, 6, 3]
+        images, labels = data.train_batch(data.clients[2])
+        torch.testing.assert_close(images, torch.full((3, 1, 28, 28), 128 / 255))
+        assert labels.tolist() == [36, 36, 1]
+        assert len(data.source.test_set) == 1
+        assert (data.source.num_classes, data.source.class_names[36]) == (62, "a")
+
+    def test_files_that_are_not_there_or_not_leafs_are_named(self, tmp_path):
+        with pytest.raises(ConfigurationError, match=r"no .*train/\*\.json: write them with LEAF"):
+            ready(FEMNIST(str(tmp_path)))
+        (tmp_path / "train").mkdir()
+        for text in ("{}", "[]", "no", '{"user_data": {"al": {"x": [[1, 2]], "y": [0]}}}'):
+            (tmp_path / "train" / "a.json").write_text(text)
+            with pytest.raises(ConfigurationError, match=r"a\.json is no file of LEAF"):
+                ready(FEMNIST(str(tmp_path)))
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.1])
+def test_a_fraction_of_the_training_examples_is_of_every_class_equally(fraction):
+    every, some = ready(Digits(seed=0)), ready(Digits(seed=0, fraction=fraction))
+    for name in ("val_set", "test_set"):
+        assert torch.equal(getattr(every, name).images, getattr(some, name).images)
+    whole, kept = class_counts(every.train_set), class_counts(some.train_set)
+    assert all(abs(k - fraction * w) < 1 for k, w in zip(kept, whole, strict=True))
+    assert torch.equal(every.train_set.images, ready(Digits(seed=0, fraction=1.0)).train_set.images)
+    with pytest.raises(ConfigurationError, match=r"fraction must be in \(0, 1\], got 0"):
+        Digits(fraction=0.0)
 
 
 def test_digits_are_never_mirrored():

@@ -7,9 +7,8 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from fl_lightning.experiments.experiment import Experiment, Variant
-from fl_lightning.experiments.plan import PlannedRun, run_loggers
-from fl_lightning.experiments.report import _bars, _curves, write_comparison
+from fl_lightning.experiments.compare import _bars, _curves, write_comparison
+from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant, run_loggers
 from fl_lightning.experiments.results import RunResult, latex
 
 VALUES = {("plain", 0): 0.5, ("plain", 1): 0.7, ("top_k 5 %", 0): 0.8, ("top_k 5 %", 1): 0.8}

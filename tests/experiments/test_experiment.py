@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
-from fl_lightning.experiments.plan import PlannedRun, plan_runs
-from fl_lightning.experiments.report import _curves, write_picture
+from fl_lightning.experiments.compare import _curves, write_picture
+from fl_lightning.experiments.experiment import PlannedRun, plan_runs
 from fl_lightning.experiments.results import (
     RunResult,
     curves_table,

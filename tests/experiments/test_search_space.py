@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.space import Choices, Range, Search, read_parameters
-from fl_lightning.experiments.study import SeededByTrial
+from fl_lightning.experiments.space import Range, Search, read_parameters
+from fl_lightning.experiments.study import ask, sampler_of
 from fl_lightning.experiments.sweep_plan import place_of, plan_search, short_names, with_values
 
 BASE = {
@@ -194,20 +194,21 @@ def test_short_names_tell_options_apart():
 
 def test_every_trial_draws_anew_wherever_it_runs():
     """A second process, or one after a resume, proposes what the first would have proposed."""
-    space = {"x": Range(0.0, 1.0).distribution(), "y": Choices({1: 1, 2: 2}).distribution()}
+    space = {"x": {"low": 0.0, "high": 1.0}, "y": [1, 2]}
 
     def proposals(seed, restarts):
         storage = optuna.storages.InMemoryStorage()
+        search = Search(space=space, startup_trials=4, sampler_seed=seed)
         found = []
         for number in range(12):
             if number == 0 or number in restarts:
-                sampler = SeededByTrial(
-                    lambda s: optuna.samplers.TPESampler(n_startup_trials=4, seed=s), seed
-                )
                 study = optuna.create_study(
-                    storage=storage, study_name="s", sampler=sampler, load_if_exists=True
+                    storage=storage,
+                    study_name="s",
+                    sampler=sampler_of(search, 0),
+                    load_if_exists=True,
                 )
-            trial = study.ask(space)
+            trial = ask(study, search)
             found.append(dict(trial.params))
             study.tell(trial, (trial.params["x"] - 0.3) ** 2)
         return found

@@ -9,8 +9,7 @@ import yaml
 from optuna.trial import TrialState, create_trial
 
 from fl_lightning.experiments.space import Choices, Range
-from fl_lightning.experiments.sweep_plan import Plan, short_names
-from fl_lightning.experiments.sweep_results import (
+from fl_lightning.experiments.study import (
     cells,
     draw_importance,
     draw_trials,
@@ -20,6 +19,7 @@ from fl_lightning.experiments.sweep_results import (
     trials_table,
     write_best,
 )
+from fl_lightning.experiments.sweep_plan import Plan, short_names
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
 PARAMETERS = {LR: Range(1e-3, 1.0, log=True), STEPS: Choices({1: 1, 4: 4})}

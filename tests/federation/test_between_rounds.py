@@ -8,7 +8,7 @@ import torchmetrics
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
-from toys import ToyModule, toy_data, toy_trainer, weights
+from toys import SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientEvaluation,
@@ -33,16 +33,6 @@ class Interrupted(ToyModule):
         if self.steps.qsize() == self.at:
             raise self.error
         return super().training_step(batch, batch_idx)
-
-
-class SaveOnException(Callback):
-    """What Lightning's callbacks do that save when a run fails or is interrupted."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_exception(self, trainer, module, exception):
-        trainer.save_checkpoint(self.path)
 
 
 def fit(module, *callbacks, ckpt_path=None, data=None, max_epochs=2, **options):

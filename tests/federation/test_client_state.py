@@ -12,24 +12,12 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.nn import functional as F
-from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.server import Mean
 
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
-
-
-class Told:
-    """A partition that is told."""
-
-    uses_labels = False
-
-    def __init__(self, shards):
-        self.shards = shards
-
-    def assign(self, labels, num_clients, seed):
-        return [list(shard) for shard in self.shards]
 
 
 class Base(LightningModule):
@@ -112,7 +100,7 @@ def made(kind, dtype=torch.float64):
 def fit(module, *callbacks, shards=SHARDS, max_epochs=2, ckpt_path=None, trainer=None, **options):
     dtype = next(module.parameters()).dtype
     source = toy_data(dtype=dtype, batch_size=20).source
-    data = FederatedDataModule(source, num_clients=len(shards), partition=Told(shards), seed=0)
+    data = FederatedDataModule(source, num_clients=len(shards), partition=Given(shards), seed=0)
     options = {"local_epochs": 3, "seed": 0, "engine": "sequential", **options}
     precision = "64-true" if dtype == torch.float64 else "32-true"
     federation = Federation(**options)

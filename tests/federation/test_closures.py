@@ -1,11 +1,10 @@
 """Optimizers that ask for a closure, or hold another optimizer: the same in all settings."""
 
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from test_manual_optimization import SEED, far, new, plain_rounds
 from torch.nn import functional as F
-from toys import ToyModule, toy_data, toy_trainer, weights
+from toys import Ordered, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     APFL,
@@ -21,12 +20,10 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import takes_closure
 from fl_lightning.client.personal.beside import FineTuned
-from fl_lightning.core.seeds import derive_seed
-from fl_lightning.data import Cohort
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.sparsity import SparseSGDM
 
-SEED, RHO = 5, 0.05
+RHO = 0.05
 
 
 class SAM(torch.optim.Optimizer):
@@ -96,43 +93,11 @@ def sharp_client(module, batches, round_index, pull):
                 p.sub_(0.1 * 0.9**round_index * v)
 
 
-def plain_rounds(module, data, pull, rounds=3):
-    data.setup("fit")
-    x, y = data.train_dataset.tensors
-    model = {n: p.detach().clone() for n, p in module.named_parameters()}
-    for r in range(rounds):
-        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}
-        for k, shard in enumerate(data.clients):
-            module.load_state_dict(model)
-            order = torch.Generator().manual_seed(derive_seed(SEED, "shuffle", r, k))
-            passes = [
-                shard[torch.randperm(len(shard), generator=order)] if len(shard) > 8 else shard
-                for _ in range(2)
-            ]
-            parts = [part for each in passes for part in each.split(8)]
-            sharp_client(module, [(x[part], y[part]) for part in parts], r, pull)
-            total += len(shard)
-            for n, p in module.named_parameters():
-                delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
-        model = {n: p - delta[n] for n, p in model.items()}
-    return torch.cat([p.double().flatten() for p in model.values()])
-
-
-def new(kind, *args, **options):
-    """Return a module whose first weights are always the same."""
-    seed_everything(0, verbose=False)
-    return kind(*args, **options)
-
-
 def fit(module, data=None, settings=None, **options):
     federation = Federation(**{"local_epochs": 2, "seed": SEED} | options)
     trainer = toy_trainer(federation, **settings or {})
     trainer.fit(module, datamodule=data or toy_data())
     return module, trainer, federation
-
-
-def far(found, expected):
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(  # each pair of values
@@ -146,7 +111,11 @@ def far(found, expected):
     ],
 )
 def test_sam_equals_a_plain_loop(dtype, bound, clip, pull, kind):
-    expected = plain_rounds(new(ToyModule).to(dtype), toy_data(dtype=dtype), pull)
+    expected = plain_rounds(
+        new(ToyModule).to(dtype),
+        toy_data(dtype=dtype),
+        lambda *given: sharp_client(*given, pull),
+    )
     precision = "64-true" if dtype == torch.float64 else "32-true"
     module, _, federation = fit(
         new(Sharp, kind).to(dtype),
@@ -177,19 +146,6 @@ def test_speedups_go_with_closures():
         for speedups in ([], ["direct_layers"])
     ]
     assert far(*ends) < 1e-5
-
-
-class Ordered(Cohort):
-    """All clients, in an order of its own."""
-
-    def __init__(self, order):
-        self.order = order
-
-    def expected_size(self, num_clients):
-        return num_clients
-
-    def sample(self, round_index, population, seed):
-        return np.arange(population.num_clients)[:: self.order]
 
 
 class Counting(SAM):

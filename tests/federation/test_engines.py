@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
-from toys import ToyModule, toy_data, toy_trainer, weights
+from toys import SaveOnException, ToyModule, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientFailure,
@@ -47,12 +47,6 @@ def run(module, engine="slots", *callbacks, data=None, max_epochs=2, ckpt=None, 
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
     trainer.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt)
     return trainer
-
-
-def toy(kind=ToyModule, **options):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind(**options)
 
 
 class Conv(ToyModule):
@@ -740,14 +734,6 @@ class Stopping(Mean):
             raise Stop
 
 
-class SaveWhenStopped(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_exception(self, trainer, pl_module, exception):
-        trainer.save_checkpoint(self.path)
-
-
 def test_a_run_that_is_stopped_while_a_group_comes_again_resumes_to_the_same_bits(tmp_path):
     options = {"cohort": None, "on_client_failure": "skip", "local_epochs": None, "local_steps": 1}
 
@@ -760,7 +746,7 @@ def test_a_run_that_is_stopped_while_a_group_comes_again_resumes_to_the_same_bit
     with pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
         whole, first = ended(aggregator=Mean())
     with pytest.raises(Stop), pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
-        ended(SaveWhenStopped(tmp_path / "stopped.ckpt"), aggregator=Stopping())
+        ended(SaveOnException(tmp_path / "stopped.ckpt"), aggregator=Stopping())
     with pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
         resumed, second = ended(aggregator=Mean(), ckpt=tmp_path / "stopped.ckpt")
     assert torch.equal(whole, resumed)

@@ -1,15 +1,15 @@
 """DP-SGD inside the clients of a run: off is plain, noise is what is accounted, nothing twice."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 from test_masks import Masked
+from test_privacy import facts
 from torch.utils.data import DataLoader, WeightedRandomSampler
-from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -53,10 +53,6 @@ def run(
 def private(**options):
     defaults = {"clip_norm": 0.5, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
     return ExampleDP(**{**defaults, **options})
-
-
-def facts(trainer):
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("privacy/")}
 
 
 def still_module():
@@ -263,17 +259,6 @@ class Looking(ToyModule):
 def test_what_mixes_examples_is_refused_before_training(module, trainer, reason):
     with pytest.raises(ConfigurationError, match=reason):
         run(module=module, trainer=trainer, privacy=private())
-
-
-@dataclass
-class Given:
-    """Shards as they are given."""
-
-    shards: list
-    uses_labels = False
-
-    def assign(self, column, num_clients, seed):
-        return [np.array(shard) for shard in self.shards]
 
 
 @pytest.mark.parametrize("shards", [[[0, 1, 1], [2]], [[0, 1, 2], [2, 3]]])

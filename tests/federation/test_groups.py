@@ -4,8 +4,8 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
-from toys import ToyModule, toy_data, toy_trainer, weights
+from lightning.pytorch import seed_everything
+from toys import SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
 from fl_lightning.models import LeNet
@@ -30,16 +30,6 @@ class Stops(ToyModule):
             raise Stopped
         self.steps.put(None)
         return super().training_step(batch, batch_idx)
-
-
-class SavesWhatIsLeft(Callback):
-    """Saves when the run is stopped."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_exception(self, trainer, module, exception):
-        trainer.save_checkpoint(self.path)
 
 
 def fit(together, *callbacks, stop_at=-1, ckpt_path=None, size=5, cohort=None, **options):
@@ -73,7 +63,7 @@ def test_a_run_stopped_inside_a_group_goes_on_with_its_next_client(tmp_path):
     path, (expected, _) = tmp_path / "stopped.ckpt", fit(1, max_epochs=2)
     for together, steps in [(1, 17), (3, 1), (3, 17), (5, 17), (5, 31)]:
         with pytest.raises(Stopped):
-            fit(together, SavesWhatIsLeft(path), stop_at=steps, max_epochs=2)
+            fit(together, SaveOnException(path), stop_at=steps, max_epochs=2)
         module, _ = fit(together, ckpt_path=path, max_epochs=2)
         assert torch.equal(weights(module), weights(expected)), (together, steps)
         taken, taken_in_all = module.steps.qsize(), expected.steps.qsize()
@@ -83,7 +73,7 @@ def test_a_run_stopped_inside_a_group_goes_on_with_its_next_client(tmp_path):
 def test_inside_a_round_groups_must_stay_what_they_were(tmp_path):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
-        fit(2, SavesWhatIsLeft(path), stop_at=7)
+        fit(2, SaveOnException(path), stop_at=7)
     with pytest.raises(ConfigurationError, match="another number of groups"):
         fit(4, ckpt_path=path)
 

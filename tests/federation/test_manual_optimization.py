@@ -1,6 +1,5 @@
 """Modules that step one or several optimizers by hand: against plain loops, and their reductions."""
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
@@ -11,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_masks import DECAY, some_masks
 from torch import nn
 from torch.nn import functional as F
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import Ordered, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     APFL,
@@ -30,7 +29,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.personal.beside import FineTuned
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.data import IID, Cohort
+from fl_lightning.data import IID
 from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.privacy.example import ExampleDP
@@ -136,19 +135,6 @@ def plain_rounds(module, data, train_client, *, rounds=3, epochs=2):
                 delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
         model = {n: p - delta[n] for n, p in model.items()}
     return torch.cat([p.double().flatten() for p in model.values()])
-
-
-class Ordered(Cohort):
-    """All clients, in an order of its own."""
-
-    def __init__(self, order=1):
-        self.order = order
-
-    def expected_size(self, num_clients):
-        return num_clients
-
-    def sample(self, round_index, population, seed):
-        return np.arange(population.num_clients)[:: self.order]
 
 
 def fit(module, *callbacks, data=None, start=None, ckpt_path=None, max_epochs=3, **options):

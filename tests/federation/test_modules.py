@@ -16,10 +16,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
-from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import Ordered, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
-from fl_lightning.data import Cohort
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 from fl_lightning.federation.hooks import STEP_HOOKS
 from fl_lightning.updates.message import bytes_down
@@ -291,23 +290,13 @@ def test_batch_norm_statistics_are_averaged_and_counters_kept():
 
 def test_fp16_scaler_starts_every_client_from_the_same_scale():
     """Clients in either order give the same model, though fp16 overflows on the way."""
-    import numpy as np
-
     ends = []
     for order in (1, -1):
-
-        class Ordered(Cohort):
-            def expected_size(self, num_clients):
-                return num_clients
-
-            def sample(self, round_index, population, seed, order=order):
-                return np.arange(population.num_clients)[::order]
-
         seed_everything(0, verbose=False)
         module = ToyModule()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
-        federation = Federation(cohort=Ordered(), local_epochs=3, seed=0)
+        federation = Federation(cohort=Ordered(order), local_epochs=3, seed=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
             fit(module, federation=federation, plugins=[plugin])

@@ -1,12 +1,9 @@
 """Robust rules, attackers, server optimizers and schedules inside a fit."""
 
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -143,17 +140,6 @@ def test_rounds_without_the_trusted_client_are_refused_at_the_door(cohort):
     with pytest.raises(ConfigurationError, match="FLTrust judges by the update of client 0"):
         fit(aggregator=FLTrust(), cohort=cohort)
     fit(aggregator=FLTrust(), cohort=UniformCohort(fraction=1.0))
-
-
-@dataclass(frozen=True)
-class Given:
-    """A partition that is known."""
-
-    shards: tuple
-    uses_labels = False
-
-    def assign(self, labels, num_clients, seed):
-        return [np.array(shard) for shard in self.shards]
 
 
 def test_attackers_do_not_change_what_others_train_on():

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from quadratics import ByOwner
 from torch import nn
 from torch.nn import functional as F
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyModule, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientFailure,
@@ -54,12 +54,6 @@ def run(module, *callbacks, data=None, ckpt=None, max_epochs=3, trainer=None, **
     fit = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
     fit.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt)
     return fit
-
-
-def toy(kind=ToyModule, **options):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind(**options)
 
 
 class Looked(list):

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from strange import TABLE
 from strange.plain_loop import new_module
-from strange.rows import Given, Source
+from strange.rows import Source
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from toys import ToyModule, toy_data, toy_trainer
+from toys import Given, ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.client.local_step import loss_of

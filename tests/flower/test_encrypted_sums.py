@@ -26,13 +26,13 @@ from fl_lightning.flower.sums.agreed import (
     TOTAL,
     EncryptedAgreed,
 )
-from fl_lightning.flower.sums.at_server import EncryptedOverSites
+from fl_lightning.flower.sums.at_server import EncryptedOverSites, SitesOfRound
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.sums.keys import SumKey, check_encrypted
+from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
-from fl_lightning.secure.scheme import EncryptedSum
 
 pytest.importorskip("tenseal", reason="needs the extra he")
 RUN, CONFIGURATION, SIZE = "a" * 32, "b" * 64, 20
@@ -124,10 +124,13 @@ class Sites:
 def added(sites, clients=CLIENTS, round_index=0):
     lost = {}
     adds = EncryptedOverSites(
-        Correspondence(sites, deadline=5.0),
-        SITE_OF,
-        lambda *given: order("sum", *given, round_index=round_index),
-        lost.__setitem__,
+        SitesOfRound(
+            Correspondence(sites, deadline=5.0),
+            SITE_OF,
+            lambda *given: order("sum", *given, round_index=round_index),
+            lost.__setitem__,
+            lambda: "",
+        )
     )
     return adds(CKKSLayout(SIZE, round_index=round_index), clients), lost
 
@@ -139,17 +142,17 @@ def expected(sites, clients=CLIENTS):
 def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
     sites = Sites(tmp_path)
     opened, lost = added(sites)
-    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
-    assert opened.clients == frozenset(CLIENTS)
+    assert (opened.total - expected(sites)).abs().max() < 6 * FLOOD
+    assert opened.survivors == frozenset(CLIENTS)
     assert lost == {}
     ciphertext = 213_000
-    assert all(ciphertext < opened.protection_cost.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
+    assert all(ciphertext < opened.cost.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
 
 
 def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
     sites = Sites(tmp_path)
     opened, _ = added(sites)
-    told = [*opened.protection_cost.bytes_up.values(), *opened.protection_cost.bytes_down.values()]
+    told = [*opened.cost.bytes_up.values(), *opened.cost.bytes_down.values()]
     assert sum(told) == pytest.approx(sum(map(len, sites.heard)), abs=len(sites.heard))
 
 
@@ -174,7 +177,7 @@ def test_many_large_vectors_are_asked_for_one_after_the_other(tmp_path, monkeypa
     monkeypatch.setattr(encrypted_at_server, "MOST_BYTES", 1)
     sites = Sites(tmp_path)
     opened, _ = added(sites)
-    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert (opened.total - expected(sites)).abs().max() < 6 * FLOOD
     assert max(map(len, sites.heard)) < 2 * 213_000
 
 
@@ -182,10 +185,10 @@ def test_a_site_that_was_started_again_goes_on(tmp_path):
     sites = Sites(tmp_path)
     sites.before = lambda site, asked: sites.start(site)  # ahead of every order
     opened, lost = added(sites)
-    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert (opened.total - expected(sites)).abs().max() < 6 * FLOOD
     assert lost == {}
     again, _ = added(sites)  # by a server that was started again
-    assert (again.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert (again.total - expected(sites)).abs().max() < 6 * FLOOD
 
 
 def fails_at(sites, name, stage):
@@ -200,7 +203,7 @@ def test_clients_of_a_site_that_is_gone_are_left_out_and_named(tmp_path):
     sites = Sites(tmp_path)
     fails_at(sites, "b", "encrypt")
     opened, lost = added(sites)
-    assert (opened.values - expected(sites, (0, 1, 4, 5))).abs().max() < 6 * FLOOD
+    assert (opened.total - expected(sites, (0, 1, 4, 5))).abs().max() < 6 * FLOOD
     assert sorted(lost) == [2, 3]
     assert all("at site b: it left the encrypted sum" in reason for reason in lost.values())
     sites.before = lambda site, asked: None  # the server would learn what b's vectors are
@@ -219,7 +222,7 @@ def test_numbers_in_place_of_a_message_leave_the_site_out_or_end_the_run(numbers
 
     sites.change = change
     opened, lost = added(sites)
-    assert opened.clients == {0, 1, 4, 5}
+    assert opened.survivors == {0, 1, 4, 5}
     assert sorted(lost) == [2, 3]
     lies["a"] = "open"
     with pytest.raises(RoundFailure, match=r"site a has not opened the encrypted sum: its answer"):

@@ -15,7 +15,7 @@ from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.sums.agreed import Agreed, rules_of, trained_on
-from fl_lightning.flower.sums.at_server import SumOverSites
+from fl_lightning.flower.sums.at_server import SitesOfRound, SumOverSites
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
@@ -110,14 +110,14 @@ def training(lr=0.1):
 
 def added(sites, agreed, clients=CLIENTS, lr=0.1):
     lost = {}
-    adds = SumOverSites(
+    asked = SitesOfRound(
         Correspondence(sites, deadline=5.0),
         SITE_OF,
-        sites.keys,
         write,
         lost.__setitem__,
         lambda: trained_on(training(lr)),
     )
+    adds = SumOverSites(asked, sites.keys)
     return adds(agreed, clients), lost
 
 
@@ -127,7 +127,7 @@ def test_the_sum_is_that_of_the_vectors(active, tmp_path):
     assert outcome.total.tolist() == [15, 6, 2**20 - 6]
     assert outcome.survivors == frozenset(range(6))
     assert lost == {}
-    assert min(outcome.costs.bytes_up.values()) > 0
+    assert min(outcome.cost.bytes_up.values()) > 0
 
 
 @pytest.mark.parametrize("told", [0.1, 0.0])

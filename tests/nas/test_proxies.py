@@ -1,6 +1,7 @@
 """Zero-cost proxies: closed forms on tiny networks; their rank correlation with the benchmark."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
     ProxyScore,
-    builder,
     grad_norm,
     jacov,
     l2_norm,
@@ -128,7 +128,7 @@ def test_every_proxy_scores_every_space(space, name):
     batch = noise_batch(4, side=side, in_channels=3, num_classes=10, seed=0)
     made = NAMES[space]()
     cells = {"channels": 4, "cells": 1} if space == "nas_bench_201" else {}
-    score = ProxyScore(PROXIES[name], builder(made, num_classes=10, **cells), *batch)
+    score = ProxyScore(PROXIES[name], partial(made.build, num_classes=10, **cells), *batch)
     drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
     state = torch.get_rng_state()
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
@@ -146,7 +146,7 @@ def test_proxies_rank_cells_as_training_does():
     cells = [space.sample(generator) for _ in range(60)]
     truth = [table.lookup(cell)["cifar10"] for cell in cells]
     batch = noise_batch(32, side=16, in_channels=3, num_classes=10, seed=0)
-    build = builder(space, num_classes=10, cells=1)
+    build = partial(space.build, num_classes=10, cells=1)
     scores = {name: ProxyScore(PROXIES[name], build, *batch) for name in ("synflow", "naswot")}
     for score in (*scores.values(), benchmark_flops, benchmark_params):
         assert spearmanr([score(cell) for cell in cells], truth).statistic > 0.4

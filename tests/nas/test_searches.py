@@ -13,7 +13,6 @@ from fl_lightning.nas.search.problem import (
     Problem,
     crossed,
     mutated,
-    parse_constraints,
     with_one_change,
 )
 from fl_lightning.nas.search.strategies import (
@@ -42,7 +41,9 @@ def worth(cell):
 
 
 def problem(*constraints, score=worth, space=CELLS):
-    return Problem(space, score, costs, parse_constraints(constraints, MEASURES))
+    return Problem(
+        space, score, costs, tuple(Constraint.parse(text, MEASURES) for text in constraints)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -121,7 +122,7 @@ def test_scores_of_known_networks_are_not_asked_for_again():
 )
 def test_a_constraint_that_makes_no_sense_is_refused_with_the_place(texts, says):
     with pytest.raises(ConfigurationError, match=says):
-        parse_constraints(texts, MEASURES)
+        tuple(Constraint.parse(text, MEASURES) for text in texts)
 
 
 def test_a_constraint_reads_back():

@@ -7,7 +7,7 @@ from toys import ToyModule, toy_data, toy_trainer
 from fl_lightning import Federation
 from fl_lightning.callbacks.companions import every_round_checkpoint
 from fl_lightning.cli.runs import saved_models
-from fl_lightning.reports.evaluated_model import EvaluatedModel, saved_after
+from fl_lightning.reports.evaluated_model import ResultsTable, saved_after
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def fitted(best):
     last = every_round_checkpoint()
     last.dirpath = best.dirpath
     trainer = toy_trainer(
-        Federation(seed=0), EvaluatedModel(), best, last, enable_checkpointing=True
+        Federation(seed=0), ResultsTable(waits_for_test=True), best, last, enable_checkpointing=True
     )
     trainer.fit(module, datamodule=data)
     return trainer, module, data
@@ -50,7 +50,7 @@ def test_another_module_is_no_round_of_a_checkpoint(fitted, best, caplog):
     trainer, module, data = fitted
     trainer.test(module, datamodule=data, ckpt_path=best.best_model_path, verbose=False)
     caplog.clear()
-    toy_trainer(EvaluatedModel()).test(ToyModule(), datamodule=data, verbose=False)
+    toy_trainer(ResultsTable(waits_for_test=True)).test(ToyModule(), datamodule=data, verbose=False)
     assert "test: the model as it was given, without a round of this Trainer" in caplog.text
 
 
@@ -67,7 +67,7 @@ def test_saved_models_are_told_with_their_rounds_the_last_one_first(fitted, best
 
 def test_a_central_run_counts_steps(tmp_path, caplog):
     module, data = ToyModule(), toy_data()
-    trainer = toy_trainer(EvaluatedModel(), max_epochs=1)
+    trainer = toy_trainer(ResultsTable(waits_for_test=True), max_epochs=1)
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
     assert "test: the model after optimizer step 8, the last one of this fit" in caplog.text

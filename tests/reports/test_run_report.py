@@ -248,13 +248,21 @@ def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
     assert not any(line.clients for line in History.read(folder).rounds)
 
 
-def test_places_and_numbers_that_cannot_be_are_refused(tmp_path):
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_round_has_what_others_log_of_it_wherever_the_report_is_listed(place, tmp_path):
+    callbacks: list = [Federation(local_steps=1), ClientEvaluation(every_n_rounds=1)]
+    callbacks.insert(place, RunReport(page=False))
+    trainer = toy_trainer(*callbacks, max_epochs=2, logger=CSVLogger(tmp_path, "toy", 0))
+    trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
+    history = History.read(tmp_path / "toy" / "version_0")
+    assert {*history.curve("clients/val/loss_mean")} == {*history.curve("round/seconds")} == {1, 2}
+    last = history.curve("clients/val/loss_mean")[2]
+    assert last == float(trainer.callback_metrics["clients/val/loss_mean"])
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="max_clients must not be negative, got -1"):
         RunReport(max_clients=-1)
-    with pytest.raises(ConfigurationError, match="in this order"):
-        toy_trainer(RunReport(), Federation(local_steps=1), max_epochs=1).fit(
-            ToyModule(), datamodule=toy_data()
-        )
     with pytest.raises(ConfigurationError, match="holds no rounds"):
         write_report(tmp_path)
 

@@ -23,7 +23,7 @@ from fl_lightning.secure.encryption.encrypted_update import (
     EncryptedUpdate,
     most_sensitive,
 )
-from fl_lightning.secure.encryption.paillier import PaillierSum, generate_pair
+from fl_lightning.secure.encryption.paillier import PaillierSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 
 tenseal = pytest.importorskip("tenseal", reason="needs the extra he")
@@ -33,11 +33,6 @@ phe = pytest.importorskip("phe", reason="needs the extra he")
 @pytest.fixture(scope="module")
 def ckks_keys():
     return generate_keys(CKKSParameters())
-
-
-@pytest.fixture(scope="module")
-def paillier_keys():
-    return generate_pair(2048)
 
 
 def deltas(count, size, seed=0):
@@ -259,38 +254,16 @@ def test_noise_over_a_published_sum_is_gaussian():
     assert not torch.equal(flooded(torch.zeros(3), 1.0), flooded(torch.zeros(3), 1.0))
 
 
-@pytest.mark.parametrize("size", [1, 70, 200])
-def test_paillier_sums_are_exact(paillier_keys, size):
+def test_paillier_sums_are_exact():
     quantiser = SumQuantiser(num_clients=3, clip=2.0, levels=2**16, max_examples=50)
-    clients = PaillierSum(*paillier_keys, quantiser, size + 1)
-    server = PaillierSum(paillier_keys[0], None, quantiser, size + 1)
-    draw = np.random.default_rng(0).random
-    vectors = [quantiser.encode(row, 7, draw) for row in deltas(3, size)]
-    vectors[0][:] = quantiser.levels * 50  # the largest that there can be
-    total = clients.decrypt(server.sum(clients.encrypt(vector) for vector in vectors))
-    assert np.array_equal(total, sum(vectors))
-    assert len(clients.encrypt(vectors[0])) == clients.num_bytes
-    assert clients.encrypt(vectors[0]) != clients.encrypt(vectors[0])
-    assert clients.num_ciphertexts == -(-(size + 1) // (2047 // quantiser.largest_sum.bit_length()))
-
-
-def test_paillier_refuses(paillier_keys):
-    quantiser = SumQuantiser(num_clients=2, levels=2**16)
-    with pytest.raises(ValueError, match=r"takes about \d+ s \(.* h\), more than max_seconds 600"):
-        PaillierSum(*paillier_keys, quantiser, 100_000_000)
-    clients = PaillierSum(*paillier_keys, quantiser, 2)
-    server = PaillierSum(paillier_keys[0], None, quantiser, 2)
-    data = clients.encrypt(np.array([1, 2], np.uint32))
-    with pytest.raises(ValueError, match="cannot decrypt"):
-        server.decrypt(data)
-    for count in (0, 3):
-        with pytest.raises(ValueError, match="1 to 2 vectors"):
-            server.sum([data] * count)
-    for wrong in (data[:-1], bytes(len(data)), b"\xff" * len(data)):
-        with pytest.raises(MessageError):
-            server.sum([wrong])
-    for values in ([1], [1, 2**16 + 1]):
-        with pytest.raises(ValueError, match="2 integers of at most 65536"):
-            clients.encrypt(np.array(values, np.uint32))
-    with pytest.raises(ValueError, match="at least 2048"):
-        generate_pair(1024)
+    paillier, draw = PaillierSum(quantiser, key_bits=2048), np.random.default_rng(0).random
+    for size in (1, 70, 200):
+        vectors = [quantiser.encode(row, 7, draw) for row in deltas(3, size)]
+        vectors[0][:] = quantiser.levels * 50  # the largest that there can be
+        one, two, three = (paillier.encrypt(vector) for vector in vectors)
+        total = paillier.decrypt(paillier.plus(paillier.plus(one, two), three), size + 1)
+        assert np.array_equal(total, sum(vectors))
+        assert paillier.encrypt(vectors[0]) != one
+        count = -(-(size + 1) // (2047 // quantiser.largest_sum.bit_length()))
+        assert paillier.num_ciphertexts(size + 1) == len(one) == count
+        assert {len(each) for each in one} == {paillier.width}

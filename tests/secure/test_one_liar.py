@@ -20,14 +20,11 @@ from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
 from fl_lightning.secure.protocol.keys import AgreementKey, seal
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
-    Mailbox,
     MaskedVector,
     RevealedShares,
-    RevealRequest,
     Roster,
     SealedShares,
     SignedSurvivors,
-    Survivors,
     decode,
     encode,
 )
@@ -320,14 +317,6 @@ def test_the_liar_is_named():
         play = Play(made, 2, LIES[name], 3)
         play.once({})
         assert any(words in reason for reason in play.reasons), (name, play.reasons)
-
-
-DOWN = {
-    ProtocolStage.SHARE: (Roster, ("participants", "keys")),
-    ProtocolStage.MASK: (Mailbox, ("sharers", "boxes", "hashes")),
-    ProtocolStage.AGREE: (Survivors, ("survivors",)),
-    ProtocolStage.REVEAL: (RevealRequest, ("survivors", "dropped", "signatures")),
-}
 
 
 class Channel(Play):

@@ -116,17 +116,6 @@ class Source(LightningDataModule):
         return DataLoader(row.data, **(options | row.loader))
 
 
-@dataclass(frozen=True)
-class Given:
-    """The partition that is given."""
-
-    shards: Shards
-    uses_labels = False
-
-    def assign(self, labels: Any, num_clients: int, seed: int) -> list[list[int]]:
-        return [list(shard) for shard in self.shards]
-
-
 class Examples(Dataset):
     """Examples made by a function of their index."""
 

@@ -13,15 +13,14 @@ from functools import cache
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from toys import toy_trainer
+from toys import Given, Ordered, toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
-from fl_lightning.data import Cohort
 from fl_lightning.federation.clients import choice
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from strange import TABLE
 from strange.plain_loop import moved, new_module, plain_loop, tensors_of
-from strange.rows import ROUNDS, Given, Source
+from strange.rows import ROUNDS, Source
 
 FALLS_BACK = re.compile(
     r"engine: sequential.*?(?: and not slots as asked for: | from round \d+ on, because )(.*)",
@@ -38,16 +37,6 @@ FEW = ("CrossEntropy", "ClassWeights", "IgnoreIndex", "SupervisedContrastive", "
 def params(rows):
     """Return names of rows, the slow ones marked."""
     return [pytest.param(n, marks=[pytest.mark.slow] * r.is_slow) for n, r in rows.items()]
-
-
-class Reversed(Cohort):
-    """All clients, the last one first."""
-
-    def expected_size(self, num_clients):
-        return num_clients
-
-    def sample(self, round_index, population, seed):
-        return population.available_ids[::-1].copy()
 
 
 @dataclass
@@ -169,11 +158,11 @@ DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 def test_clients_in_reversed_order_are_those_of_a_plain_loop(name, dtype):
     """In slots; one after the other where these cannot, in double precision and for a few of each family."""
     row = TRAINED[name]
-    ended = run(row, "slots", dtype, cohort=Reversed())
+    ended = run(row, "slots", dtype, cohort=Ordered(-1))
     assert_as_expected(name, ended, dtype)
     assert_says_why(row, ended)
     if ended.engine == "slots" and (dtype == torch.float64 or name in FEW):
-        assert_as_expected(name, run(row, "sequential", dtype, cohort=Reversed()), dtype)
+        assert_as_expected(name, run(row, "sequential", dtype, cohort=Ordered(-1)), dtype)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])

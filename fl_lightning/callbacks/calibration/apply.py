@@ -12,10 +12,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
-from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.masks.maskable import freeze_masked, maskable_names
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
@@ -163,9 +162,6 @@ def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> li
     return heads
 
 
-MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
-
-
 def check_options(
     max_examples: int | None,
     every_n_rounds: int | None,
@@ -215,16 +211,6 @@ def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
             "federation settles at its start what travels: Trainer(callbacks=[calibration, "
             "federation])"
         )
-
-
-def check_takes_masks(module: LightningModule) -> None:
-    """Refuse a module that cannot train under a mask, as its ``federation_traits`` say.
-
-    Raises:
-        ConfigurationError: with its reason.
-    """
-    traits = getattr(module, "federation_traits", NO_TRAITS)
-    check_together({f"model {type(module).__name__}": traits, "MaskCalibration": MASKS})
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import Ranks, log_numbers, log_once
+from fl_lightning.federation import Ranks, log_numbers
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.report import MaskCounts
 
@@ -74,33 +74,6 @@ class ClientMasks:
         self._packed, self.counts = dict(state), MaskCounts()
         for mask in self.found().values():
             self.counts.add(mask)
-
-
-def announce_client_masks(
-    trainer: Trainer,
-    known: MaskCounts,
-    frame: Mask,
-    num_dense: int,
-    num_frozen: int,
-    metrics: Mapping[str, float],
-) -> None:
-    """Say at the start of a fit that clients find masks, and within what.
-
-    Args:
-        trainer: with the loggers.
-        known: over the masks that the checkpoint had.
-        frame: what the clients' masks cover.
-        num_dense: numbers of the head that train besides.
-        num_frozen: numbers outside masks and head.
-        metrics: further numbers for the loggers.
-    """
-    rank_zero_info(
-        f"masks of clients: each finds its own when it first takes part, among "
-        f"{frame.num_entries:,} maskable parameters; {num_dense:,} train densely, {num_frozen:,} "
-        f"frozen{f'; {known.num_masks:,} are from the checkpoint' if known.num_masks else ''}"
-    )
-    if metrics:
-        log_once(trainer, "mask", metrics, step=trainer.global_step)
 
 
 def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:

@@ -12,33 +12,33 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.calibration.apply import (
     WhatMoves,
     check_callbacks,
     check_forward,
     check_options,
-    check_takes_masks,
     heads_of,
     masked_optimizer,
 )
-from fl_lightning.callbacks.calibration.client_masks import (
-    ClientMasks,
-    announce_client_masks,
-    tell_client_masks,
-)
+from fl_lightning.callbacks.calibration.client_masks import ClientMasks, tell_client_masks
 from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
-from fl_lightning.callbacks.calibration.mask_report import MaskReport, calibration_bytes, head_bytes
-from fl_lightning.callbacks.calibration.owners import federation_of
+from fl_lightning.callbacks.calibration.mask_report import (
+    calibration_bytes,
+    head_bytes,
+    report_mask,
+)
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import Cohort
-from fl_lightning.federation import Ranks
+from fl_lightning.federation import Ranks, log_once
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
 from fl_lightning.sparsity.heads import HeadFit
@@ -46,6 +46,7 @@ from fl_lightning.sparsity.masks.mask import Mask, load_mask
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
 
 Head: TypeAlias = Literal["train", "freeze"] | HeadFit
+MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 
 @final
@@ -195,7 +196,8 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
         if stage == "fit":
-            check_takes_masks(pl_module)
+            traits = getattr(pl_module, "federation_traits", NO_TRAITS)
+            check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
             check_callbacks(trainer, self)
             if self._plan is not None and self._plan.chosen_rule.needs_scores:
                 check_forward(pl_module, self._scores.sensitivity)
@@ -204,14 +206,20 @@ class MaskCalibration(Callback):
         """Find the mask and put it on the optimizer, ahead of the federation's own start."""
         self._moves = self.what_moves(trainer)
         if self._per_client:
-            self._clients = ClientMasks(partial(self._client_mask, trainer))
+            plan = self._plan
+            assert plan is not None
+            self._clients = ClientMasks(
+                lambda client: self._scores.mask_of(trainer, plan, self._names(), client)
+            )
         if self._saved:
             self._resume(trainer)
             return
         self.mask, self.history = None, []
         metrics = self._fit_head(trainer)
         if self._clients is not None:
-            self._use(trainer, self._everything(pl_module), "each client finds its own", metrics)
+            params = dict(pl_module.named_parameters())
+            everything = Mask.ones({name: params[name] for name in self._names()}).to("cpu")
+            self._use(trainer, everything, "each client finds its own", metrics)
         elif self._mask_file is not None:
             self._use(trainer, load_mask(self._mask_file), f"from {self._mask_file}", metrics)
         else:
@@ -240,12 +248,7 @@ class MaskCalibration(Callback):
         return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
     def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
-        """Calibrate on remote clients.
-
-        Args:
-            scores: asks them for scores.
-            sums: asks them for sums for the head.
-        """
+        """Calibrate on remote clients."""
         self._scores = replace(self._scores, elsewhere=scores)
         self._sums_elsewhere = sums
 
@@ -368,14 +371,6 @@ class MaskCalibration(Callback):
             metrics |= calibration_bytes(mask.num_entries, num_sent)
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 
-    def _everything(self, module: LightningModule) -> Mask:
-        params = dict(module.named_parameters())
-        return Mask.ones({name: params[name] for name in self._names()}).to("cpu")
-
-    def _client_mask(self, trainer: Trainer, client: int) -> Mask:
-        assert self._plan is not None
-        return self._scores.mask_of(trainer, self._plan, self._names(), client)
-
     def _names(self) -> list[str]:
         assert self._moves is not None
         if self.mask is not None:  # of which tensors may be frozen by now
@@ -399,21 +394,22 @@ class MaskCalibration(Callback):
         num_dense = self._moves.num_entries(self._moves.dense)
         num_frozen = self._moves.num_frozen(mask)
         if self._clients is not None:
-            counts = self._clients.counts
-            announce_client_masks(trainer, counts, mask, num_dense, num_frozen, metrics)
+            known = self._clients.counts.num_masks
+            rank_zero_info(
+                f"masks of clients: each finds its own when it first takes part, among "
+                f"{mask.num_entries:,} maskable parameters; {num_dense:,} train densely, "
+                f"{num_frozen:,} frozen{f'; {known:,} are from the checkpoint' if known else ''}"
+            )
+            if metrics:
+                log_once(trainer, "mask", metrics, step=trainer.global_step)
             return
-        is_new = round_ is None
-        report = MaskReport(
-            mask,
-            self.version,
-            origin,
-            num_dense,
-            num_frozen,
-            metrics,
-            is_new,
-            is_one_of_many=self.has_curves,
+        words = (
+            f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
+            f"train (density {mask.density:.4g}), {num_dense:,} densely, {num_frozen:,} frozen; "
+            f"{origin}; hash {mask.hash()}"
         )
-        report.tell(trainer)
+        news = metrics if round_ is None else None
+        report_mask(trainer, mask, self.version, words, news, is_one_of_many=self.has_curves)
 
     def _give_back(self) -> None:
         self._is_claimed = False

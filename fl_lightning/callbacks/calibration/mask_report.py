@@ -11,80 +11,57 @@ In a central run nothing travels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.federation import log_figure, log_numbers, log_once, run_folder
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.heads import FittedHead
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
 from fl_lightning.sparsity.masks.report import density_figure
 
 
-@dataclass(frozen=True)
-class MaskReport:
-    """Summary of a mask.
+def report_mask(
+    trainer: Trainer,
+    mask: Mask,
+    version: int,
+    words: str,
+    metrics: dict[str, float] | None,
+    *,
+    is_one_of_many: bool,
+) -> None:
+    """Print, log and save a mask; to be called by all processes.
 
-    Attributes:
+    Args:
+        trainer: with the loggers.
         mask: the mask.
         version: its number.
-        origin: where it comes from, in words.
-        num_dense: numbers of the head that train besides.
-        num_frozen: numbers outside mask and head.
-        metrics: further numbers for the loggers.
-        is_new: False for a mask of a resumed run, which the loggers know.
+        words: what is said of it.
+        metrics: further numbers for the loggers; None for a mask of a resumed run, which they know.
         is_one_of_many: whether masks are found anew during the run, so that their numbers are curves.
     """
-
-    mask: Mask
-    version: int
-    origin: str
-    num_dense: int
-    num_frozen: int
-    metrics: dict[str, float]
-    is_new: bool = True
-    is_one_of_many: bool = False
-
-    def __str__(self) -> str:
-        mask = self.mask
-        return (
-            f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
-            f"train (density {mask.density:.4g}), {self.num_dense:,} densely, {self.num_frozen:,} "
-            f"frozen; {self.origin}; hash {mask.hash()}"
-        )
-
-    def tell(self, trainer: Trainer) -> None:
-        """Print, log and save it; to be called by all processes."""
-        folder = run_folder(trainer)  # which processes agree on: all must ask
-        rank_zero_info(str(self))
-        if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        if self.is_new:
-            self._log(trainer)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")
-
-    def _log(self, trainer: Trainer) -> None:
+    folder = run_folder(trainer)  # which processes agree on: all must ask
+    rank_zero_info(words)
+    if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    step = trainer.global_step
+    if metrics is not None:
         numbers = {
-            "mask/density": self.mask.density,
-            "mask/sparsity": self.mask.sparsity,
-            "mask/version": float(self.version),
-            **self.metrics,
+            "mask/density": mask.density,
+            "mask/sparsity": mask.sparsity,
+            "mask/version": float(version),
+            **metrics,
         }
-        if self.is_one_of_many:
-            log_numbers(trainer, numbers, step=trainer.global_step)
+        if is_one_of_many:
+            log_numbers(trainer, numbers, step=step)
         else:
-            log_once(trainer, "mask", numbers, step=trainer.global_step)
-        log_figure(
-            trainer,
-            "mask/density per layer",
-            lambda: density_figure(self.mask),
-            step=trainer.global_step,
-        )
+            log_once(trainer, "mask", numbers, step=step)
+        log_figure(trainer, "mask/density per layer", lambda: density_figure(mask), step=step)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
 
 
 _SINGLE, _DOUBLE = 4.0, 8.0

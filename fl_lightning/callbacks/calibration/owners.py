@@ -7,7 +7,6 @@ where the data set knows how. Each process visits its share of the owners; an er
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,8 +23,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import Integers
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import evaluation_reader, loader_option
-from fl_lightning.federation import Federation, Ranks, shares, training_loader
-from fl_lightning.reports.progress import RoundProgressBar
+from fl_lightning.federation import Ranks, shares, training_loader
+from fl_lightning.reports.progress import RoundProgressBar, federation_of
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,6 @@ class ExampleOwners:
     def batches(self, indices: Tensor) -> Iterator[Any]:
         """Yield these examples."""
         return (self.read(part) for part in indices.split(self.batch_size) if len(part))
-
-
-def federation_of(trainer: Trainer) -> Federation | None:
-    """Return the federation among a Trainer's callbacks; None in a central run."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, Federation)), None)
 
 
 def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
@@ -109,13 +100,7 @@ def _checked(loader: Any) -> DataLoader[Any]:
 
 
 def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
-    """Return the sorted positions of the clients that this process handles.
-
-    Args:
-        trainer: whose processes.
-        owners: ids.
-        work: of each of them, in examples.
-    """
+    """Return the sorted positions of the clients that this process handles."""
     ranks = Ranks(trainer)
     if ranks.size == 1:
         return np.arange(len(owners))
@@ -146,31 +131,11 @@ def visit_together(trainer: Trainer, visit: Callable[[], None]) -> None:
 def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar inside this block, and give the function that moves it by one.
 
-    It is ours, rich's or tqdm's as the Trainer's own bar is; none where that one is missing or disabled,
-    nor in other processes than the first.
-
-    Args:
-        trainer: whose bar.
-        what: the word beside it.
-        total: how often it moves.
+    It is part of a `RoundProgressBar`; a Trainer with another bar, or none, shows nothing.
     """
     own = trainer.progress_bar_callback
     if isinstance(own, RoundProgressBar):
         with own.counting(what, total) as tick:
             yield tick
-    elif isinstance(own, RichProgressBar) and own.is_enabled:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        # the common console is what it was when first used: maybe no terminal
-        with Progress(console=Console(), transient=True) as rich_bar:
-            task = rich_bar.add_task(what, total=total)
-            rich_bar.refresh()  # a short one would be gone before it is drawn
-            yield lambda: rich_bar.advance(task)
-    elif isinstance(own, TQDMProgressBar) and own.is_enabled:
-        with Tqdm(
-            desc=what, total=total, leave=False, dynamic_ncols=True, file=sys.stdout
-        ) as tqdm_bar:
-            yield lambda: tqdm_bar.update() and None
     else:
         yield lambda: None

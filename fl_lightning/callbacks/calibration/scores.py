@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +26,6 @@ from torch import Tensor
 from fl_lightning.callbacks.calibration.owners import (
     ExampleOwners,
     example_owners,
-    federation_of,
     own_share,
     progress_bar,
     scoring_context,
@@ -40,6 +40,7 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation import Ranks, Visit, visiting
+from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import apportion
@@ -55,12 +56,8 @@ ScoresElsewhere: TypeAlias = Callable[
 ]
 
 
-@dataclass(frozen=True)
-class _Visits:
-    """The owners that this process visits in a round of calibration, and on how many examples."""
-
-    owners: Integers
-    num_examples: Integers
+# the owners that this process visits in a round of calibration, each with its number of examples
+_Visits: TypeAlias = Mapping[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +95,15 @@ class OwnerScores:
         owners = example_owners(trainer)
         rounds = range(len(calibration.num_kept))
         visits = [self._visits(trainer, owners, version, number) for number in rounds]
-        batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
+        batches = [-(-n // owners.batch_size) for v in visits for n in v.values()]
         with progress_bar(trainer, "Calibration", sum(batches)) as tick, scoring(trainer) as visit:
             for number in rounds:
                 values = calibration.soft_parameters()
                 if self.elsewhere is None:
                     score = self.score(visit, owners, values, (version, number), tick)
                 else:
-                    score = _told(self.elsewhere, values, (version, number), visits[number])
+                    told = self.elsewhere(values, (version, number), visits[number])
+                    score = partial(_next, told)
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
 
@@ -163,7 +161,7 @@ class OwnerScores:
     ) -> _Visits:
         ids, counts = self._drawn(trainer, owners, version, number)
         mine = own_share(trainer, ids, counts)
-        return _Visits(ids[mine], counts[mine])
+        return dict(zip(ids[mine].tolist(), counts[mine].tolist(), strict=True))
 
     def score(
         self,
@@ -203,16 +201,9 @@ class OwnerScores:
         return score
 
 
-def _told(
-    elsewhere: ScoresElsewhere,
-    values: Mapping[str, Tensor],
-    ids: tuple[int, int],
-    visits: _Visits,
-) -> Callable[[int, int], Scores]:
-    """Return the function that hands on what owners elsewhere score, in their order."""
-    asked = dict(zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True))
-    told = elsewhere(values, ids, asked)
-    return lambda owner, num_examples: next(told)
+def _next(told: Iterator[Scores], owner: int, num_examples: int) -> Scores:
+    """Hand on what owners elsewhere score, in their order."""
+    return next(told)
 
 
 @contextmanager
@@ -236,7 +227,7 @@ def _summed(
     num_examples = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
 
     def visit() -> None:
-        for owner, count in zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True):
+        for owner, count in visits.items():
             scores = score(owner, count)
             for name, total in sums.items():
                 total += scores.sums[name].to(total.device)

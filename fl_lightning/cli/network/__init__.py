@@ -1,4 +1,7 @@
-"""The command ``fl-lightning network``: train over a real network, through Flower."""
+"""The command ``fl-lightning network``: train over a real network, through Flower.
+
+Each of its own commands is a function below, whose arguments are the options.
+"""
 
 from __future__ import annotations
 
@@ -16,79 +19,71 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.transport.resident import raising_at_signals
 from fl_lightning.reports.screen import markdown
 
-_DEMO_SITES = "hospital_a,hospital_b,hospital_c"
+# options that may be given several times, which the parser cannot tell from a function
+_SEVERAL = {
+    "config": ("The run, the same YAML files as for fit, one over the other.", True),
+    "host": ("A further name of the server.", False),
+}
 
 
 def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) -> None:
-    """Give a parser the commands of a network.
-
-    Args:
-        parser: of ``fl-lightning network``.
-        make: makes a parser.
-    """
+    """Give a parser the commands of a network."""
     commands = parser.add_subcommands(dest="action", required=True)
-    for name, (add, _, description) in _COMMANDS.items():
+    for name, function in _COMMANDS.items():
+        description = str(function.__doc__).splitlines()[0]
         own = make(prog=f"fl-lightning network {name}", description=description)
-        add(own)
+        own.add_function_arguments(function, as_group=False, skip={"options", *_SEVERAL})
+        for option in _SEVERAL.keys() & function.__annotations__.keys():
+            text, required = _SEVERAL[option]
+            own.add_argument(f"--{option}", action="append", type=str, required=required, help=text)
         commands.add_subcommand(name, own, help=description)
 
 
-def network(words: Sequence[str], *, parser: ArgumentParser) -> None:
+def network(given: Any, *, options: Sequence[str]) -> None:
     """Run one of the commands.
-
-    Args:
-        words: of the command line, without ``network``.
-        parser: one with the commands.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    words, rest = _split(words)
-    given = parser.parse_args(words or ["--help"])
-    _check_installed()
-    act = _COMMANDS[given.action][1]
+    try:
+        import flwr.app  # noqa: F401
+    except ImportError:
+        raise ConfigurationError(
+            "network needs Flower: pip install 'fl-lightning[flower]'"
+        ) from None
+    function = _COMMANDS[given.action]
+    own = {"options": options} if "options" in function.__annotations__ else {}
     with raising_at_signals():
-        act(given[given.action], rest)
+        function(**given[given.action].as_dict(), **own)
 
 
-def _add_init(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", type=str, required=True, help="The network's folder; new.")
-    parser.add_argument(
-        "--server", type=str, required=True, help="HOST:PORT under which sites reach the server."
-    )
-    parser.add_argument(
-        "--sites",
-        type=str | None,
-        default=None,
-        help="Their names: hospital_a,hospital_b. Their keys are made here.",
-    )
-    parser.add_argument(
-        "--public_keys",
-        type=str | None,
-        default=None,
-        help="Instead: files that sites wrote by network keys: hospital_a.public,hospital_b.public.",
-    )
-    parser.add_argument(
-        "--host", action="append", type=str, default=[], help="A further name of the server."
-    )
+def init(
+    *,
+    out: str,
+    server: str,
+    sites: str | None = None,
+    public_keys: str | None = None,
+    host: Sequence[str] | None = None,
+) -> None:
+    """Write a network's folder: certificates, keys, start commands.
 
-
-def _init(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        out: the network's folder; new.
+        server: HOST:PORT under which sites reach the server.
+        sites: their names: hospital_a,hospital_b. Their keys are made here.
+        public_keys: instead: files that sites wrote by network keys: hospital_a.public,hospital_b.public.
+        host: further names of the server.
+    """
     from fl_lightning.flower.network.folder import PublicKeys, make_network, parse_sites
 
-    if (given.sites is None) == (given.public_keys is None):
+    if (sites is None) == (public_keys is None):
         raise ConfigurationError(
             "init: give either --sites, their names, or --public_keys, their files"
         )
-    told = [PublicKeys.read(Path(file)) for file in (given.public_keys or "").split(",") if file]
-    names = given.sites or ",".join(one.site for one in told)
-    made = make_network(
-        Path(given.out),
-        given.server,
-        parse_sites(names),
-        hosts=given.host,
-        keys={one.site: one for one in told} or None,
-    )
+    told = [PublicKeys.read(Path(file)) for file in (public_keys or "").split(",") if file]
+    names = sites or ",".join(one.site for one in told)
+    keys = {one.site: one for one in told} or None
+    made = make_network(Path(out), server, parse_sites(names), hosts=host or [], keys=keys)
     _say(f"network: {made.folder}")
     secret = "it has no secret" if told else "where nobody else can read it"
     for name in made.sites:
@@ -97,55 +92,47 @@ def _init(given: Any, rest: Sequence[str]) -> None:
     _say(f"next:    {made.folder / 'README.md'} says what to do, on a page")
 
 
-def _add_keys(parser: ArgumentParser) -> None:
-    parser.add_argument("--folder", type=str, required=True, help="The site's folder.")
-    parser.add_argument("--site", type=str, required=True, help="Its name: hospital_a.")
+def keys(*, folder: str, site: str) -> None:
+    """Make a site's keys, at the site: only public halves leave it.
 
-
-def _keys(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        folder: the site's folder.
+        site: its name: hospital_a.
+    """
     from fl_lightning.flower.network.folder import make_keys
 
-    folder = Path(given.folder)
-    file = folder / f"{given.site}.public"
-    public = make_keys(folder, given.site)
+    own = Path(folder)
+    public = make_keys(own, site)
+    file = own / f"{site}.public"
     file.write_text(yaml.safe_dump(asdict(public), sort_keys=False))
-    _say(f"keys:    {folder / 'key'}, {folder / 'signing.key'}: they stay here")
+    _say(f"keys:    {own / 'key'}, {own / 'signing.key'}: they stay here")
     _say(f"signing: {public.signing}, which peers in every site.yaml must say of {public.site}")
     _say(
         f"next:    give {file} to the server's people, for fl-lightning network init --public_keys"
     )
 
 
-def _add_serve(parser: ArgumentParser) -> None:
-    _add_folder(parser)
-    parser.add_argument(
-        "--bind",
-        type=str,
-        default="127.0.0.1",
-        help="Address to listen at for sites; 0.0.0.0 for all of this machine's.",
-    )
-    parser.add_argument(
-        "--control_port",
-        type=PositiveInt | None,
-        default=None,
-        help="Of Flower's own interfaces, on this machine only; the server's port + 1 if null.",
-    )
+def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | None = None) -> None:
+    """Run the server, until Ctrl-C.
 
-
-def _serve(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        folder: the network's folder.
+        bind: address to listen at for sites; 0.0.0.0 for all of this machine's.
+        control_port: of Flower's own interfaces, on this machine only; the server's port + 1 if null.
+    """
     from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.serving import serving
     from fl_lightning.flower.network.supervision import Supervisor
 
-    served = NetworkFolder.read(Path(given.folder))
-    port = given.control_port or served.port + 1
+    served = NetworkFolder.read(Path(folder))
+    port = control_port or served.port + 1
     with (
         Supervisor() as supervisor,
-        serving(served, supervisor, bind=given.bind, control_port=port),
+        serving(served, supervisor, bind=bind, control_port=port),
     ):
         _say(f"sites:   {', '.join(served.sites)}; their keys are registered")
-        _say(f"for sites: {given.bind}:{served.port}, HTTPS, only what sites need")
-        if given.bind == "127.0.0.1":
+        _say(f"for sites: {bind}:{served.port}, HTTPS, only what sites need")
+        if bind == "127.0.0.1":
             _say("         from this machine only: --bind 0.0.0.0 opens it to others")
         _say(f"control: 127.0.0.1:{port}, from this machine only: whoever reaches it can have the")
         _say("         server and all sites run code, and register keys. Never open it to others")
@@ -154,60 +141,60 @@ def _serve(given: Any, rest: Sequence[str]) -> None:
         supervisor.watch(lambda: False)
 
 
-def _add_join(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=str, required=True, help="The site's folder, or with --site the network's."
-    )
-    parser.add_argument("--site", type=str | None, default=None, help="Its name.")
+def join(*, folder: str, site: str | None = None) -> None:
+    """Run a site, until Ctrl-C.
 
-
-def _join(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        folder: the site's folder, or with --site the network's.
+        site: its name.
+    """
+    from fl_lightning.flower.network import serving
     from fl_lightning.flower.network.folder import SiteFolder
-    from fl_lightning.flower.network.serving import join
 
-    folder = Path(given.folder)
-    join(SiteFolder.read(folder if given.site is None else folder / "sites" / given.site), _say)
-
-
-def _add_run(parser: ArgumentParser) -> None:
-    _add_folder(parser)
-    _add_config(parser)
-    parser.add_argument(
-        "--sites", type=PositiveInt | None, default=None, help="How many to wait for; all if null."
-    )
-    parser.add_argument(
-        "--resume", type=str | None, default=None, help="A checkpoint, or last, to go on from."
-    )
-    parser.add_argument(
-        "--deadline",
-        type=PositiveInt,
-        default=3600,
-        help="Seconds that a site may take for a round.",
-    )
+    own = Path(folder) if site is None else Path(folder, "sites", site)
+    serving.join(SiteFolder.read(own), _say)
 
 
-def _run(given: Any, rest: Sequence[str]) -> None:
+def run(
+    *,
+    folder: str,
+    config: Sequence[str],
+    sites: PositiveInt | None = None,
+    resume: str | None = None,
+    deadline: PositiveInt = 3600,
+    options: Sequence[str] = (),
+) -> None:
+    """Train, at the server. Words after -- are options of the fit.
+
+    Args:
+        folder: the network's folder.
+        config: files of the run.
+        sites: how many to wait for; all if null.
+        resume: a checkpoint, or last, to go on from.
+        deadline: seconds that a site may take for a round.
+        options: of the fit.
+    """
     from fl_lightning.cli.commands import resolve
     from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.following import carry_out
     from fl_lightning.flower.network.serving import control_of
 
     # sites have devices of their own
-    configuration = resolve([*_configs(given.config), *rest, "--trainer.devices=1"])
+    configuration = resolve([*_configs(config), *options, "--trainer.devices=1"])
     for name in _own_modules(configuration):
         _say(
             f"sites:   {name} is a module of this folder: each site must have it installed, and allow"
         )
         _say(f"         it in its site.yaml: classes: [{name}.*]")
-    served = NetworkFolder.read(Path(given.folder))
+    served = NetworkFolder.read(Path(folder))
     control = control_of(served)
-    options = {
-        "sites": given.sites or len(served.sites),
-        "resume": given.resume or "",
-        "deadline": float(given.deadline),
+    own = {
+        "sites": sites or len(served.sites),
+        "resume": resume or "",
+        "deadline": float(deadline),
         "folder": str(Path.cwd()),
     }
-    carry_out(control, _say, options=options, configuration=configuration)
+    carry_out(control, _say, options=own, configuration=configuration)
 
 
 def _own_modules(configuration: str) -> list[str]:
@@ -219,16 +206,17 @@ def _own_modules(configuration: str) -> list[str]:
     return [name for name in names if Path(name).is_dir() or Path(f"{name}.py").is_file()]
 
 
-def _add_folder(parser: ArgumentParser) -> None:
-    parser.add_argument("--folder", type=str, required=True, help="The network's folder.")
+def status(*, folder: str) -> None:
+    """Tell which sites are there, and how far runs are.
 
-
-def _status(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        folder: the network's folder.
+    """
     from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.following import last_words, runs, sites
     from fl_lightning.flower.network.serving import control_of
 
-    served = NetworkFolder.read(Path(given.folder))
+    served = NetworkFolder.read(Path(folder))
     control = control_of(served)
     _say(markdown(["site", "state", "last seen", "fl-lightning", "flwr"], sites(served, control)))
     known = runs(control)
@@ -238,46 +226,30 @@ def _status(given: Any, rest: Sequence[str]) -> None:
         _say(f"last words: {last_words(served)}")
 
 
-def _add_demo(parser: ArgumentParser) -> None:
-    _add_config(parser)
-    parser.add_argument("--sites", type=str, default=_DEMO_SITES, help="Their names.")
-    parser.add_argument("--rounds", type=PositiveInt, default=3, help="Of the run.")
+def demo(
+    *,
+    config: Sequence[str],
+    sites: str = "hospital_a,hospital_b,hospital_c",
+    rounds: PositiveInt = 3,
+    options: Sequence[str] = (),
+) -> None:
+    """Try it: a server and sites on this machine, gone afterwards.
 
-
-def _demo(given: Any, rest: Sequence[str]) -> None:
+    Args:
+        config: files of the run.
+        sites: their names.
+        rounds: of the run.
+        options: of the fit.
+    """
     from fl_lightning.cli.network.demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
-    compared_demo([*_configs(given.config), *rest], parse_sites(given.sites), given.rounds, _say)
+    compared_demo([*_configs(config), *options], parse_sites(sites), rounds, _say)
 
 
-_COMMANDS: dict[
-    str, tuple[Callable[[ArgumentParser], None], Callable[[Any, Sequence[str]], None], str]
-] = {
-    "init": (_add_init, _init, "Write a network's folder: certificates, keys, start commands."),
-    "keys": (_add_keys, _keys, "Make a site's keys, at the site: only public halves leave it."),
-    "serve": (_add_serve, _serve, "Be the server, until Ctrl-C."),
-    "join": (_add_join, _join, "Be a site, until Ctrl-C."),
-    "run": (_add_run, _run, "Train, at the server. Words after -- are options of the fit."),
-    "status": (_add_folder, _status, "Tell which sites are there, and how far runs are."),
-    "demo": (_add_demo, _demo, "Try it: a server and sites on this machine, gone afterwards."),
+_COMMANDS: dict[str, Callable[..., None]] = {
+    each.__name__: each for each in (init, keys, serve, join, run, status, demo)
 }
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(words)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
-def _add_config(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        action="append",
-        type=str,
-        required=True,
-        help="The run, the same YAML files as for fit, one over the other.",
-    )
 
 
 def _configs(paths: Sequence[str]) -> list[str]:
@@ -294,12 +266,3 @@ def _configs(paths: Sequence[str]) -> list[str]:
 
 def _say(words: str) -> None:
     print(words, flush=True)
-
-
-def _check_installed() -> None:
-    try:
-        import flwr.app  # noqa: F401
-    except ImportError:
-        raise ConfigurationError(
-            "network needs Flower: pip install 'fl-lightning[flower]'"
-        ) from None

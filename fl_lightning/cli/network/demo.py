@@ -102,7 +102,6 @@ def _recorded(config: dict[str, Any], folder: Path) -> str:
 
 
 def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:
-    """Clients of each site."""
     count = config["data"]["init_args"].get("num_clients")
     if not count or count < len(names):
         raise ConfigurationError(

@@ -231,7 +231,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
 
 
 def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
-    """Number of held-out examples by client."""
     return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 
@@ -241,7 +240,6 @@ def _signing_keys(told: Mapping[str, SiteFacts]) -> dict[str, bytes]:
 
 
 def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:
-    """Return the site and the examples of every client."""
     site_of: dict[int, str] = {}
     sizes: dict[int, int] = {}
     for site, facts in told.items():

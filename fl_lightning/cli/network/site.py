@@ -87,12 +87,7 @@ def _numbers(argument: Any, name: str) -> int:
 
 
 def run_site(fit: Fit, policy: Policy) -> None:
-    """Run a site's Trainer on the orders of one run.
-
-    Args:
-        fit: what it is to follow.
-        policy: of the site.
-    """
+    """Run a site's Trainer on the orders of one run."""
     places = policy.clients
     fit.desk.start_clock()
 
@@ -175,12 +170,7 @@ def site_process(folder: str) -> None:
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
-    """Answer orders until told to end.
-
-    Args:
-        policy: what the site is and what it allows.
-        own: its own layer of every configuration.
-    """
+    """Answer orders until told to end."""
     site = Site(policy, own)
     serve(
         policy.socket,
@@ -190,7 +180,6 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
 
 
 def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
-    """Return the numbers of examples of a site's clients."""
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 

@@ -15,30 +15,26 @@ from typing import Any, Literal, get_args
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.latency import Networks, add_networks, check_file, check_folder, networks_of
+from fl_lightning.cli.latency import Networks, add_networks, check_writable, networks_of
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
-from fl_lightning.experiments.compare import split
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.search import findings, strategies
 from fl_lightning.nas.search.problem import (
+    Constraint,
     Costs,
     Objective,
     Problem,
     SearchResult,
-    parse_constraints,
     shown,
 )
 from fl_lightning.nas.search.proxies import (
     PROXIES,
-    CostScore,
     MeanRank,
     ProxyScore,
-    TableScore,
-    builder,
     folder_batch,
     noise_batch,
 )
@@ -66,109 +62,78 @@ Retraining = Callable[[Architecture], dict[str, Any]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser the options of the command."""
     add_networks(parser, required=False)
-    _add_supernet(parser.add_argument_group("a trained supernet"))
-    _add_score(parser.add_argument_group("what is maximised, under which constraints"))
-    _add_search(parser.add_argument_group("the search and what it finds"))
-
-
-def _add_supernet(options: Any) -> None:
-    options.add_argument(
-        "--ckpt_path",
-        type=str | None,
-        default=None,
-        help="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
+    group = parser.add_argument_group("a trained supernet")
+    _add_texts(
+        group,
+        ckpt_path="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
         "their accuracy on validation examples. Space and sizes are its configuration's.",
     )
-    options.add_argument(
-        "-c",
-        "--config",
-        action="append",
-        type=str,
-        default=[],
-        help="The supernet's configuration, one file or several; that of the run that wrote "
+    _add_list(
+        group,
+        *("-c", "--config"),
+        text="The supernet's configuration, one file or several; that of the run that wrote "
         "--ckpt_path if null. Words after -- are further options of it.",
     )
-
-
-def _add_score(options: Any) -> None:
-    options.add_argument(
-        "--score",
-        type=str | None,
-        default=None,
-        help=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
+    group = parser.add_argument_group("what is maximised, under which constraints")
+    _add_texts(
+        group,
+        score=f"What is maximised: {', '.join(PROXIES)} of fresh networks, {', '.join(_SIZES)}, several of "
         "these as synflow+params, which is the mean of their ranks; or accuracy: that in --table, or with "
         "--ckpt_path that of the supernet's parts. If null accuracy with one of these two, else synflow.",
-    )
-    options.add_argument(
-        "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
-    )
-    options.add_argument(
-        "--images",
-        type=str | None,
-        default=None,
-        help="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
+        table="The truth of NAS-Bench-201, a CSV file.",
+        images="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
         "shape alone.",
+        latency="A file of fl-lightning latency: the cost latency_ms.",
     )
-    options.add_argument(
+    _add_list(
+        group,
+        "--constraint",
+        text="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
+    )
+    group.add_argument(
         "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
     )
-    options.add_argument(
-        "--latency",
-        type=str | None,
-        default=None,
-        help="A file of fl-lightning latency: the cost latency_ms.",
-    )
-    options.add_argument(
-        "--constraint",
-        action="append",
-        type=str,
-        default=[],
-        help="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
-    )
-
-
-def _add_search(options: Any) -> None:
-    options.add_argument(
+    group = parser.add_argument_group("the search and what it finds")
+    group.add_argument(
         "--strategy", type=StrategyName, default="evolution", help="How networks are chosen."
     )
-    options.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
-    options.add_argument(
-        "--front",
-        type=str | None,
-        default=None,
-        help="The cost of the Pareto front; if null that of the first constraint, or flops.",
+    group.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
+    group.add_argument("--seed", type=int, default=0, help="Of all draws.")
+    group.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
+    _add_texts(
+        group,
+        front="The cost of the Pareto front; if null that of the first constraint, or flops.",
+        export="The YAML file of the best network; <out>/best.yaml if null.",
     )
-    options.add_argument("--seed", type=int, default=0, help="Of all draws.")
-    options.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
-    options.add_argument(
-        "--export",
-        type=str | None,
-        default=None,
-        help="The YAML file of the best network; <out>/best.yaml if null.",
-    )
+
+
+def _add_texts(group: Any, **texts: str) -> None:
+    for name, text in texts.items():
+        group.add_argument(f"--{name}", type=str | None, default=None, help=text)
+
+
+def _add_list(group: Any, *names: str, text: str) -> None:
+    group.add_argument(*names, action="append", type=str, default=[], help=text)
 
 
 def search(
-    words: Sequence[str], *, parser: ArgumentParser, validate: Validate, resolve: Resolve
+    given: Any, *, options: Sequence[str], defaults: Any, validate: Validate, resolve: Resolve
 ) -> None:
     """Run the command.
 
     Args:
-        words: of the command line, without the command; those after ``--`` are of a supernet's
-            configuration.
-        parser: one with the options of the command.
+        given: the parsed options of the command.
+        options: words of the command line that belong to a supernet's configuration.
+        defaults: of the options of the command.
         validate: runs `validate`, with a callback of ours.
         resolve: from the words of a fit's command line to its complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    own, options = split(words)
-    given = parser.parse_args(own)
     check_seed("search", given.seed)
     if is_asked_for(given):
         look = partial(_search_trained, given)
-        defaults = parser.get_defaults()
         look_at(given, defaults, options, look, validate=validate, resolve=resolve)
         return
     if options:
@@ -227,16 +192,25 @@ def _search(
     objective: Callable[[Costs], Objective],
     configuration: Retraining,
 ) -> None:
-    table = _latency_table(given.latency, networks)
+    table = None
+    measures = ["flops", "params", "activations"]
+    if given.latency is not None:
+        table = LatencyTable.read(given.latency)
+        table.check(networks.space, networks.side, networks.options)
+        measures.append("latency_ms")
     costs = _costs(networks, table)
-    constraints = parse_constraints(given.constraint, _measures(table))
-    measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
+    constraints = tuple(Constraint.parse(text, measures) for text in given.constraint)
+    if given.front is not None and given.front not in measures:
+        raise ConfigurationError(
+            f"front: there is no cost {given.front!r}; there are {', '.join(measures)}"
+        )
+    measure = given.front or (constraints[0].measure if constraints else "flops")
     told = _told(objective(costs), given.budget)
     problem = Problem(networks.space, told, costs, constraints)
     strategy = _STRATEGIES[given.strategy](measure)
-    check_folder("out", Path(given.out))
+    check_writable("out", Path(given.out), is_folder=True)
     if given.export is not None:
-        check_file("export", Path(given.export))
+        check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
     _report(result, given, networks, measure, table, configuration)
 
@@ -252,13 +226,14 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
 
 def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> Objective:
     if name in _SIZES:
-        return CostScore(costs, name)
+        return lambda architecture: costs(architecture)[name]
     if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
                 "score accuracy needs the truth of NAS-Bench-201: give --table"
             )
-        return TableScore(NASBench201Table.read(given.table))
+        truth = NASBench201Table.read(given.table)
+        return lambda architecture: truth.lookup(architecture)["cifar10"]
     shape = {
         "side": networks.side,
         "in_channels": given.in_channels,
@@ -270,20 +245,8 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
         if given.images is None
         else folder_batch(given.images, given.batch_size, **shape)
     )
-    build = builder(networks.space, **networks.options)
+    build = partial(networks.space.build, **networks.options)  # type: ignore[attr-defined]
     return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
-
-
-def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
-    if path is None:
-        return None
-    table = LatencyTable.read(path)
-    table.check(networks.space, networks.side, networks.options)
-    return table
-
-
-def _measures(table: LatencyTable | None) -> list[str]:
-    return ["flops", "params", "activations", *(["latency_ms"] if table else [])]
 
 
 def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
@@ -295,16 +258,7 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
     return costs
 
 
-def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequence[str]) -> str:
-    if given is not None and given not in measures:
-        raise ConfigurationError(
-            f"front: there is no cost {given!r}; there are {', '.join(measures)}"
-        )
-    return given or next(iter(constrained), "flops")
-
-
 def _told(score: Objective, budget: int) -> Objective:
-    """Say how far the search is."""
     done = 0
 
     def scored(architecture: Architecture) -> float:

@@ -142,6 +142,7 @@ class SizedCohort(Cohort):
         fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
         size: number of clients, ≥ 1; an alternative to ``fraction``.
         min_size: smallest number of clients if ``fraction`` gives fewer.
+        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
     """
 
     has_fixed_size: ClassVar[bool] = True
@@ -149,6 +150,7 @@ class SizedCohort(Cohort):
     fraction: float | None = None
     size: int | None = None
     min_size: int = 1
+    max_size: int | None = None
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.size is None):
@@ -161,6 +163,11 @@ class SizedCohort(Cohort):
         for option in ("size", "min_size"):
             if (given := getattr(self, option)) is not None and given < 1:
                 raise ConfigurationError(f"{option} must be at least 1 client, got {given}")
+        if self.max_size is not None and self.max_size < (self.size or self.min_size):
+            raise ConfigurationError(
+                f"max_size must be at least size and min_size, {self.size or self.min_size}, got "
+                f"{self.max_size}: it limits what fraction gives"
+            )
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round.
@@ -173,6 +180,7 @@ class SizedCohort(Cohort):
         else:
             assert self.fraction is not None
             size = max(self.min_size, round(self.fraction * num_clients))
+            size = min(size, self.max_size or size)
         if size > num_clients:
             raise ConfigurationError(
                 f"the cohort has {size} clients but there are only {num_clients}: "
@@ -196,6 +204,7 @@ class UniformCohort(SizedCohort):
         fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
         size: number of clients, ≥ 1; an alternative to ``fraction``.
         min_size: smallest number of clients if ``fraction`` gives fewer.
+        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
 
     Example:
         >>> population = Population(np.full(100, 10))

@@ -39,6 +39,7 @@ class OortCohort(SizedCohort):
         fraction: share of all clients, in (0, 1]; or
         size: number of clients, ≥ 1.
         min_size: smallest number of clients if ``fraction`` gives fewer.
+        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         exploration: ε in round 0, in [0, 1].
         exploration_decay: factor of ε from round to round, in (0, 1].
         min_exploration: smallest ε, in [0, 1].

@@ -93,6 +93,7 @@ class ByLossCohort(LossCohort):
         fraction: share of all clients, in (0, 1]; or
         size: number of clients, ≥ 1.
         min_size: smallest number of clients if ``fraction`` gives fewer.
+        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         temperature: > 0, in units of the loss; a high temperature makes probabilities equal.
         losses: ``last_known``, from the last round of each client, or ``fresh``, of all clients on the
             current model, which costs a forward pass over all their examples.
@@ -136,6 +137,7 @@ class PowerOfChoiceCohort(LossCohort):
         fraction: share of all clients, in (0, 1]; or
         size: number of clients, m ≥ 1.
         min_size: smallest number of clients if ``fraction`` gives fewer.
+        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         num_candidates: d, from m to the number of clients.
         losses: ``fresh``, of the candidates on the current model (a forward pass over their examples),
             or ``last_known``, which costs nothing.

@@ -10,7 +10,10 @@ problems*, Annals of Eugenics 7.
 
 from __future__ import annotations
 
+import json
+import string
 from abc import ABC
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -18,6 +21,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
@@ -120,6 +124,10 @@ class TorchvisionSource(ImageSource, ABC):
         if self.download:
             self._read(train=True, download=True)
 
+    def torchvision_options(self) -> dict[str, Any]:
+        """Return further options of torchvision's data set."""
+        return {}
+
     def load(self) -> Loaded:
         """Read training and test images into memory.
 
@@ -147,7 +155,9 @@ class TorchvisionSource(ImageSource, ABC):
             if hasattr(torchvision.datasets, kind.__name__)
         )
         try:
-            return getattr(torchvision.datasets, name)(self.root, train=train, download=download)
+            return getattr(torchvision.datasets, name)(
+                self.root, train=train, download=download, **self.torchvision_options()
+            )
         except (RuntimeError, OSError) as error:  # OSError: no network, no right to write
             failed = "could not be downloaded" if download else "are missing or damaged"
             raise ConfigurationError(
@@ -227,3 +237,110 @@ class FashionMNIST(TorchvisionSource):
     pipeline: ClassVar = PixelPipeline(
         mean=(0.2860,), std=(0.3530,), crop_padding=2, horizontal_flip=True
     )
+
+
+@final
+class EMNIST(TorchvisionSource):
+    """Handwritten letters and digits of 28x28 pixels in grey: NIST's, as MNIST.
+
+    Augmentation is a random shift by up to 2 pixels.
+    Source: Cohen et al. 2017, *EMNIST: an extension of MNIST to handwritten letters* (1702.05373).
+
+    Args:
+        root: folder of the files.
+        split: which of torchvision's: ``balanced`` (131,600 images in 47 classes), ``byclass`` (814,255 in
+            62), ``bymerge`` (814,255 in 47), ``letters`` (145,600; its 26 classes are 1 to 26), ``digits``
+            (280,000) or ``mnist`` (70,000).
+        options: those of `TorchvisionSource`.
+    """
+
+    files: ClassVar = (
+        "EMNIST/raw/ with the files of gzip.zip, e.g. emnist-balanced-train-images-idx3-ubyte"
+    )
+    pipeline: ClassVar = PixelPipeline(mean=(0.1751,), std=(0.3332,), crop_padding=2)
+
+    def __init__(self, root: str = "data", *, split: str = "balanced", **options: Any) -> None:
+        self.split = split
+        super().__init__(root, **options)
+
+    @override
+    def issues(self) -> Iterator[str]:
+        yield from super().issues()
+        if self.split not in _EMNIST_SPLITS:
+            yield f"split must be one of {', '.join(_EMNIST_SPLITS)}, got {self.split!r}"
+
+    @override
+    def torchvision_options(self) -> dict[str, Any]:
+        return {"split": self.split}
+
+    @override
+    def _images(self, data_set: Any) -> ImageTensors:
+        data_set.data = data_set.data.transpose(1, 2)  # its files hold columns first
+        return super()._images(data_set)
+
+
+_EMNIST_SPLITS = ("balanced", "byclass", "bymerge", "letters", "digits", "mnist")
+_CHARACTERS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+
+
+@final
+class FEMNIST(Source):
+    """Handwritten characters of 28x28 pixels by writer, from the files that LEAF's scripts write.
+
+    A batch is images (B, 1, 28, 28) in [0, 1] (ink is 0, paper 1) and the class, 0 to 61: digits, then
+    upper case, then lower case. ``NaturalPartition("writers")`` makes each writer a client. Writers of the
+    test files are no clients; if there are none, `test_fraction` of all images is held out.
+
+    Sources: Caldas et al. 2018, *LEAF: a benchmark for federated settings* (1812.01097).
+
+    Args:
+        root: the folder ``data`` of LEAF's FEMNIST, with ``train/*.json`` and perhaps ``test/*.json``.
+        options: those of `Source`.
+
+    Raises:
+        ConfigurationError: if a setting is out of range; at `setup` if files are missing or no LEAF files.
+    """
+
+    def __init__(self, root: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.root = root
+
+    def load(self) -> Loaded:
+        """Read the files."""
+        train, test = (
+            self._rows(sorted(Path(self.root, kind).glob("*.json"))) for kind in ("train", "test")
+        )
+        if train is None:
+            raise ConfigurationError(
+                f"FEMNIST: there is no {self.root}/train/*.json: write them with LEAF's "
+                "data/femnist/preprocess.sh"
+            )
+        return Loaded(train, test=test, class_names=_CHARACTERS)
+
+    def _rows(self, files: list[Path]) -> TensorRows | None:
+        images: list[Tensor] = []
+        labels: list[int] = []
+        writers: list[str] = []
+        for file in files:
+            try:
+                users = json.loads(file.read_text(encoding="utf-8"))["user_data"]
+                for writer, examples in users.items():
+                    pixels = torch.tensor(examples["x"]).view(-1, 1, 28, 28)
+                    images.append(pixels.mul(255).round().to(torch.uint8))
+                    labels += examples["y"]
+                    writers += [writer] * len(pixels)
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                RuntimeError,
+            ) as error:
+                raise ConfigurationError(f"FEMNIST: {file} is no file of LEAF: {error}") from error
+        if not images:
+            return None
+        owners = np.asarray(writers)
+        return TensorRows(
+            [torch.cat(images), torch.tensor(labels)], {"writers": lambda: owners}, pixels=True
+        )

@@ -47,6 +47,8 @@ class Source(LightningDataModule, ABC):
         val_fraction: fraction of the training examples held out for validation, in [0, 1), if there is
             no validation set; of every class equally if targets are classes.
         test_fraction: the same for the test.
+        fraction: fraction of the training examples that is used, in (0, 1], of every class equally if
+            targets are classes; the others are left out. Validation and test examples do not change.
         seed: seed of the held-out examples and the order of central training; the run's seed if None.
 
     Attributes:
@@ -72,6 +74,7 @@ class Source(LightningDataModule, ABC):
         batch_size: int = 32,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
+        fraction: float = 1.0,
         seed: int | None = None,
     ) -> None:
         found = [*self.issues()]
@@ -80,11 +83,16 @@ class Source(LightningDataModule, ABC):
         for option, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= share < 1:
                 found.append(f"{option} must be in [0, 1), got {share}: 0 holds out none")
+        if not 0 < fraction <= 1:
+            found.append(
+                f"fraction must be in (0, 1], got {fraction}: 1 uses all training examples"
+            )
         if found:
             raise ConfigurationError(f"{type(self).__name__}: {'; '.join(found)}")
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self.fraction = fraction
 
     def issues(self) -> Iterator[str]:
         """Yield what is wrong with a subclass's own settings, a clause each."""
@@ -104,6 +112,8 @@ class Source(LightningDataModule, ABC):
             train, test = self._held_out(train, self.test_fraction, "test split")
         if val is None:
             train, val = self._held_out(train, self.val_fraction, "val split")
+        if self.fraction < 1:
+            train, _ = self._held_out(train, 1 - self.fraction, "left out")
         if not len(train):
             raise ConfigurationError(f"{type(self).__name__}: there are no training examples")
         self.class_names, self.num_classes = loaded.class_names, len(loaded.class_names)

@@ -246,7 +246,7 @@ class StackedFunctions:
         return self._moved(fresh, grads, inputs.steps), outputs
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
-        """Return what has a gradient after the optimizer's step."""
+        """Return the parameters that have a gradient, and their states, after the optimizer's step."""
         grads = self._clipped(_corrected(grads, slots))
         params, states = {}, {}
         for name, grad in grads.items():

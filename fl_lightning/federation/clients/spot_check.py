@@ -179,7 +179,7 @@ class SpotCheck:
                         param.copy_(value)
 
     def look(self, work: ClientWork, found: Trained, start: GlobalModel) -> None:
-        """Train a client again and compare.
+        """Train a client again without speed-ups and compare the results.
 
         Raises:
             EnginesDiffer: if what was found is something else.

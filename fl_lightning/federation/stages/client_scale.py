@@ -58,7 +58,7 @@ class ClientScale(Stage):
         return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Restore the lowest scale."""
+        """Restore the lowest loss scale of the round so far."""
         self._lowest = state.get("lowest")
 
 

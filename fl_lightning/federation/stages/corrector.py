@@ -136,7 +136,7 @@ class Corrector(Correcting, SpansNetwork):
             self._step.term = self._step.contrast = None
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Learn from a client's round; one whose optimizer took no step has shown nothing."""
+        """Update the correction's memory after a client's round; not if its optimizer took no step."""
         taken = update.optimizer_steps
         num_steps = update.num_steps if taken is None else taken
         has_stepped = num_steps > 0 if isinstance(num_steps, int) else any(num_steps)

@@ -46,7 +46,8 @@ from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.site_facts import constants_digest
 from fl_lightning.flower.sums.agreed import trained_on
-from fl_lightning.flower.sums.at_server import adds_over_sites
+from fl_lightning.flower.sums.at_server import EncryptedOverSites, SitesOfRound, SumOverSites
+from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.server import as_aggregator
 
 
@@ -114,16 +115,12 @@ class Sites(FitClients):
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
             write = partial(self._order, "sum")
+            sites = SitesOfRound(
+                correspondence, site_of, write, self._lose, lambda: self._trained_on
+            )
+            is_encrypted = isinstance(self._sums.agreed_sum, EncryptedSum)
             self._sums.sum_at_sites(
-                adds_over_sites(
-                    self._sums,
-                    correspondence,
-                    site_of,
-                    signing_keys,
-                    write,
-                    self._lose,
-                    lambda: self._trained_on,
-                )
+                EncryptedOverSites(sites) if is_encrypted else SumOverSites(sites, signing_keys)
             )
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:

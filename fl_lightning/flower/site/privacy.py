@@ -23,7 +23,7 @@ from fl_lightning.privacy.accounting.gaussian import ReleaseCost
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
 from fl_lightning.privacy.private_mean import clipped
-from fl_lightning.secure.scheme import EncryptedSum
+from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
 from fl_lightning.server.server import as_aggregator
 

@@ -1,15 +1,10 @@
-"""The server's half of hidden sums over sites; `adds_over_sites` chooses the scheme.
-
-Secure sums: the server asks stage by stage, and learns the sum only. Encrypted sums: it adds ciphertexts that
-it cannot read, and a site opens the sum.
-"""
+"""The server's half of hidden sums over sites: of a secure sum, and of one that sites encrypt."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,8 +15,9 @@ from torch import Tensor
 from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.plain_json import MessageError
-from fl_lightning.flower.messages import CATEGORIES, Order
-from fl_lightning.flower.server.correspondence import Correspondence, Reply
+from fl_lightning.flower.messages import CATEGORIES, Answer, Order
+from fl_lightning.flower.packing import of_stage
+from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.sums.agreed import (
     FEWEST,
     FROM_CLIENT,
@@ -39,40 +35,86 @@ from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
-from fl_lightning.secure.scheme import EncryptedSum, OpenedSum
-from fl_lightning.secure.simulation import Costs, SumOutcome
-from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, SumsOverSites
+from fl_lightning.secure.simulation import HiddenSum, add_seconds, no_cost
+from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
-# Writes an order of the present round: clients, options, tensors
-WritesOrders = Callable[[tuple[int, ...], Mapping[str, Any], Mapping[str, Tensor]], Order]
 _NOTHING = "it said nothing"
+# a site is asked for as many ciphertexts at once as fit into an answer of this size, and for one at least
+MOST_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A client's part of an answer to an order of a sum.
+
+    Attributes:
+        client: which.
+        site: of the client.
+        said: tensors by name; empty if it has said nothing.
+        reason: why, in that case.
+        options: of its site's answer.
+    """
+
+    client: int
+    site: str
+    said: Mapping[str, Tensor]
+    reason: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SitesOfRound:
+    """The clients of the present round, asked at their sites.
+
+    Attributes:
+        correspondence: with the sites.
+        site_of: the site of each client.
+        write: writes orders of the round: clients, options, tensors.
+        lost: told whose vector will not be in the sum, and why; it may raise.
+        trained_on: says what clients of the round have trained on, see `agreed.trained_on`.
+    """
+
+    correspondence: Correspondence
+    site_of: Mapping[int, str]
+    write: Callable[[tuple[int, ...], Mapping[str, Any], Mapping[str, Tensor]], Order]
+    lost: Callable[[int, str], None]
+    trained_on: Callable[[], str]
+
+    def ask(self, orders: Mapping[str, Order], cost: ProtectionCost) -> Iterator[Heard]:
+        """Send orders by site, and yield what each client says; what travels is added to the cost."""
+        for reply in self.correspondence.ask(orders):
+            asked = orders[reply.site].clients
+            answers = () if reply.answer is None else reply.answer.clients
+            tensors = {} if reply.answer is None else reply.answer.tensors
+            options = {} if reply.answer is None else reply.answer.options
+            failures = {a.client: CATEGORIES[a.failure] for a in answers if a.failure is not None}
+            for client in asked:
+                cost.bytes_up[client] += reply.bytes_up // len(asked)
+                cost.bytes_down[client] += reply.bytes_down // len(asked)
+                said = of_stage(f"{client}/", tensors)
+                reason = reply.reason or failures.get(client, _NOTHING)
+                yield Heard(client, reply.site, said, reason, options)
+
+    def by_site(self, clients: Iterable[int]) -> dict[str, list[int]]:
+        """Return the clients of each site, in the order given."""
+        by_site: dict[str, list[int]] = {}
+        for client in clients:
+            by_site.setdefault(self.site_of[client], []).append(client)
+        return by_site
 
 
 class SumOverSites:
-    """Adds up vectors that clients have at their sites.
+    """Adds up vectors by a secure sum: the server asks stage by stage, and learns the sum only.
 
     Args:
-        correspondence: with the sites.
-        site_of: the site of each client.
+        sites: of the round.
         keys: public signing keys by site, of those that have one.
-        write: writes orders of the present round.
-        lost: told whose vector will not be in the sum, and why; it may raise.
-        trained_on: what clients of the present round have trained on, see `agreed.trained_on`.
     """
 
-    def __init__(
-        self,
-        correspondence: Correspondence,
-        site_of: Mapping[int, str],
-        keys: Mapping[str, bytes],
-        write: WritesOrders,
-        lost: Callable[[int, str], None],
-        trained_on: Callable[[], str],
-    ) -> None:
-        self._correspondence, self._site_of, self._keys = correspondence, site_of, keys
-        self._write, self._lost, self._trained_on = write, lost, trained_on
+    def __init__(self, sites: SitesOfRound, keys: Mapping[str, bytes]) -> None:
+        self._sites, self._keys = sites, keys
 
-    def __call__(self, session: Session, clients: Sequence[int]) -> SumOutcome:
+    def __call__(self, session: Session, clients: Sequence[int]) -> HiddenSum:
         """Run the protocol.
 
         Args:
@@ -82,122 +124,64 @@ class SumOverSites:
         Raises:
             AbortedError: if too few clients are left.
         """
-        session = replace(session, purpose=self._trained_on())
-        agreed = Agreed(session, tuple(clients), tuple(self._site_of[c] for c in clients))
-        server = SecureServer(session, agreed.directory(self._keys))
-        places = range(session.num_clients)
-        costs = Costs(dict.fromkeys(places, 0), dict.fromkeys(places, 0))
-        incoming: dict[int, bytes] = dict.fromkeys(places, b"")
+        sites = self._sites
+        session = replace(session, purpose=sites.trained_on())
+        agreed = Agreed(session, tuple(clients), tuple(sites.site_of[c] for c in clients))
+        server, cost = SecureServer(session, agreed.directory(self._keys)), no_cost(clients)
+        incoming: dict[int, bytes] = dict.fromkeys(range(session.num_clients), b"")
         for stage in session.stages:
-            reasons = self._ask(agreed, stage, incoming, server, costs)
+            reasons: dict[int, str] = {}
+            for heard in sites.ask(self._orders(agreed, stage, incoming), cost):
+                place, began = agreed.place(heard.client), time.process_time()
+                reasons[place] = heard.reason
+                try:
+                    if FROM_CLIENT in heard.said:
+                        server.receive(bytes_of(heard.said[FROM_CLIENT]), sender=place)
+                except ValueError as error:  # no message, or not signed by the client
+                    reasons[place] = str(error)
+                add_seconds(cost, "server_seconds", began)
             for place in sorted(server.awaited):
                 self._note_silent(clients[place], stage, reasons.get(place, _NOTHING))
             began = time.process_time()
             incoming = server.close_stage()
-            costs.server_seconds += time.process_time() - began
-        return SumOutcome(server.total, server.survivors, costs)
-
-    def _ask(
-        self,
-        agreed: Agreed,
-        stage: ProtocolStage,
-        incoming: Mapping[int, bytes],
-        server: SecureServer,
-        costs: Costs,
-    ) -> dict[int, str]:
-        """Ask at a stage; return why clients are silent, by place."""
-        reasons: dict[int, str] = {}
-        orders = self._orders(agreed, stage, incoming)
-        for reply in self._correspondence.ask(orders):
-            asked = orders[reply.site].clients
-            said, failures = _said(reply), _failures(reply)
-            for client in asked:
-                place = agreed.place(client)
-                costs.bytes_up[place] += reply.bytes_up // len(asked)
-                costs.bytes_down[place] += reply.bytes_down // len(asked)
-                if client not in said:
-                    reasons[place] = reply.reason or failures.get(client, _NOTHING)
-                    continue
-                began = time.process_time()
-                try:
-                    server.receive(bytes_of(said[client]), sender=place)
-                except ValueError as error:  # no message, or not signed by the client
-                    reasons[place] = str(error)
-                costs.server_seconds += time.process_time() - began
-        return reasons
+            add_seconds(cost, "server_seconds", began)
+        return HiddenSum(server.total, frozenset(clients[p] for p in server.survivors), cost)
 
     def _orders(
         self, agreed: Agreed, stage: ProtocolStage, incoming: Mapping[int, bytes]
     ) -> dict[str, Order]:
-        by_site: dict[str, list[int]] = {}
-        for place in sorted(incoming):
-            by_site.setdefault(agreed.sites[place], []).append(place)
-        options = agreed.options(stage)
+        messages = {agreed.clients[place]: incoming[place] for place in sorted(incoming)}
         return {
-            site: self._write(
-                tuple(agreed.clients[place] for place in places),
-                options,
-                {
-                    TO_CLIENT.format(agreed.clients[place]): as_tensor(incoming[place])
-                    for place in places
-                    if incoming[place]
-                },
+            site: self._sites.write(
+                tuple(clients),
+                agreed.options(stage),
+                {TO_CLIENT.format(c): as_tensor(messages[c]) for c in clients if messages[c]},
             )
-            for site, places in by_site.items()
+            for site, clients in self._sites.by_site(messages).items()
         }
 
     def _note_silent(self, client: int, stage: ProtocolStage, reason: str) -> None:
-        told = f"at site {self._site_of[client]}: it left the secure sum at stage {stage.name}: {reason}"
+        told = (
+            f"at site {self._sites.site_of[client]}: it left the secure sum at stage {stage.name}: "
+            f"{reason}"
+        )
         if stage <= ProtocolStage.MASK:
-            self._lost(client, told)
+            self._sites.lost(client, told)
         else:  # its vector is in the sum
             rank_zero_warn(f"client {client} {told}")
 
 
-def _failures(reply: Reply) -> dict[int, str]:
-    """Return why clients of a site say nothing, by client."""
-    answers = () if reply.answer is None else reply.answer.clients
-    return {a.client: CATEGORIES[a.failure] for a in answers if a.failure is not None}
-
-
-def _said(reply: Reply) -> dict[int, Tensor]:
-    """Return what clients of a site have said, by client."""
-    if reply.answer is None:
-        return {}
-    tensors = reply.answer.tensors
-    return {
-        answer.client: tensors[f"{answer.client}/{FROM_CLIENT}"]
-        for answer in reply.answer.clients
-        if f"{answer.client}/{FROM_CLIENT}" in tensors
-    }
-
-
-# a site is asked for as many clients at once as fit into an answer of this size, and for one at least
-MOST_BYTES = 32 * 2**20
-
-
 class EncryptedOverSites:
-    """Adds up vectors that clients have at their sites.
+    """Adds up ciphertexts that the server cannot read; a site opens the sum.
 
     Args:
-        correspondence: with the sites.
-        site_of: the site of each client.
-        write: writes orders of the present round.
-        lost: told whose vector will not be in the sum, and why; it may raise.
+        sites: of the round.
     """
 
-    def __init__(
-        self,
-        correspondence: Correspondence,
-        site_of: Mapping[int, str],
-        write: WritesOrders,
-        lost: Callable[[int, str], None],
-    ) -> None:
-        self._correspondence, self._site_of = correspondence, site_of
-        self._write, self._lost = write, lost
-        self._key = b""
+    def __init__(self, sites: SitesOfRound) -> None:
+        self._sites, self._key = sites, b""
 
-    def __call__(self, layout: CKKSLayout, clients: Sequence[int]) -> OpenedSum:
+    def __call__(self, layout: CKKSLayout, clients: Sequence[int]) -> HiddenSum:
         """Add up a round's vectors, which sites encrypt, and let a site open the sum.
 
         Args:
@@ -207,189 +191,128 @@ class EncryptedOverSites:
         Raises:
             RoundFailure: if too few are left, or the sum is not opened.
         """
-        sites = sorted({self._site_of[client] for client in clients})
+        by_site = self._sites.by_site(clients)
         # the same one if the round is added up again: sites encrypt for one opener only
-        opener = sites[layout.round_index % len(sites)]
-        run = self._write((), {}, {}).run
+        opener = sorted(by_site)[layout.round_index % len(by_site)]
+        run = self._sites.write((), {}, {}).run
         agreed = EncryptedAgreed(
             run, layout.round_index, layout.size, layout.parameters.degree, opener, tuple(clients)
         )
-        costs = _Costs(next(c for c in clients if self._site_of[c] == opener))
+        cost = no_cost(clients)
         if not self._key:
-            self._key = self._new_key(agreed, costs)
-        total, senders = self._added(agreed, layout, costs)
+            self._key = self._new_key(agreed, cost)
+        total, senders = self._added(agreed, layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
                 f"round {agreed.round}: {len(senders)} vectors are left for the encrypted sum, which would "
                 f"show them: it needs {FEWEST_CLIENTS} or more"
             )
-        reply = self._asked_opener(agreed, "open", senders, {TOTAL: total.encode()}, costs)
-        in_sum = frozenset(sender.client for sender in senders)
-        return OpenedSum(_values(reply, agreed), in_sum, costs.protection_cost)
+        answer = self._asked_opener(
+            agreed, agreed.options("open", senders), {TOTAL: total.encode()}, cost
+        )
+        values = _values(answer.tensors.get(OPENED), agreed)
+        return HiddenSum(values, frozenset(sender.client for sender in senders), cost)
 
-    def _new_key(self, agreed: EncryptedAgreed, costs: _Costs) -> bytes:
+    def _new_key(self, agreed: EncryptedAgreed, cost: ProtectionCost) -> bytes:
         """Return the run's key, sealed, which the opener makes if it has none."""
-        reply = self._asked_opener(agreed, "key", (), {}, costs)
-        assert reply.answer is not None
+        answer = self._asked_opener(agreed, agreed.options("key"), {}, cost)
         try:
-            return bytes_of(reply.answer.tensors.get(KEY))
+            return bytes_of(answer.tensors.get(KEY))
         except ValueError as error:
-            raise RoundFailure(f"site {reply.site} made no key for the run: {error}") from None
+            raise RoundFailure(f"site {agreed.opener} made no key for the run: {error}") from None
 
     def _added(
-        self, agreed: EncryptedAgreed, layout: CKKSLayout, costs: _Costs
+        self, agreed: EncryptedAgreed, layout: CKKSLayout, cost: ProtectionCost
     ) -> tuple[EncryptedUpdate | None, tuple[Sender, ...]]:
         """Return the sum of what sites encrypt, and who is in it."""
         server = CKKSServer(layout)
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
         for orders in self._waves(agreed, layout):
-            for reply in self._correspondence.ask(orders):
-                asked = orders[reply.site].clients
-                for client in asked:
-                    costs.up[client] += reply.bytes_up // len(asked)
-                    costs.down[client] += reply.bytes_down // len(asked)
-                    began = time.process_time()
-                    try:
-                        message, sender = _message_of(reply, client, layout)
-                        total = server.plus(total, message)
-                    except (ValueError, MessageError) as error:
-                        self._lost(
-                            client, f"at site {reply.site}: it left the encrypted sum: {error}"
-                        )
-                    else:
-                        senders.append(sender)
-                    costs.server_seconds += time.process_time() - began
+            for heard in self._sites.ask(orders, cost):
+                began = time.process_time()
+                try:
+                    message, sender = _message_of(heard, layout)
+                    total = server.plus(total, message)
+                except (ValueError, MessageError) as error:
+                    told = f"at site {heard.site}: it left the encrypted sum: {error}"
+                    self._sites.lost(heard.client, told)
+                else:
+                    senders.append(sender)
+                add_seconds(cost, "server_seconds", began)
         return total, tuple(senders)
 
     def _waves(self, agreed: EncryptedAgreed, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
         """Yield orders to encrypt until all clients were asked."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         at_once = max(1, MOST_BYTES // max(1, size))
-        left: dict[str, Iterator[int]] = {
-            site: iter([c for c in agreed.clients if self._site_of[c] == site])
-            for site in sorted({self._site_of[client] for client in agreed.clients})
-        }
+        by_site = self._sites.by_site(agreed.clients)
+        left = {site: iter(by_site[site]) for site in sorted(by_site)}
         options, key = agreed.options("encrypt"), {KEY: as_tensor(self._key)}
         while True:
             asked = {site: tuple(islice(clients, at_once)) for site, clients in left.items()}
             if not any(asked.values()):
                 return
-            yield {site: self._write(some, options, key) for site, some in asked.items() if some}
+            yield {s: self._sites.write(some, options, key) for s, some in asked.items() if some}
 
     def _asked_opener(
         self,
         agreed: EncryptedAgreed,
-        stage: str,
-        senders: tuple[Sender, ...],
+        options: Mapping[str, Any],
         tensors: Mapping[str, bytes],
-        costs: _Costs,
-    ) -> Reply:
-        """Return what the opener replies; its bytes are of its first client.
+        cost: ProtectionCost,
+    ) -> Answer:
+        """Return what the opener answers; its bytes count for its first client.
 
         Raises:
             RoundFailure: if it says nothing.
         """
-        options = agreed.options("key" if stage == "key" else "open", senders)
         given = {KEY: self._key, **tensors} if self._key else tensors
-        order = self._write((), options, {name: as_tensor(data) for name, data in given.items()})
-        [reply] = self._correspondence.ask({agreed.opener: order})
-        costs.up[costs.first] += reply.bytes_up
-        costs.down[costs.first] += reply.bytes_down
+        told = {name: as_tensor(data) for name, data in given.items()}
+        order = self._sites.write((), options, told)
+        [reply] = self._sites.correspondence.ask({agreed.opener: order})
+        first = self._sites.by_site(agreed.clients)[agreed.opener][0]
+        cost.bytes_up[first] += reply.bytes_up
+        cost.bytes_down[first] += reply.bytes_down
         if reply.answer is None:
-            what = (
-                "made no key for the run" if stage == "key" else "has not opened the encrypted sum"
-            )
+            is_key = options["stage"] == "key"
+            what = "made no key for the run" if is_key else "has not opened the encrypted sum"
             raise RoundFailure(
                 f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}. Nobody else opens "
                 "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
             )
-        return reply
+        return reply.answer
 
 
-class _Costs:
-    """Costs of a sum, added up while it runs.
-
-    Args:
-        first: client that the opener's own messages count for.
-    """
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.up: Counter[int] = Counter()
-        self.down: Counter[int] = Counter()
-        self.server_seconds = 0.0
-
-    @property
-    def protection_cost(self) -> ProtectionCost:
-        """All of it; of their own CPU time sites do not tell."""
-        return ProtectionCost(self.up, self.down, {"server_seconds": self.server_seconds})
-
-
-def _message_of(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
+def _message_of(heard: Heard, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
     """Return a client's message and who it is of.
 
     Raises:
         ValueError: if it has sent none.
         MessageError: if it is none.
     """
-    if reply.answer is None:
-        raise ValueError(reply.reason)
-    failures = {a.client: a.failure for a in reply.answer.clients if a.failure is not None}
-    if client in failures:
-        raise ValueError(CATEGORIES[failures[client]])
-    tensors, fewest = reply.answer.tensors, reply.answer.options.get(FEWEST)
-    message, nonce = (bytes_of(tensors.get(f"{client}/{name}")) for name in (MESSAGE, NONCE))
+    if not heard.said and heard.reason != _NOTHING:
+        raise ValueError(heard.reason)
+    message, nonce = (bytes_of(heard.said.get(name)) for name in (MESSAGE, NONCE))
+    fewest = heard.options.get(FEWEST)
     if type(fewest) is not int or len(nonce) != NONCE_SIZE:
         raise ValueError("its site's answer does not say who it is of")
     sent = layout.decoded(message)
-    if sent.sender != client:
+    if sent.sender != heard.client:
         raise MessageError(f"the message is of client {sent.sender}")
-    return sent, Sender(client, nonce, fewest)
+    return sent, Sender(heard.client, nonce, fewest)
 
 
-def _values(reply: Reply, agreed: EncryptedAgreed) -> Tensor:
+def _values(values: Tensor | None, agreed: EncryptedAgreed) -> Tensor:
     """Return the opened sum.
 
     Raises:
         RoundFailure: if these are not numbers of the model.
     """
-    assert reply.answer is not None
-    values = reply.answer.tensors.get(OPENED)
-    is_sum = values is not None and values.dtype == torch.float64
-    if (
-        values is None
-        or not is_sum
-        or values.shape != (agreed.size,)
-        or not values.isfinite().all()
-    ):
+    form = None if values is None else (values.dtype, values.shape)
+    if values is None or form != (torch.float64, (agreed.size,)) or not values.isfinite().all():
         raise RoundFailure(
             f"round {agreed.round}: site {agreed.opener} has not opened the encrypted sum: its answer has "
             f"not {agreed.size} finite numbers"
         )
     return values
-
-
-def adds_over_sites(
-    sums: SumsOverSites,
-    correspondence: Correspondence,
-    site_of: Mapping[int, str],
-    keys: Mapping[str, bytes],
-    write: WritesOrders,
-    lost: Callable[[int, str], None],
-    trained_on: Callable[[], str],
-) -> SumsAtSites:
-    """Return what adds up vectors at sites.
-
-    Args:
-        sums: what the aggregator says of them.
-        correspondence: with the sites.
-        site_of: the site of each client.
-        keys: public signing keys by site, of those that have one.
-        write: writes orders of the present round.
-        lost: told whose vector will not be in the sum, and why; it may raise.
-        trained_on: what clients of the present round have trained on, see `agreed.trained_on`.
-    """
-    if isinstance(sums.agreed_sum, EncryptedSum):
-        return EncryptedOverSites(correspondence, site_of, write, lost)
-    return SumOverSites(correspondence, site_of, keys, write, lost, trained_on)

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.site_facts import SiteFacts
+from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
-from fl_lightning.secure.scheme import EncryptedSum
 
 _NONCE_SIZE = 12
 

@@ -69,11 +69,6 @@ class SearchResult:
         return [self.evaluated[useful[number]] for number in kept]
 
 
-def parse_constraints(texts: Sequence[str], measures: Sequence[str]) -> tuple[Constraint, ...]:
-    """Read several constraints; see `Constraint.parse`."""
-    return tuple(Constraint.parse(text, measures) for text in texts)
-
-
 _PIECES = re.compile(r"\s*(?P<measure>[A-Za-z_]\w*)?\s*(?P<sign><=|>=)?\s*(?P<bound>\S+)?\s*")
 
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
-from fl_lightning.nas.search.problem import Costs
-from fl_lightning.nas.spaces.nas_bench_201_table import DataSet, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 if TYPE_CHECKING:
@@ -279,24 +277,6 @@ class ProxyScore:
 
 
 @final
-@dataclass(frozen=True)
-class CostScore:
-    """A cost as a score: larger networks are often better ones.
-
-    Attributes:
-        cost: of an architecture.
-        measure: the name of the cost.
-    """
-
-    cost: Costs
-    measure: str
-
-    def __call__(self, architecture: Architecture) -> float:
-        """Return the cost."""
-        return self.cost(architecture)[self.measure]
-
-
-@final
 class MeanRank:
     """The mean rank of an architecture by several scores, among random architectures.
 
@@ -334,39 +314,6 @@ class MeanRank:
             bisect_left(known, score(architecture)) / len(known) for score, known in self._scores
         ]
         return sum(ranks) / len(ranks)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class TableScore:
-    """The accuracy that a table of NAS-Bench-201 says.
-
-    Attributes:
-        table: of the benchmark.
-        data_set: whose accuracy.
-    """
-
-    table: NASBench201Table
-    data_set: DataSet = "cifar10"
-
-    def __call__(self, architecture: Architecture) -> float:
-        """Return the accuracy in percent."""
-        return self.table.lookup(architecture)[self.data_set]
-
-
-def builder(space: SearchSpace, **options: Any) -> Build:
-    """Return a function that builds the networks of a space.
-
-    Args:
-        space: of the architectures.
-        options: of its `build`.
-    """
-    build: Callable[..., nn.Module] = space.build  # type: ignore[attr-defined]
-
-    def make(architecture: Architecture) -> nn.Module:
-        return build(architecture, **options)
-
-    return make
 
 
 def noise_batch(

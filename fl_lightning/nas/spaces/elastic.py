@@ -213,7 +213,7 @@ class ElasticDepthwise(nn.Conv2d):
         return weight
 
     def held_by(self, part: nn.Conv2d) -> dict[str, Tensor]:
-        """Masks of the coordinates of a plain layer of smaller size, by parameter.
+        """Masks of the entries that a sub-network with a plain layer of this size uses, by parameter.
 
         Of a matrix on the way those rows count that the next centre reads.
         """

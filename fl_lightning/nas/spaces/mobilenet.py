@@ -276,7 +276,7 @@ def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequentia
 
 
 class MobileNetNetwork(nn.Module):
-    """A network of the space.
+    """A network of the MobileNet space, built for one architecture.
 
     Args:
         space: it is of.

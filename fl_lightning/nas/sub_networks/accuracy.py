@@ -217,7 +217,7 @@ class RunPredictor:
 
 
 def _half(drawn: Sequence[Architecture]) -> int:
-    """Number of sub-networks that fit the forest."""
+    """Number of the drawn sub-networks to which the forest is fitted; the others test it."""
     return (len(drawn) + 1) // 2
 
 

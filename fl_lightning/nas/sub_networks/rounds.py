@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ class SubNetworkRounds(Callback):
                     "leave it out"
                 )
             num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
-            cost = module.cost_in(module.capability.measure)
+            cost = replace(module.costs, measure=module.capability.measure)
             self._limits = limits(module.capability, module.space, cost, num_clients)
         if federations:
             check_personal(federations[0].personal, module.network)

@@ -38,7 +38,7 @@ from fl_lightning.secure.encryption.ciphertext_numbers import (
     primes_of,
     vector_bytes,
 )
-from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, CKKSLayout, EncryptedUpdate
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.entropy import Draws, uniform_draws
 
 # of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
@@ -79,7 +79,7 @@ def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
         save_galois_keys=False,
         save_relin_keys=False,
     )
-    return CKKSKeys(secrets.token_bytes(TAG_SIZE), secret)
+    return CKKSKeys(secrets.token_bytes(32), secret)
 
 
 class CKKSClient:

@@ -1,12 +1,7 @@
 """An update that is encrypted, all of it or its selected coordinates, as one binary message.
 
 A container (`fl_lightning.core.container`) of the kind ``encrypted`` with the tensors sender, ciphertexts (one
-a row), clear (float32) and tag.
-
-    tag = HMAC-SHA256(key, context, the container without it)        context: kind, round, layout
-
-Clients and server of a run have the key; nobody else makes a message that they look into. The messages
-of CKKS have none: their ciphertexts have tags that only clients can check, see `linear_tags`.
+a row) and clear (float32). The ciphertexts of CKKS have tags that only clients can check, see `LinearTags`.
 
 Which coordinates of an update are encrypted; the others travel in clear.
 
@@ -16,9 +11,8 @@ the update: what is in clear, the server reads. Source: Jin et al. 2023 (2303.10
 
 from __future__ import annotations
 
-import hmac
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
@@ -29,7 +23,6 @@ from fl_lightning.core.container import Form, as_tensor, bytes_of, form_of, read
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 
-TAG_SIZE = 32
 _KIND = "encrypted"
 
 
@@ -42,7 +35,6 @@ class EncryptedUpdate:
             all of one length.
         clear: the other coordinates in order, float32.
         sender: client that sent it; of a sum 0.
-        tag: see `signed`; zeros without one.
 
     Example:
         >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]), sender=7)
@@ -57,29 +49,6 @@ class EncryptedUpdate:
     ciphertexts: tuple[bytes, ...]
     clear: Tensor
     sender: int = 0
-    tag: bytes = bytes(TAG_SIZE)
-
-    def signed(self, key: bytes, context: bytes) -> EncryptedUpdate:
-        """Return the update with the tag that shows that a party of the run made it.
-
-        Args:
-            key: 32 bytes that the parties of a run have.
-            context: of which round it is, and whether an update or a sum.
-        """
-        return replace(self, tag=self._tag(key, context))
-
-    def check(self, key: bytes, context: bytes) -> None:
-        """Raise MessageError if no party of the run made this for this context."""
-        if not hmac.compare_digest(self.tag, self._tag(key, context)):
-            raise MessageError(
-                f"a message of client {self.sender} is not authentic: nobody with the run's key made "
-                "it for this round, or it changed on its way; it was not looked into"
-            )
-
-    def _tag(self, key: bytes, context: bytes) -> bytes:
-        # the context's length first, so that no part of it can be taken for the message's
-        length = len(context).to_bytes(8, "little")
-        return hmac.digest(key, length + context + write(_KIND, {}, self._tensors()), "sha256")
 
     @property
     def num_bytes(self) -> int:
@@ -88,15 +57,13 @@ class EncryptedUpdate:
 
     def encode(self) -> bytes:
         """Return the message."""
-        return write(_KIND, {}, {**self._tensors(), "tag": as_tensor(self.tag)})
-
-    def _tensors(self) -> dict[str, Tensor]:
         ciphertexts = as_tensor(b"".join(self.ciphertexts))
-        return {
+        tensors = {
             "sender": torch.tensor(self.sender),
             "ciphertexts": ciphertexts.reshape(len(self.ciphertexts), self._width),
             "clear": self.clear.float(),
         }
+        return write(_KIND, {}, tensors)
 
     @property
     def _width(self) -> int:
@@ -126,7 +93,7 @@ class EncryptedUpdate:
         if tensors["sender"] < 0:
             raise MessageError("the sender's id is negative")
         found = tuple(map(bytes_of, tensors["ciphertexts"]))
-        return cls(found, tensors["clear"], int(tensors["sender"]), bytes_of(tensors["tag"]))
+        return cls(found, tensors["clear"], int(tensors["sender"]))
 
 
 def encrypted_size(num_ciphertexts: int, width: int, num_clear: int) -> int:
@@ -139,7 +106,6 @@ def _forms(num_ciphertexts: int, width: int, num_clear: int) -> dict[str, Form]:
         "sender": ("I64", ()),
         "ciphertexts": ("U8", (num_ciphertexts, width)),
         "clear": ("F32", (num_clear,)),
-        "tag": ("U8", (TAG_SIZE,)),
     }
 
 

@@ -129,7 +129,7 @@ class MaskCounts:
         self._counts: dict[str, Tensor] = {}
 
     def add(self, mask: Mask) -> None:
-        """Add one mask."""
+        """Count the entries of a further mask."""
         if not self.num_masks:
             self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
             self.num_entries = mask.num_entries
