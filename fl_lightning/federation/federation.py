@@ -91,7 +91,7 @@ class Federation(Options, Callback):
             self._saved = None
         for part in self.rounds.stages.around_fit:
             part.fit_begins(trainer, None if saved else earlier)
-        take_over(trainer, self.rounds, self._cleanup)
+        take_over(trainer, self.rounds, self.rounds.run, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resume from a checkpoint, also of a run whose rounds had another number of groups."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -277,20 +277,14 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
     )
 
 
-class DrivenRounds(Rounds, Protocol):
-    """The rounds that the loop drives, with their run."""
-
-    run: Run
-
-
-def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
-    """Install rounds in Lightning's loop, and show them to hooks, until the fit is over."""
-    cleanup.callback(rounds.run.step.use, ())
+def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) -> None:
+    """Install a run's rounds in Lightning's loop, and show them to hooks, until the fit is over."""
+    cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
-    trainer.accumulate_grad_batches = len(rounds.run.groups)  # global_step counts rounds
+    trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
     install(trainer, rounds)
     cleanup.enter_context(preserve_global_generators())
-    owners: tuple[Any, ...] = (rounds.run.module, rounds.run.data)
+    owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
         let_groups_pass(owner, cleanup)
-    have_rounds_for_batches(trainer, rounds.run.groups, cleanup)
+    have_rounds_for_batches(trainer, run.groups, cleanup)

@@ -16,6 +16,7 @@ current ones by the same weight, b ← (1 - w) b + w b_i, w = s(τ) or α s(τ).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -99,17 +100,27 @@ ASYNCHRONOUS = Traits(
 )
 
 
-class AsyncRule(Protocol):
-    """An asynchronous rule: concurrent clients, updates per server step, weight of stale updates."""
+@dataclass(frozen=True, kw_only=True)
+class AsyncRule(ABC):
+    """Base of asynchronous rules: concurrent clients, updates per server step, weight of stale updates."""
 
-    @property
-    def concurrency(self) -> int:
-        """Number of clients that train at any time."""
+    concurrency: int
+    staleness: Staleness | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "buffer_size"):
+            check_range(name, getattr(self, name), "at least 1 client")
 
     @property
     def buffer_size(self) -> int:
         """Number of updates per server step."""
+        return 1
 
+    def weight(self, tau: int) -> float:
+        """Return s(τ)."""
+        return (self.staleness or PolynomialStaleness()).weight(tau)
+
+    @abstractmethod
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
         """Return the updates weighted by their staleness, of the shape of ``deltas``.
 
@@ -122,7 +133,7 @@ class AsyncRule(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedBuff:
+class FedBuff(AsyncRule):
     """The server steps whenever a buffer of updates is full.
 
     Args:
@@ -137,22 +148,17 @@ class FedBuff:
         tensor([-0.5000,  0.5000])
     """
 
-    concurrency: int
     buffer_size: int = 10
-    staleness: Staleness | None = None
-
-    def __post_init__(self) -> None:
-        _check_counts(self.concurrency, self.buffer_size)
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
         """Return s(τ) Δ."""
-        weight = _weight(self.staleness, staleness)
+        weight = self.weight(staleness)
         return deltas if weight == 1 else deltas * weight
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAsync:
+class FedAsync(AsyncRule):
     """The server mixes each client's model into its own on arrival.
 
     Args:
@@ -167,30 +173,14 @@ class FedAsync:
         tensor([0.3125])
     """
 
-    concurrency: int
     mixing: float = 0.6
-    staleness: Staleness | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self.concurrency, 1)
+        super().__post_init__()
         check_range("mixing", self.mixing, "in (0, 1]")
-
-    @property
-    def buffer_size(self) -> int:
-        """One update per step."""
-        return 1
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
         """Return α s(τ) (x - y)."""
-        weight = self.mixing * _weight(self.staleness, staleness)
+        weight = self.mixing * self.weight(staleness)
         apart = deltas if drift is None else deltas + drift
         return apart if weight == 1 else apart * weight
-
-
-def _weight(staleness: Staleness | None, tau: int) -> float:
-    return (staleness or PolynomialStaleness()).weight(tau)
-
-
-def _check_counts(concurrency: int, buffer_size: int) -> None:
-    for name, count in (("concurrency", concurrency), ("buffer_size", buffer_size)):
-        check_range(name, count, "at least 1 client")

@@ -45,23 +45,19 @@ _AVERAGES_STEPS = (
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
     """Refuse combinations that would give a wrong result."""
-    problems = [*_data_problems(trainer), *_module_problems(module), *_trainer_problems(trainer)]
+    problems = [*_module_problems(trainer, module), *_trainer_problems(trainer)]
     if problems:
         raise ConfigurationError("; ".join(problems))
 
 
-def _data_problems(trainer: Trainer) -> Iterator[str]:
-    data = trainer.datamodule  # type: ignore[attr-defined]
+def _module_problems(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+    data, name = trainer.datamodule, type(module).__name__  # type: ignore[attr-defined]
     if not isinstance(data, FederatedDataModule):
         given = "no data module" if data is None else type(data).__name__
         yield (
             f"data: a federation needs a FederatedDataModule, got {given}: wrap yours as "
             "FederatedDataModule(source=…, num_clients=…)"
         )
-
-
-def _module_problems(module: LightningModule) -> Iterator[str]:
-    name = type(module).__name__
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
 

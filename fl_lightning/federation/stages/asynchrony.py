@@ -32,6 +32,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -160,7 +161,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True)
-class ArrivingCohort:
+class ArrivingCohort(Cohort):
     """The clients whose updates arrive, as a cohort; without arrivals nobody knows who it will be."""
 
     arrivals: Arrivals | None

@@ -94,7 +94,7 @@ class AtSite(Callback):
         )
         self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
-        take_over(trainer, self._rounds, self._cleanup)
+        take_over(trainer, self._rounds, run, self._cleanup)
         if greeting is not None:
             self._follow_mask(greeting)
 
@@ -165,8 +165,8 @@ class AtSite(Callback):
         """Answer with the metrics of clients' own examples."""
         self._memory.begin(order)
         self._rounds.hold(order)
-        run, options = self._rounds.run, self._options
-        models = recalled_models(trainer, options.personal, options.seed, run, {})
+        own = self._rounds.run.local.own.names, self._rounds.run.memory.clients
+        models = recalled_models(trainer, self._options.personal, self._options.seed, own, {})
         self._desk.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
