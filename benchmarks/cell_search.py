@@ -43,8 +43,8 @@ _HELD: dict[str, Any] = {
     "alpha_held": True,
     "alpha_from": 0.5,
 }
-# With 8 channels a quarter, as published, is two channels; over clients half of them is searched.
-_OVER_CLIENTS: dict[str, dict[str, Any]] = {"PC-DARTS": {"rule": partial(PartialChannels, part=2)}}
+# With 8 channels a quarter, as published, is two channels; over IID clients half of them is searched.
+_IID: dict[str, dict[str, Any]] = {"PC-DARTS": {"rule": partial(PartialChannels, part=2)}}
 _MOVING: dict[str, Any] = {
     "architecture_optimizer": partial(
         torch.optim.Adam, lr=0.01, betas=(0.5, 0.999), weight_decay=1e-3
@@ -88,8 +88,8 @@ def found(search: str, clients: str, images: Images, seed: int) -> Supernet:
         images, num_clients=10, partition=partition, search_fraction=0.5, seed=seed
     )
     given = SEARCHES[search]
-    if clients != "central":
-        given = given | _OVER_CLIENTS.get(search, {})
+    if clients == "IID":
+        given = given | _IID.get(search, {})
     options = {name: value() if callable(value) else value for name, value in given.items()}
     module = Supernet(
         NASBench201(),

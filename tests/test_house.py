@@ -46,8 +46,8 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (2111, 14),
-    "cli": (4554, 22),
+    "callbacks": (2106, 14),
+    "cli": (4546, 22),
     "client": (4343, 21),
     "core": (2486, 15),
     "data": (7060, 34),

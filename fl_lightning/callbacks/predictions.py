@@ -64,31 +64,26 @@ class Predictions(Callback):
         stem = Path(own_run_folder(trainer), f"predictions{process}")
         stem.parent.mkdir(parents=True, exist_ok=True)
         loaders = [batches for _, batches in sorted(self._loaders.items())]
-        if not _is_table([batch for batches in loaders for batch in batches]):
-            path = _free(stem, ".pt")
-            torch.save(loaders, path)
-        else:
+        every = [batch for batches in loaders for batch in batches]
+        is_flat = all(isinstance(batch, Tensor) and batch.ndim in (1, 2) for batch in every)
+        if is_flat and len({batch.shape[1:] for batch in every}) == 1:
             path = _free(stem, ".csv")
             with path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(_table(loaders))
+        else:
+            path = _free(stem, ".pt")
+            torch.save(loaders, path)
         self.path = path
-
-
-def _is_table(batches: Sequence[Any]) -> bool:
-    is_flat = all(isinstance(batch, Tensor) and batch.ndim in (1, 2) for batch in batches)
-    return is_flat and len({batch.shape[1:] for batch in batches}) == 1
 
 
 def _table(loaders: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
     for loader, batches in enumerate(loaders):
         rows = [row for batch in batches for row in batch.reshape(len(batch), -1).tolist()]
         if loader == 0 and rows:
-            yield ["loader", "row", *_columns(len(rows[0]))]
+            count = len(rows[0])
+            names = [f"prediction_{n}" for n in range(count)] if count > 1 else ["prediction"]
+            yield ["loader", "row", *names]
         yield from ([loader, n, *row] for n, row in enumerate(rows))
-
-
-def _columns(count: int) -> list[str]:
-    return ["prediction"] if count == 1 else [f"prediction_{n}" for n in range(count)]
 
 
 def _free(stem: Path, suffix: str) -> Path:

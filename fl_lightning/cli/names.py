@@ -152,7 +152,9 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
     for path, name in given:
         match = _CLASS.fullmatch(name)
         if match and match["module"].partition(".")[0] in _KNOWN:
-            _check_whole(path, match["module"], match["name"])
+            defined = names_in(match["module"])
+            if defined is not None and match["name"] not in defined:
+                raise ConfigurationError(no_such_class(path, match["module"], match["name"]))
         elif is_known and name[:1].isupper() and name.isidentifier():
             _check_short(path, name)
 
@@ -178,14 +180,11 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, content
 
 
-def _check_whole(path: str, module: str, name: str) -> None:
-    defined = names_in(module)
-    if defined is not None and name not in defined:
-        close = get_close_matches(name, defined, n=1)
-        hint = f"Did you mean {module}.{close[0]}? " if close else ""
-        raise ConfigurationError(
-            f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
-        )
+def no_such_class(path: str, module: str, name: str) -> str:
+    """Return a sentence for a class of an option that its module does not define."""
+    close = get_close_matches(name, names_in(module) or (), n=1)
+    hint = f"Did you mean {module}.{close[0]}? " if close else ""
+    return f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
 
 
 def _check_short(path: str, name: str) -> None:

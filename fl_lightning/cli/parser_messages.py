@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fl_lightning.cli.checks import imported, what_is_missing
-from fl_lightning.cli.names import names_in, paths, where_listed
+from fl_lightning.cli.names import no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
 
 MOST_CHARACTERS = 500
@@ -224,14 +224,10 @@ def _missing_option(found: Complaint) -> str | None:
 def _unknown_class(found: Complaint) -> str | None:
     for reason in found.reasons:
         if match := _NO_NAME.match(reason):
-            close = difflib.get_close_matches(match["name"], names_in(match["module"]) or (), n=1)
-            told = f"module {match['module']!r} has no attribute {match['name']!r}."
-            told += f" Did you mean {match['module']}.{close[0]}?" if close else ""
-        elif match := _NO_MODULE.match(reason):
-            told = f"there is no module {match['module']!r}: it needs to be installed or spelt otherwise."
-        else:
-            continue
-        return f"{found.path}: {told} {where_listed(found.path)}"
+            return no_such_class(found.path, match["module"], match["name"])
+        if match := _NO_MODULE.match(reason):
+            told = f"there is no module {match['module']!r}: it needs to be installed or spelt otherwise"
+            return f"{found.path}: {told}. {where_listed(found.path)}"
     return None
 
 

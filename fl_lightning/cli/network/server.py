@@ -115,7 +115,7 @@ class OverSites:
             correspondence=self._correspondence,
             site_of=site_of,
             greeting=greeting,
-            signing_keys=_signing_keys(told),
+            signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
         federation.clients_per_group = len(sizes)
         if calibration is not None:
@@ -232,11 +232,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
 
 def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
     return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
-
-
-def _signing_keys(told: Mapping[str, SiteFacts]) -> dict[str, bytes]:
-    """Return the public keys of those sites that sign what they say in secure sums."""
-    return {site: bytes.fromhex(facts.signing) for site, facts in told.items() if facts.signing}
 
 
 def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:

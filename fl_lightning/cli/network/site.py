@@ -221,8 +221,9 @@ class SiteCalibration:
 
     def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return the sums for the head of clients."""
-        fit = self._calibration.head_fit
-        if not isinstance(fit, OneExchange):
+        fit: Any = self._calibration.head_fit
+        is_one_exchange = isinstance(fit, OneExchange)
+        if not is_one_exchange:
             raise OrderRefused("policy", "this run fits no head by one exchange of sums")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         owners, module = clients_as_owners(data), trainer.lightning_module
