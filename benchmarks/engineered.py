@@ -175,8 +175,8 @@ def best_variant(
     data: Data,
     precision: str,
     device: str = "cpu",
-    repetitions: int = 3,
     seconds: float = float("inf"),
+    repetitions: int = 3,
 ) -> Variant:
     """Return the variant that trains clients fastest: of each the best of some tries in turn.
 
@@ -185,8 +185,8 @@ def best_variant(
         data: its examples.
         precision: Lightning's name.
         device: where.
-        repetitions: tries of each, after one that warms up and compiles.
         seconds: after which there is no further try than one of each.
+        repetitions: tries of each, after one that warms up and compiles.
     """
     layers = work.initial_network().modules()
     is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1

@@ -181,7 +181,7 @@ def measure(name: str, options: Options) -> Turns:
     if options.precision != FULL:
         precisions["bare_full"] = FULL
     for column, precision in precisions.items():
-        variant = best_variant(work, data, precision, device, seconds=options.seconds / 3)
+        variant = best_variant(work, data, precision, device, options.seconds / 3)
         if (variant, precision) != (PLAIN, options.precision):
             timed[column] = loop_for(work, data, variant, precision, device=device)
     exact = BareLoop(work, data, PLAIN, options.precision, device=device, mean_dtype=torch.float64)
