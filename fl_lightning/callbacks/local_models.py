@@ -135,12 +135,9 @@ class LocalModels:
         self, trainer: Trainer, examples: ClientExamples, clients: list[int], *, local: bool
     ) -> dict[int, dict[str, Tensor]]:
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        module = trainer.lightning_module
         having = self._kept.of if local else None
         ids = np.array(clients, np.int64)
-        return evaluate_clients(
-            trainer, module, data, "test", ids, having, examples, is_shared=False
-        )
+        return evaluate_clients(trainer, data, "test", ids, having, examples, is_shared=False)
 
     def _tell(
         self,

@@ -11,9 +11,11 @@ nothing leaves the device before the client is done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,8 +51,8 @@ class LocalTrainer:
             every client.
         step: what one local step does.
         collector: learns what it logs.
-        schedules: of learning rates; they start for every client as the round left them.
-        by_step: those that count local steps, see `RoundStart`; None if none does.
+        schedules: of learning rates, see `RoundStart`.
+        by_step: those that count local steps; None if none does.
         by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
             freeze parameters for a while.
         ignore: names of attributes of the module that are no client's, see `Attributes`.
@@ -65,6 +67,7 @@ class LocalTrainer:
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
+        homes: where the tensors of the module are.
         counts_steps: whether updates tell how many steps the optimizers took, see
             `ClientUpdate.optimizer_steps`; plain means have no use for it.
 
@@ -101,9 +104,9 @@ class LocalTrainer:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = whole_numbers(module)
-        self._homes = ModuleTensors(module)
+        self.homes = ModuleTensors(module)
         self._ignore = {*ignore, "log"}  # which the collector puts there
-        self._attributes, self._in_round = self._attributes_now(), False
+        self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
         self.keeps_lists, self._grown = False, list[Growth]()
         one = isinstance(optimizers, Optimizer)
@@ -114,7 +117,7 @@ class LocalTrainer:
         self._step = step
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
-        self.counts_steps = True
+        self.counts_steps, self._memory = True, np.empty(0, np.uint8)
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
@@ -198,8 +201,8 @@ class LocalTrainer:
         Args:
             number: the round's.
         """
-        self._homes.bring_home()
-        self._homes.note()
+        self.homes.bring_home()
+        self.homes.note()
         params = self._module.named_parameters()
         present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
@@ -216,19 +219,8 @@ class LocalTrainer:
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # where they are, so are those of the last walk
-            self._attributes = self._attributes_now()
+            self._attributes = Attributes(self._module, ignore=self._ignore)
         self._in_round, self._grown = True, []
-
-    def _attributes_now(self) -> Attributes:
-        return Attributes(self._module, ignore=self._ignore)
-
-    def bring_home(self) -> None:
-        """Give tensors that others replaced in the module their places again, see `ModuleTensors`."""
-        self._homes.bring_home()
-
-    def note_homes(self) -> None:
-        """Note the memory that tensors have now as their own: they were laid out anew on purpose."""
-        self._homes.note()
 
     def show_lists(self) -> None:
         """Append to lists what clients of the round appended, one client after the other.
@@ -314,9 +306,9 @@ class LocalTrainer:
         active = self._begin(start, masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
-            self._homes.freeze_again()
+            self.homes.freeze_again()
         except BaseException as error:
-            self._homes.put_back()
+            self.homes.put_back()
             if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
                 raise
             self.collector.discard()
@@ -325,7 +317,6 @@ class LocalTrainer:
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
-        self._homes.bring_home()
         logged = self.collector.collect()
         metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
         if self.own.size:
@@ -375,12 +366,21 @@ class LocalTrainer:
         if space.active or space.size < _LARGE:
             end = space.read()
             return torch.sub(start, end, out=end)
-        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
+        delta = self._vector(start)  # not gathered first, which is another pass over memory
         pairs = zip(space.views(start), space.entries(delta), strict=True)
         with torch.no_grad():
             for before, (after, _, moved) in pairs:
                 torch.sub(before, after, out=moved)
         return delta
+
+    def _vector(self, like: Tensor) -> Tensor:
+        """Memory for a delta: that of the last one if nobody holds it, as a first touch takes longer than a pass."""
+        if like.device.type != "cpu":
+            return torch.empty_like(like)
+        # a tensor on the array refers to it, and so do this attribute and the call
+        if self._memory.nbytes != like.nbytes or sys.getrefcount(self._memory) > 2:
+            self._memory = np.empty(like.nbytes, np.uint8)
+        return torch.from_numpy(self._memory).view(like.dtype)
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

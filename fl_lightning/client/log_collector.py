@@ -7,8 +7,8 @@ collector: it keeps value and batch size, and reduces once per client.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,19 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import weighted_mean
 
 _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
+
+
+@contextmanager
+def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of an object inside the block, unknown to `nn.Module`, and puts back its own one."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name)
+        if had:
+            object.__setattr__(owner, name, before)
 
 
 class LogCollector:
@@ -39,28 +52,17 @@ class LogCollector:
     def __init__(self) -> None:
         self.epoch_names: dict[str, str] = {}
         self.prog_bar: set[str] = set()
-        self._values: dict[str, list[Tensor | float]] = {}
-        self._weights: dict[str, list[int]] = {}
+        self._values: dict[str, list[tuple[Tensor | float, int]]] = {}  # with batch sizes
         self._reductions: dict[str, str] = {}
-        self.reductions: dict[
-            str, str
-        ] = {}  # of clients' values, by name, where it is not the mean
+        self.reductions: dict[str, str] = {}  # of clients' values, by name, where not the mean
         self._metrics: dict[str, Metric] = {}
         self.batch_size = 1
 
-    @contextlib.contextmanager
-    def listening_to(self, module: nn.Module) -> Iterator[None]:
+    def listening_to(self, module: nn.Module) -> AbstractContextManager[None]:
         """Shadow ``module.log`` while the block runs, which may be inside another such block."""
-        before = module.__dict__.get("log")
-        object.__setattr__(module, "log", self.log)
-        try:
-            yield
-        finally:
-            object.__delattr__(module, "log")
-            if before is not None:
-                object.__setattr__(module, "log", before)
+        return shadowed(module, "log", self.log)
 
-    @contextlib.contextmanager
+    @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
         """Inside `listening_to`, give the module its own ``log`` back while the block runs."""
         before = module.__dict__.pop("log", None)
@@ -70,7 +72,7 @@ class LogCollector:
             if before is not None:
                 object.__setattr__(module, "log", before)
 
-    @contextlib.contextmanager
+    @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Restores the collector's state when the block ends."""
         # the same objects afterwards: others read them
@@ -134,10 +136,8 @@ class LogCollector:
                 f"self.log({name!r}, …) takes one number, got a tensor of shape "
                 f"{tuple(value.shape)}: reduce it first"
             )
-        self._values.setdefault(name, []).append(
-            value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
-        )
-        self._weights.setdefault(name, []).append(batch_size or self.batch_size)
+        number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+        self._values.setdefault(name, []).append((number, batch_size or self.batch_size))
 
     def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
         reduction = getattr(reduce_fx, "__name__", reduce_fx)
@@ -156,17 +156,15 @@ class LogCollector:
 
     def collect(self) -> dict[str, Tensor]:
         """Return one scalar per name for the steps since the last call, and forget them."""
-        values, weights = self._values, self._weights
-        self._values, self._weights = {}, {}
+        values, self._values = self._values, {}
         return {
-            self.epoch_names[name]: self._reduce(self._reductions[name], logged, weights[name])
+            self.epoch_names[name]: _reduced(self._reductions[name], logged)
             for name, logged in values.items()
         }
 
     def discard(self) -> None:
         """Forget the values logged since the last `collect`."""
         self._values.clear()
-        self._weights.clear()
 
     def forget(self) -> None:
         """Forget everything that was logged, torchmetrics objects as well; these keep their states."""
@@ -210,11 +208,12 @@ class LogCollector:
             for name, value in state.items():
                 setattr(metric, name, value)
 
-    @staticmethod
-    def _reduce(reduction: str, values: list[Tensor | float], weights: list[int]) -> Tensor:
-        reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
-        tensors = [torch.as_tensor(value, device=reference.device) for value in values]
-        if reduction in ("mean", "avg"):
-            return weighted_mean(tensors, weights)
-        reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
-        return reduced
+
+def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor:
+    values, weights = zip(*logged, strict=True)
+    reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
+    tensors = [torch.as_tensor(value, device=reference.device) for value in values]
+    if reduction in ("mean", "avg"):
+        return weighted_mean(tensors, weights)
+    reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
+    return reduced

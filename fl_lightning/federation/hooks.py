@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -27,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 
 BATCH_HOOKS = (
@@ -65,25 +67,11 @@ def overrides(owner: Any, hook: str) -> bool:
     return False
 
 
-class GroupsPassBy:
-    """Shadows the batch hooks of an owner; `remove` uncovers them again."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._own: dict[str, Any] = {}
-        self._shadowed = [hook for hook in BATCH_HOOKS if overrides(owner, hook)]
-        for hook in self._shadowed:
-            if hook in vars(owner):
-                self._own[hook] = vars(owner)[hook]
-            object.__setattr__(owner, hook, _unless_group(getattr(owner, hook)))
-
-    def remove(self) -> None:
-        """Put back what was there."""
-        for hook in self._shadowed:
-            object.__delattr__(self._owner, hook)
-            if hook in self._own:
-                object.__setattr__(self._owner, hook, self._own[hook])
-        self._shadowed = []
+def let_groups_pass(owner: Any, cleanup: ExitStack) -> None:
+    """Shadow the batch hooks of an owner by ones that return a group untouched, until the cleanup."""
+    for hook in BATCH_HOOKS:
+        if overrides(owner, hook):
+            cleanup.enter_context(shadowed(owner, hook, _unless_group(getattr(owner, hook))))
 
 
 def _unless_group(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,76 +97,40 @@ def sees_groups(callback: Callback) -> bool:
     return is_ours or isinstance(callback, _SEE_GROUPS) or getattr(callback, "sees_groups", False)
 
 
-def have_rounds_for_batches(trainer: Trainer, groups: RoundGroups) -> Callable[[], None]:
-    """Call callbacks' batch hooks once a round, see `sees_groups`; returns a function that undoes it."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    shadows = [OncePerRound(callback, groups) for callback in callbacks]
-    told = [shadow.name for shadow in shadows if shadow.is_told]
+def have_rounds_for_batches(trainer: Trainer, groups: RoundGroups, cleanup: ExitStack) -> None:
+    """Call callbacks' batch hooks once a round, see `sees_groups`, until the cleanup."""
+    told = []  # Lightning's own expect no other
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if sees_groups(callback) or not any(overrides(callback, hook) for hook in _HOOKS):
+            continue
+        for hook, once in zip(_HOOKS, _once_per_round(callback, groups), strict=True):
+            cleanup.enter_context(shadowed(callback, hook, once))
+        if not type(callback).__module__.startswith("lightning."):
+            told.append(type(callback).__name__)
     if told:
         rank_zero_info(
             f"callbacks: on_train_batch_start and on_train_batch_end of {', '.join(told)} are called "
             "once a round (for every group of clients with an attribute sees_groups = True)"
         )
 
-    def undo() -> None:
-        for shadow in shadows:
-            shadow.remove()
 
-    return undo
+def _once_per_round(
+    callback: Callback, groups: RoundGroups
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the hooks of a callback that sees a round as one batch."""
+    own_start, own_end = (getattr(callback, hook) for hook in _HOOKS)
+    begun = -1
 
-
-class OncePerRound:
-    """Shadows the batch hooks of a callback, so that it sees a round as one batch; `remove` undoes it.
-
-    Args:
-        callback: whose hooks.
-        groups: know the clients of the round.
-
-    Attributes:
-        name: of the callback's class.
-    """
-
-    def __init__(self, callback: Callback, groups: RoundGroups) -> None:
-        self._callback, self._groups = callback, groups
-        self._own = {name: vars(callback)[name] for name in _HOOKS if name in vars(callback)}
-        self._start, self._end = (getattr(callback, name) for name in _HOOKS)
-        self._round = -1
-        self.name = type(callback).__name__
-        self._is_shadowed = not sees_groups(callback) and any(
-            overrides(callback, h) for h in _HOOKS
-        )
-        if self._is_shadowed:
-            vars(callback).update(zip(_HOOKS, (self.start, self.end), strict=True))
-
-    @property
-    def is_told(self) -> bool:
-        """True for callbacks that are not Lightning's own: their user may have expected otherwise."""
-        return self._is_shadowed and not type(self._callback).__module__.startswith("lightning.")
-
-    def start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Call the callback's own hook ahead of the round's first group, or of the first after resuming."""
-        if self._round != trainer.current_epoch:
-            self._round = trainer.current_epoch
-            self._start(trainer, pl_module, self._groups.whole, 0)
+    def start(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        nonlocal begun  # also the first group after resuming begins a round
+        if begun != trainer.current_epoch:
+            begun = trainer.current_epoch
+            own_start(trainer, pl_module, groups.whole, 0)
 
     def end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Call the callback's own hook after the round's last group, when the server has stepped."""
-        if trainer.is_last_batch:
-            self._end(trainer, pl_module, outputs, self._groups.whole, 0)
+        if trainer.is_last_batch:  # the server has stepped
+            own_end(trainer, pl_module, outputs, groups.whole, 0)
 
-    def remove(self) -> None:
-        """Put back what was there."""
-        if self._is_shadowed:
-            for name in _HOOKS:
-                del vars(self._callback)[name]
-            vars(self._callback).update(self._own)
-        self._is_shadowed = False
+    return start, end

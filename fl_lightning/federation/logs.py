@@ -22,8 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
@@ -102,12 +101,9 @@ def log_round(
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
     trainer.progress_bar_metrics.update({name: values[name] for name in in_progress_bar})
+    shown = {name: value for name, value in values.items() if name not in twins}
     for logger in trainer.loggers:
-        with _one_event(logger):
-            shown = {name: value for name, value in values.items() if name not in twins}
-            logger.log_metrics(
-                {**shown, "epoch": trainer.current_epoch}, step=trainer.global_step - 1
-            )
+        _log(trainer, logger, {**shown, "epoch": trainer.current_epoch})
         logger.save()
 
 
@@ -118,43 +114,23 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
         logger.log_metrics(dict(values), step=step)
 
 
-@contextmanager
-def _one_event(logger: Logger) -> Iterator[None]:
-    """Writes the scalars of the block as one TensorBoard event a step instead of one each.
+def _log(trainer: Trainer, logger: Any, values: Mapping[str, float]) -> None:
+    """Log the numbers of a round, with TensorBoard as one event.
 
-    TensorBoard shows the same. A round has more of them than the writer's queue has places, and its
-    thread would be woken up for each: that took a third of a small round.
+    Else each would be an event. A round has more of them than the writer's queue has places, and its thread would be
+    woken up for each: that took a third of a small round.
     """
-    # a subclass with a log_metrics of its own may give the writer more than a step's scalars
+    step = trainer.global_step - 1
+    # a subclass may have a log_metrics of its own
     is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
-    writer: Any = getattr(logger, "experiment", None) if is_stock else None
-    file_writer = getattr(writer, "file_writer", None)
-    if file_writer is None:
-        yield
+    if not is_stock or not trainer.is_global_zero:
+        logger.log_metrics(values, step=step)
         return
-    event = _Event()
-    writer.file_writer = event
-    try:
-        yield
-    finally:
-        writer.file_writer = file_writer
-        for step, summary in event.summaries.items():
-            file_writer.add_summary(summary, step)
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
-
-class _Event:
-    """Stands in for a file writer and makes one summary a step of all that it is given."""
-
-    def __init__(self) -> None:
-        self.summaries: dict[int | None, Any] = {}
-
-    def add_summary(
-        self, summary: Any, global_step: int | None = None, walltime: float | None = None
-    ) -> None:
-        """Add what the writer's ``add_scalar`` has made."""
-        first = self.summaries.setdefault(global_step, summary)
-        if first is not summary:
-            first.value.extend(summary.value)
+    begin = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+    scalars = [Summary.Value(tag=f"{begin}{name}", simple_value=v) for name, v in values.items()]
+    logger.experiment.file_writer.add_summary(Summary(value=scalars), step)
 
 
 class EvaluationLogs:

@@ -120,7 +120,7 @@ class Run:
             by_hand=not module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
-        step.on_new_layout = local.note_homes
+        step.on_new_layout = local.homes.note
         return cls(
             trainer=trainer,
             groups=groups,

@@ -40,7 +40,7 @@ from fl_lightning.federation.clients.engine_options import (
 )
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.groups import RoundGroups, Share
-from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
+from fl_lightning.federation.hooks import have_rounds_for_batches, let_groups_pass
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
@@ -286,5 +286,5 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
-        cleanup.callback(GroupsPassBy(owner).remove)
-    cleanup.callback(have_rounds_for_batches(trainer, run.groups))
+        let_groups_pass(owner, cleanup)
+    have_rounds_for_batches(trainer, run.groups, cleanup)

@@ -128,7 +128,7 @@ class TestMetricObjects:
     def test_the_modules_own_validation_goes_on_where_it_was(self, run):
         module, data, trainer = run
         module.val_right.update(torch.eye(3), torch.tensor([0, 1, 0]))
-        evaluate_clients(trainer, module, data, "validation")
+        evaluate_clients(trainer, data, "validation")
         assert float(module.val_right.compute()) == pytest.approx(2 / 3)
 
 

@@ -261,7 +261,7 @@ def test_per_client_evaluation_weighs_up_to_the_pooled_mean():
 
     module, data = ToyModule(), toy_data(client_val_fraction=0.3)
     trainer = fit(module=module, data=data, max_epochs=1)
-    values = evaluate_clients(trainer, module, data, "validation")
+    values = evaluate_clients(trainer, data, "validation")
     sizes = torch.tensor(data.held_out.num_examples[list(values)])
     means = torch.stack([metrics["val/loss"] for metrics in values.values()])
     held_out = torch.cat(list(data.held_out))

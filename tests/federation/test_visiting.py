@@ -326,7 +326,7 @@ def test_numbers_that_python_computed_keep_their_digits(precision):
     module, data = Gathers(), toy_data(client_val_fraction=0.3)
     trainer = toy_trainer(Federation(seed=0), max_epochs=1, precision=precision)
     trainer.fit(module, datamodule=data)
-    found = evaluate_clients(trainer, module, data, "validation")
+    found = evaluate_clients(trainer, data, "validation")
     thirds = [float(values["val/third"]) for values in found.values()]
     assert thirds == pytest.approx([1 / 3] * len(found), rel=1e-6)
 

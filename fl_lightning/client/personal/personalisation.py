@@ -173,16 +173,22 @@ class Personal(Personalisation):
         return [name for name, _ in (*params, *buffers)]
 
 
-def _tensors(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters()
-    yield from module.buffers()  # type: ignore[misc]
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)  # type: ignore[misc]
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern with ``*`` and ``?`` fits a name, whole or after a dot."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     # a tied parameter has several names, of which any will do
     params = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    found = [t for name, t in (*params, *buffers) if _matches(name, pattern)]
+    found = [t for name, t in (*params, *buffers) if name_matches(name, pattern)]
     if not found:
         names = [name for name, _ in (*params, *buffers)]
         shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
@@ -190,11 +196,6 @@ def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
             f"Personal: parameters: no parameter or buffer matches {pattern!r}; there are {shown}"
         )
     return found  # type: ignore[return-value]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def _heads(module: nn.Module) -> list[str]:
@@ -210,15 +211,10 @@ def _heads(module: nn.Module) -> list[str]:
 def _norm_tensors(module: nn.Module) -> list[nn.Parameter]:
     # by name, as networks bring normalisation layers of their own
     norms = [child for child in module.modules() if "norm" in type(child).__name__.lower()]
-    found = [t for child in norms for t in _direct(child)]
+    found = [t for child in norms for t in _tensors(child, recurse=False)]
     if not found:
         raise ConfigurationError(
             f"Personal: norms is set, but {type(module).__name__} has no normalisation layer with "
             "parameters or buffers: leave it out"
         )
     return found
-
-
-def _direct(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)  # type: ignore[misc]

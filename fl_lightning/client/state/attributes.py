@@ -18,7 +18,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -81,7 +81,7 @@ class _Noted:
         held: a container, whose entries are compared by identity; None for a value, which is compared as
             a whole.
         has_names: whether its keys are names of attributes, whose order does not matter.
-        is_part: whether some of its entries are somebody else's.
+        ignored: names of attributes that are somebody else's.
     """
 
     path: str
@@ -90,20 +90,25 @@ class _Noted:
     before: Any = _MISSING
     held: Any = None
     has_names: bool = False
-    is_part: bool = False
+    ignored: Collection[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.before = self.read() if self.before is _MISSING else self.before
 
     def is_same(self) -> bool:
         """True if a container holds the very same objects, or a value is equal."""
-        now, before = self.read(), self.before
-        if self.held is None or isinstance(before, set):
+        held, before = self.held, self.before
+        if self.has_names:
+            if held.keys() - self.ignored != before.keys():
+                return False
+            return all(map(is_, map(held.__getitem__, before), before.values()))
+        now = self.read()
+        if held is None or isinstance(before, set):
             return same_value(now, before)
         if isinstance(before, dict):
-            if now.keys() != before.keys() or (not self.has_names and [*now] != [*before]):
+            if [*now] != [*before]:
                 return False
-            now, before = [now[key] for key in before], before.values()
+            now, before = now.values(), before.values()
         return len(now) == len(before) and all(map(is_, now, before))
 
     def differences(self) -> list[str]:
@@ -173,8 +178,8 @@ class Attributes:
             self._note_generators(module)
             self._note_outside()
         # one pass in C over the entries of all containers tells that nothing has changed
-        self._rest = [each for each in self._noted if each.held is None or each.is_part]
-        whole = [each for each in self._noted if each.held is not None and not each.is_part]
+        self._rest = [each for each in self._noted if each.held is None or each.ignored]
+        whole = [each for each in self._noted if each.held is not None and not each.ignored]
         self._views = [n.held.values() if isinstance(n.held, dict) else n.held for n in whole]
         # names of attributes do not change alone
         self._views += [n.held for n in whole if isinstance(n.held, dict) and not n.has_names]
@@ -230,7 +235,8 @@ class Attributes:
     def _look_at_tensor(self, path: str, tensor: Tensor) -> _Inside:
         if _memory(tensor) in self._memory:
             return ()  # a parameter or buffer, seen another way
-        before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with torch.inference_mode(False):  # what is noted is compared outside as well
+            before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         self._note(path, lambda: tensor, partial(_write_tensor, tensor), before=before)
         if tensor.is_leaf:
             self._note(f"{path}.grad", lambda: tensor.grad, partial(setattr, tensor, "grad"))
@@ -298,16 +304,14 @@ class Attributes:
         self, path: str, own: dict[str, Any], ignore: Collection[str] = frozenset()
     ) -> _Inside:
         """Note an object's attributes, but for those that are somebody else's."""
-
-        def read() -> dict[str, Any]:
-            return {name: value for name, value in own.items() if name not in ignore}
+        read = partial(_attributes, own, ignore)
 
         def write(before: dict[str, Any]) -> None:
             for name in read():
                 del own[name]
             own.update(before)  # in the same order
 
-        noted = self._note(path, read, write, held=own, has_names=True, is_part=bool(ignore))
+        noted = self._note(path, read, write, held=own, has_names=True, ignored=ignore)
         return noted.before.items()  # type: ignore[no-any-return]
 
     # What is outside of the attributes: changes are found, and never put back.
@@ -327,8 +331,10 @@ class Attributes:
         functions: list[Any] = [each for each in met if isinstance(each, types.FunctionType)]
         for kind in dict.fromkeys(kind for each in met for kind in type(each).__mro__):
             if _is_users_code(kind.__module__) and not hasattr(kind, "__members__"):  # no enum
-                own, path = partial(_class_attributes, kind), f"class {kind.__name__}"
-                noted = self._note(path, own, None, held=kind, has_names=True, is_part=True)
+                own, path = vars(kind), f"class {kind.__name__}"
+                ignored = {name for name in own if name.startswith(("__", "_abc_impl"))}
+                read = partial(_attributes, own, ignored)
+                noted = self._note(path, read, None, held=own, has_names=True, ignored=ignored)
                 self._walk([(f"{path}.{name}", value) for name, value in noted.before.items()])
                 functions += map(_function_in, vars(kind).values())
         known = set[int]()
@@ -417,9 +423,8 @@ def _write_slot(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _class_attributes(kind: type) -> dict[str, Any]:
-    hidden = ("__", "_abc_impl")
-    return {name: value for name, value in vars(kind).items() if not name.startswith(hidden)}
+def _attributes(own: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in ignored}
 
 
 def _function_in(value: Any) -> Any:

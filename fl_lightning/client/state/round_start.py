@@ -86,7 +86,10 @@ class RoundStart:
         ]
         groups = [group for of_one in self._options for group in of_one]
         self._has_tensors = any(isinstance(v, Tensor) for group in groups for v in group.values())
-        self._numbers = [_numbers(each) for each in self._foreign]
+        self._numbers = [  # which they count by themselves
+            {k: v for k, v in vars(each).items() if type(v) in (int, float, bool)}
+            for each in self._foreign
+        ]
         self._tensors = [_tensors(each) for each in self._foreign]
         self._positions = [_position(each) for each in self._schedules]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
@@ -152,8 +155,9 @@ class RoundStart:
 
     def end(self) -> None:
         """Move schedules that count local steps on to the next round."""
-        for step in self._steps_of_round():
-            self._by_step[1](step)  # type: ignore[index]
+        if self._by_step is not None:
+            for step in self._steps_of_round():
+                self._by_step[1](step)
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
@@ -209,11 +213,6 @@ def _copied(options: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a foreign optimizer counts by itself."""
-    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, bool)}
 
 
 def _tensors(optimizer: Optimizer) -> list[tuple[str, Tensor, int]]:

@@ -43,19 +43,8 @@ def whole_numbers(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module.buffers(), *frozen) if not is_number(t)]
 
 
-def buffer_names(module: nn.Module) -> list[str]:
-    """Return the names of all floating-point buffers."""
-    return [name for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-
-
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
-    """Return the layout of a client's state.
-
-    Args:
-        module: whose state it is.
-        names: of the tensors that are.
-        without: those that are no part of it.
-    """
+    """Return the layout of a client's state: the tensors of some names, ``without`` others."""
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(module.named_parameters())
     chosen = frozenset(names) - frozenset(without)
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
@@ -143,20 +132,19 @@ class ModuleTensors:
     def note(self) -> None:
         """Note the memory behind every tensor, and which parameters train."""
         self._trains = [param.requires_grad for param in self._params]
+        self._frozen = [param for param in self._params if not param.requires_grad]
         self._own = [tensor for *_, tensor in self._places]
         self._tensors = [tensor for tensor in self._own if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._now = memory_of(self._tensors)
 
     def freeze_again(self) -> None:
-        """Put ``requires_grad`` of every parameter back.
+        """Put ``requires_grad`` of every parameter back, and bring all tensors home.
 
         Raises:
-            ConfigurationError: if a parameter that was frozen has trained.
+            ConfigurationError: if a parameter that was frozen has trained, or as `bring_home` does.
         """
-        pairs = zip(self._params, self._trains, strict=True)
-        frozen = (param for param, trains in pairs if not trains)
-        moved = next((p for p in frozen if p.requires_grad or p.grad is not None), None)
+        moved = next((p for p in self._frozen if p.requires_grad or p.grad is not None), None)
         self._put_flags_back()
         if moved is not None:
             raise ConfigurationError(
@@ -164,6 +152,7 @@ class ModuleTensors:
                 "what travels between clients and server is settled when a run starts. Leave it "
                 "frozen, or unfreeze it before."
             )
+        self.bring_home()
 
     def _put_flags_back(self) -> None:
         if [param.requires_grad for param in self._params] != self._trains:
@@ -264,11 +253,13 @@ def same_value(now: Any, before: Any) -> bool:
         >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
         (False, False)
     """
-    if now is before or type(now) is not type(before):
-        return now is before
-    if isinstance(now, Tensor):
+    if now is before:
+        return True
+    if isinstance(now, Tensor) and isinstance(before, Tensor):  # a parameter's copy is none
         kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
         return kinds[0] == kinds[1] and same_numbers(now, before)
+    if type(now) is not type(before):
+        return False
     try:
         if isinstance(now, dict):
             return [*now] == [*before] and same_value([*now.values()], [*before.values()])

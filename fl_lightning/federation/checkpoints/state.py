@@ -19,7 +19,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, final
 
-from fl_lightning.client.state.tensors import buffer_names
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import secret_seed
 from fl_lightning.core.update import GlobalModel
@@ -112,7 +111,7 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
             check_same(what, kind_of(state.get(key) or {}), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
-    names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them
+    names = state["client_state"]
     if names is not None:
         run.local.settle_state(names)
     check_same("seed", state["seed"], rounds.options.seed)

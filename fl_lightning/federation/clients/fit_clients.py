@@ -155,12 +155,7 @@ class FitClients:
     ) -> Generator[Upload | Missing, None, None]:
         """Train clients that begin alike, and yield what they send.
 
-        Afterwards the module holds whatever the last of them left.
-
-        Args:
-            start: what they begin from.
-            work: theirs.
-            transaction: of what has been yielded: those in slots count as a whole.
+        Afterwards the module holds whatever the last of them left. Those in slots count as a whole.
         """
         if self.engine.slots is None and start.options is None:
             return self._one_by_one.train(start, work)

@@ -77,9 +77,13 @@ class OneByOne:
         updates = without_buffers(made) if self._stages.is_private else made
         return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
 
-    @contextmanager
-    def around(self, turn: Turn) -> Iterator[None]:
+    def around(self, turn: Turn) -> AbstractContextManager[object]:
         """A block in which the module is one client's."""
+        has_stages = bool(self._stages.having["around"])
+        return self._among_stages(turn) if has_stages else self._counted(turn.work)
+
+    @contextmanager
+    def _among_stages(self, turn: Turn) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._counted(turn.work))
             for stage in self._stages.having["around"]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import islice
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,6 +18,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
+from fl_lightning.client.personal.personalisation import name_matches
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
@@ -81,7 +81,7 @@ class StateRehearsal:
                     with self._nothing_left() as visit:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
-                            self._local.bring_home()
+                            self._local.homes.bring_home()
                             changed |= {*visit.changed(names)}
                         self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]
@@ -174,7 +174,7 @@ def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = list(candidates(module))
     found: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in names if _matches(name, pattern)}
+        matches = {name for name in names if name_matches(name, pattern)}
         if not matches:
             shown = ", ".join(names[:20]) or "none"
             raise ConfigurationError(
@@ -183,8 +183,3 @@ def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
             )
         found |= matches
     return [name for name in names if name in found]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -52,13 +52,11 @@ def evaluated_clients(
         examples: on which; if None, those that clients hold out for the stage. Of common ones only the
             clients' own models are evaluated.
     """
-    module, found = trainer.lightning_module, dict[int, dict[str, Tensor]]()
+    found = dict[int, dict[str, Tensor]]()
     if examples is None or not examples.are_common:
-        found = evaluate_clients(trainer, module, data, stage, clients, examples=examples)
+        found = evaluate_clients(trainer, data, stage, clients, examples=examples)
     if models is not None:
-        own = evaluate_clients(
-            trainer, module, data, stage, clients, having=models.of, examples=examples
-        )
+        own = evaluate_clients(trainer, data, stage, clients, having=models.of, examples=examples)
         for client, metrics in own.items():
             named = {f"{PERSONAL}{name}": value for name, value in metrics.items()}
             found[client] = found.get(client, {}) | named
@@ -68,7 +66,6 @@ def evaluated_clients(
 @torch.no_grad()
 def evaluate_clients(
     trainer: Trainer,
-    module: LightningModule,
     data: FederatedDataModule,
     stage: StepOf,
     clients: npt.NDArray[np.int64] | None = None,
@@ -84,8 +81,7 @@ def evaluate_clients(
     examples that step or metric fails on a batch of one is left out, with a warning.
 
     Args:
-        trainer: whose precision and device are used.
-        module: evaluated as it is, in eval mode.
+        trainer: whose module is evaluated as it is, in eval mode.
         data: whose clients.
         stage: ``validation`` or ``test``: whose step and whose metrics.
         clients: which of them, all if None; those without examples are left out.
@@ -95,7 +91,7 @@ def evaluate_clients(
     """
     examples = examples or held_out_examples(data, stage)
     ids = (examples.clients if clients is None else clients).tolist()
-    metrics = metrics_of(module)
+    metrics = metrics_of(trainer.lightning_module)
     values = {}
     # the clients' examples are no part of the module's own validation
     with visiting(trainer, stage, mode="eval") as visit:

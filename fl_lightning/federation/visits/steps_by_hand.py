@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.client.corrections.correction import AddedTerm
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.client.optimizers import OutermostSteps
 from fl_lightning.core.errors import ConfigurationError
 
@@ -64,8 +65,8 @@ class TermByHand:
             clip(optimizer, *args, **kwargs)
 
         with (
-            _shadowed(self._strategy, "optimizer_step", optimizer_step),
-            _shadowed(self._module, "clip_gradients", clip_gradients),
+            shadowed(self._strategy, "optimizer_step", optimizer_step),
+            shadowed(self._module, "clip_gradients", clip_gradients),
             OutermostSteps(self._of, before=self._before_plain_step),
         ):
             yield
@@ -106,19 +107,6 @@ class TermByHand:
         """Return one of the gradients: clipping keeps it, the next backward pass makes another."""
         params = self._of[optimizer].params
         return params[0].grad if params else None
-
-
-@contextmanager
-def _shadowed(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of an object inside the block."""
-    own = vars(owner).get(name)
-    object.__setattr__(owner, name, method)
-    try:
-        yield
-    finally:
-        object.__delattr__(owner, name)
-        if own is not None:
-            object.__setattr__(owner, name, own)
 
 
 def outputs_by_hand(output: Any) -> dict[str, Any]:

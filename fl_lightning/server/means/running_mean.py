@@ -50,8 +50,8 @@ class RunningMean:
             self.add(vector, weight)
 
     def value(self) -> Tensor:
-        """Return the mean so far; zeros if nothing was added."""
-        return self._mean.clone()
+        """Return the mean so far, which changes as vectors are added; zeros if none was."""
+        return self._mean
 
     def sums(self) -> list[Tensor]:
         """Return tensors to add up over all processes."""
