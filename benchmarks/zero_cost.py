@@ -47,7 +47,7 @@ def main() -> None:
     accuracies = torch.tensor([truth.lookup(cell)["cifar10"] for cell in cells])
     size = {"side": _SIDE, "in_channels": 3, "num_classes": 10, "seed": args.seed}
     images, labels = folder_batch(Path(args.root) / "train", 32, **size)
-    build = partial(SPACE.build, **_SHAPE)
+    build = partial(SPACE.build, num_classes=10, in_channels=3, channels=8, cells=1)
 
     def sizes(measure: str) -> Callable[[Architecture], float]:
         return lambda cell: float(getattr(cost.of(SPACE, cell, side=_SIDE, **_SHAPE), measure))

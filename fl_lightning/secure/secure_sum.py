@@ -357,7 +357,8 @@ class HiddenIntegers(Aggregator):
             session = secure_sum.session(
                 len(cohort), size=size, round_index=round_index, graph_seed=randbits(63)
             )
-            return self._adds_at_sites(session, cohort)
+            outcome: HiddenSum = self._adds_at_sites(session, cohort)
+            return outcome
         if not self._keeps_vectors and vectors:
             nothing = np.broadcast_to(np.zeros(1, vectors[0].dtype), vectors[0].shape)
             vectors = vectors + [nothing] * (len(self.clients) - 1)

@@ -342,11 +342,11 @@ class Attributes:
             if not isinstance(function, types.FunctionType) or id(function) in known:
                 continue
             known.add(id(function))
-            for path, read in _named_by(function) if _is_users_code(function.__module__) else ():
-                value = read()
+            for path, get in _named_by(function) if _is_users_code(function.__module__) else ():
+                value = get()
                 functions.append(value)
                 if not isinstance(value, (types.FunctionType, type)):
-                    self._note(path, read, None)
+                    self._note(path, get, None)
                     self._walk([(path, value)])
         for each in self._noted[num_own:]:
             each.write = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import zlib
 from dataclasses import dataclass
@@ -156,11 +157,30 @@ def _read_file(pandas: Any, path: Path) -> Any:
             f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and "
             "give the frame"
         )
+    if path.suffix == ".gz":
+        _check_packed(path)
     separator = "," if kind == ".csv" else "\t"
     # pandas would call a second column of a name x.1
     head = pandas.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
     _check_once(head.iloc[0].dropna().tolist())
     return pandas.read_csv(path, sep=separator)
+
+
+_MOST_PACKED = (
+    100  # times its size that a file's content may have, beyond 100 MB; text has about 10
+)
+
+
+def _check_packed(path: Path) -> None:
+    """Raise ValueError for a file whose content is meant to fill the memory."""
+    most, size = max(_MOST_PACKED * path.stat().st_size, 100_000_000), 0
+    with gzip.open(path) as file:
+        while block := file.read(1 << 20):
+            size += len(block)
+            if size > most:
+                raise ValueError(
+                    f"its {path.stat().st_size} bytes unpack to more than {most}: unpack it, and look"
+                )
 
 
 def _check_once(names: list[Any]) -> None:

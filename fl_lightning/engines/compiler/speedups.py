@@ -131,8 +131,7 @@ def compiled_step(module: nn.Module) -> Callable[..., Any]:
 
     def step(batch: Any, *index: int) -> Any:
         # numbers would each want a graph: of steps, and of a metric's updates
-        options = {"suppress_errors": True, "allow_unspec_int_on_nn_module": True}
-        with torch._dynamo.config.patch(**options):
+        with torch._dynamo.config.patch(suppress_errors=True, allow_unspec_int_on_nn_module=True):
             return compiled(batch, *map(torch.tensor, index))
 
     return step

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, chain_cost
+from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -100,7 +100,8 @@ class MobileNet(SizeSpace):
     @property
     def first(self) -> Block:
         """The block before the stages, which is in every network."""
-        return Block(*self.widths[:2], 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
+        first, second = self.widths[:2]
+        return Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
 
     def blocks(self, architecture: Architecture) -> list[list[Block]]:
         """Return the shapes of the blocks, stage by stage."""
@@ -108,7 +109,7 @@ class MobileNet(SizeSpace):
         for number, stage in enumerate(self.sizes(architecture), 1):
             before, width = self.widths[number : number + 2]
             kind = self.squeeze[number], self.swish[number]
-            blocks = []
+            blocks: list[Block] = []
             for kernel, expansion in stage.blocks:
                 stride = 1 if blocks else self.strides[number]
                 blocks.append(Block(before, width, stride, *kind, int(kernel), float(expansion)))
@@ -132,11 +133,12 @@ class MobileNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        pieces = [
+        last, wide, mixed = self.widths[-3:]
+        pieces: list[Piece] = [
             (stem, in_channels, self.widths[0], self.strides[0]),
             (InvertedResidual, self.first),
             *((InvertedResidual, block) for stage in self.blocks(architecture) for block in stage),
-            (head, *self.widths[-3:], num_classes),
+            (head, last, wide, mixed, num_classes),
         ]
         return chain_cost(pieces, (in_channels, side, side))
 
@@ -301,7 +303,8 @@ class MobileNetNetwork(nn.Module):
         self.stages = nn.ModuleList(
             ElasticDepth([InvertedResidual(shape, kernels) for shape in stage]) for stage in stages
         )
-        self.head = head(*space.widths[-3:], num_classes)
+        last, wide, mixed = space.widths[-3:]
+        self.head = head(last, wide, mixed, num_classes)
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
         """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""

@@ -207,7 +207,8 @@ class LayeredNetwork(nn.Module):
             layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
             assert layer is not None, "there is no operation that leaves a layer out"
             self.layers.append(layer)
-        self.head = head(*shapes.widths[-3:], num_classes)
+        last, wide, mixed = shapes.widths[-3:]
+        self.head = head(last, wide, mixed, num_classes)
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
         """Return logits, (batch, num_classes)."""

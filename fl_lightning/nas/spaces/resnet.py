@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, chain_cost
+from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -116,7 +116,7 @@ class ResNet(SizeSpace):
         num_classes: int = 10,
     ) -> Cost:
         blocks = [block for stage in self.blocks(architecture) for block in stage]
-        pieces = [
+        pieces: list[Piece] = [
             (stem, in_channels, self.stem, self.stem_strides),
             *((BottleneckBlock, block) for block in blocks),
             (nn.AdaptiveAvgPool2d, 1),
