@@ -59,7 +59,7 @@ CAPS = {
     "models": (1546, 9),
     "nas": (11103, 46),
     "privacy": (2553, 13),
-    "secure": (4722, 22),
+    "secure": (4723, 22),
     "reports": (3173, 14),
     "server": (4158, 20),
     "sparsity": (3225, 22),
