@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2106, 14),
     "cli": (4546, 22),
-    "client": (4343, 21),
+    "client": (4332, 21),
     "core": (2486, 15),
     "data": (7080, 34),
     "engines": (3825, 19),
@@ -63,7 +63,7 @@ CAPS = {
     "reports": (3173, 14),
     "server": (4158, 20),
     "sparsity": (3225, 22),
-    "updates": (2381, 8),
+    "updates": (2376, 8),
     "__main__": (6, 1),
     "__init__": (93, 1),
 }

@@ -11,11 +11,9 @@ nothing leaves the device before the client is done.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -117,7 +115,7 @@ class LocalTrainer:
         self._step = step
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
-        self.counts_steps, self._memory = True, np.empty(0, np.uint8)
+        self.counts_steps = True
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
@@ -366,21 +364,12 @@ class LocalTrainer:
         if space.active or space.size < _LARGE:
             end = space.read()
             return torch.sub(start, end, out=end)
-        delta = self._vector(start)  # not gathered first, which is another pass over memory
+        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
         pairs = zip(space.views(start), space.entries(delta), strict=True)
         with torch.no_grad():
             for before, (after, _, moved) in pairs:
                 torch.sub(before, after, out=moved)
         return delta
-
-    def _vector(self, like: Tensor) -> Tensor:
-        """Memory for a delta: that of the last one if nobody holds it, as a first touch takes longer than a pass."""
-        if like.device.type != "cpu":
-            return torch.empty_like(like)
-        # a tensor on the array refers to it, and so do this attribute and the call
-        if self._memory.nbytes != like.nbytes or sys.getrefcount(self._memory) > 2:
-            self._memory = np.empty(like.nbytes, np.uint8)
-        return torch.from_numpy(self._memory).view(like.dtype)
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

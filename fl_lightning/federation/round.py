@@ -119,7 +119,7 @@ class Round:
                         self._receive(sent)
                         ended = sent.made.client_ids
                     self.record.finish(ended, num_bytes=sent.start.num_bytes)
-                    del sent  # its memory serves the next client
+                    del sent  # its memory is free for the next client
 
         self.record.means.reductions |= self.clients.collector.reductions
 

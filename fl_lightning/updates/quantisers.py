@@ -40,7 +40,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -307,18 +306,14 @@ def _rounded(
     limits: tuple[int, int],
     shift: float = 0.0,
 ) -> Tensor:
-    """Return ⌊values / steps + shift + u⌋ with u in [0, 1); where a step is 0 so are the values.
-
-    Of PCG64 the raw integers are promised to be the same in every version of NumPy; each makes two
-    draws of 24 bits, as many as single precision has. The largest u is 1 - 2⁻¹⁷, which a number below
-    128 can be added to without becoming the next whole one.
-    """
-    words = np.random.PCG64(seed)
+    """Return values / steps + shift, rounded at random; where a step is 0 so are the values."""
+    generator = torch.Generator().manual_seed(seed)
 
     def code(part: Tensor, steps: Tensor) -> Tensor:
-        bits = words.random_raw(-(-len(part) // 2)).view(np.uint32)[: len(part)] >> 8
-        draws = torch.from_numpy(bits.view(np.int32)).to(part).mul_(2.0**-24 * (1 - 2.0**-17))
-        return (part / steps).add_(shift).add_(draws).floor_().clamp_(*limits)
+        exact = (part / steps).add_(shift)
+        low = exact.floor()
+        draws = torch.rand(len(part), generator=generator).to(part.device)
+        return low.add_(draws < exact.sub_(low)).clamp_(*limits)
 
     safe = torch.where(steps > 0, steps, 1.0)
     return in_pieces(values, torch.int8, code, per_member(safe, values.numel(), block))
