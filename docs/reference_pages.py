@@ -35,7 +35,7 @@ PAGES = {
     "partitions": ("Partitions", ("data.partitions", "data.client_examples")),
     "cohorts": (
         "Cohorts and devices",
-        ("data.cohorts", "client.speeds", "client.devices", "client.recorded"),
+        ("data.cohorts", "client.devices", "client.clocks"),
     ),
     "models": ("Models", ("models",)),
     "corrections": ("Corrections", ("client.corrections",)),

@@ -162,6 +162,7 @@ def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover
+@pytest.mark.filterwarnings("ignore:The number of training batches")  # few data
 @pytest.mark.parametrize(("config", "base"), DIFFS.items())
 def test_every_diff_runs_over_its_base(config, base):
     run(base, config)

@@ -34,6 +34,7 @@ from fl_lightning.federation.logs import board_tag as board_tag
 from fl_lightning.federation.logs import boards as boards
 from fl_lightning.federation.logs import is_of_test as is_of_test
 from fl_lightning.federation.logs import keep_once as keep_once
+from fl_lightning.federation.logs import log_event as log_event
 from fl_lightning.federation.logs import log_figure as log_figure
 from fl_lightning.federation.logs import log_histogram as log_histogram
 from fl_lightning.federation.logs import log_numbers as log_numbers

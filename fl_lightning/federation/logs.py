@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
@@ -115,22 +116,33 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
 
 
 def _log(trainer: Trainer, logger: Any, values: Mapping[str, float]) -> None:
-    """Log the numbers of a round, with TensorBoard as one event.
+    step = trainer.global_step - 1
+    # a subclass may have a log_metrics of its own, and a report shadows it
+    is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
+    if is_stock and "log_metrics" not in vars(logger):
+        log_event(logger, values, step)
+    else:
+        logger.log_metrics(values, step=step)
+
+
+@rank_zero_only
+def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
+    """Log numbers with TensorBoard as one event.
 
     Else each would be an event. A round has more of them than the writer's queue has places, and its thread would be
     woken up for each: that took a third of a small round.
     """
-    step = trainer.global_step - 1
-    # a subclass may have a log_metrics of its own
-    is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
-    if not is_stock or not trainer.is_global_zero:
-        logger.log_metrics(values, step=step)
+    if any(isinstance(value, Mapping) for value in values.values()):  # several lines in one chart
+        TensorBoardLogger.log_metrics(board, dict(values), step)
         return
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    begin = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
-    scalars = [Summary.Value(tag=f"{begin}{name}", simple_value=v) for name, v in values.items()]
-    logger.experiment.file_writer.add_summary(Summary(value=scalars), step)
+    begin = f"{board._prefix}{board.LOGGER_JOIN_CHAR}" if board._prefix else ""
+    scalars = [
+        Summary.Value(tag=f"{begin}{name}", simple_value=float(value))
+        for name, value in values.items()
+    ]
+    board.experiment.file_writer.add_summary(Summary(value=scalars), step)
 
 
 class EvaluationLogs:

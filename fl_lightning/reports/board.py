@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from fl_lightning.federation import board_tag, boards, is_of_test, logged_once, table
+from fl_lightning.federation import (
+    board_tag,
+    boards,
+    is_of_test,
+    log_event,
+    logged_once,
+    table,
+)
 from fl_lightning.reports.history import History
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
@@ -69,7 +77,9 @@ class Charts:
     def start(self) -> Charts:
         """Shadow the loggers' ``log_metrics``."""
         for board in self._boards:
-            vars(board)["log_metrics"] = _Changing(board.log_metrics, re.compile(self._held))
+            vars(board)["log_metrics"] = _Changing(
+                partial(log_event, board), re.compile(self._held)
+            )
         return self
 
     def stop(self) -> None:

@@ -80,7 +80,7 @@ def messages_of_secure_sums():
 
 
 def encrypted():
-    update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0, -2.0]), 7, bytes(range(32)))
+    update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0, -2.0]), 7)
     yield (
         update.encode(),
         lambda data: EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=2),

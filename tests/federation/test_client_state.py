@@ -279,19 +279,6 @@ def test_a_buffer_that_grows_is_refused():
         fit(made(Grows))
 
 
-def test_a_checkpoint_from_before_averages_all_buffers(tmp_path):
-    fit(made(Norm, torch.float32), SaveEverywhere(tmp_path), max_epochs=1)
-    path = tmp_path / "0-end.ckpt"
-    checkpoint = torch.load(path, weights_only=False)
-    (state,) = [s for s in checkpoint["callbacks"].values() if "client_state" in str(s)]
-    holder = state if "client_state" in state else state["rounds"]
-    assert holder.pop("client_state") == ["net.1.running_mean", "net.1.running_var"]
-    torch.save(checkpoint, path)
-    federation = fit(made(Norm, torch.float32), ckpt_path=path)
-    names = federation.rounds.clients.local.state_names
-    assert names == ["weight", "net.1.running_mean", "net.1.running_var"]
-
-
 def test_a_stopped_run_goes_on_once_the_buffer_is_named(tmp_path):
     whole, module = made(ChangesLate), made(ChangesLate)
     fit(whole, client_state=["mean"])

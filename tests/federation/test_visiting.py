@@ -317,7 +317,7 @@ def test_clients_are_no_part_of_the_modules_own_validation():
     module, evaluation = Gathers(), ClientEvaluation(every_n_rounds=1)
     trainer = toy_trainer(Federation(seed=0), evaluation, max_epochs=2)
     trainer.fit(module, datamodule=toy_data(client_val_fraction=0.3))
-    assert trainer.callback_metrics["val/batches"] == 2  # 60 examples, 32 at a time
+    assert trainer.callback_metrics["val/batches"] == 1  # all 60 examples
     assert module.losses == []
 
 
