@@ -64,8 +64,9 @@ def public() -> dict[str, list[str]]:
     pages: dict[str, list[str]] = {page: [] for page in PAGES}
     seen: set[object] = set()
     for package in PACKAGES:
-        for name in import_module(package).__all__:
-            found = getattr(import_module(package), name)
+        module = import_module(package)
+        for name in getattr(module, "__all__", vars(module)):  # a door without a list shows all
+            found = getattr(module, name)
             if not (inspect.isclass(found) or inspect.isfunction(found)) or found in seen:
                 continue  # an alias of a type, or listed above
             if found.__module__ == "fl_lightning.core.kinds":
