@@ -164,6 +164,20 @@ def test_what_rounding_decides_is_no_reason_against_slots():
     assert trainer.callbacks[0].state_dict()["engine"]["slots"] is not None
 
 
+class Unstable(ToyModule):
+    """Has gradients in which rounding grows by ten million."""
+
+    def training_step(self, batch, batch_idx):
+        chaotic = 1e-6 * torch.sin(1e7 * self.net(batch[0])).mean()
+        return super().training_step(batch, batch_idx) + chaotic
+
+
+def test_training_too_unstable_to_compare_is_not_taken_on_trust():
+    with pytest.warns(UserWarning, match="training is too unstable to tell why"):
+        trainer = run(toy(Unstable))
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"] is None
+
+
 class Repeating(ToyModule):
     """Has dense layers only, all of them with inputs enough to be direct."""
 

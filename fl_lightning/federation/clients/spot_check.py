@@ -187,7 +187,8 @@ class SpotCheck:
         rounding = Rounding.of(self._precision, self._module)
         expected = _outcome(self._alone, work, start)
         num_seen = len(work.order)
-        if not (apart := difference(expected, found, work, start, self._alone, rounding, num_seen)):
+        apart = difference(expected, found, work, start, self._alone, rounding, num_seen)
+        if apart is None or math.isinf(apart.explained):
             return
         where = f"round {work.round_index}, client {work.client_id}"
         said = f"trained in slots, its {apart.name} differs by {apart.gap:.1e} of itself from what it is "
@@ -198,12 +199,13 @@ class SpotCheck:
 
 
 class Difference(NamedTuple):
-    """What differs most between two ways to train a client.
+    """The largest difference between two ways to train a client.
 
     Attributes:
         name: of what differs.
         gap: its share of the expected one.
-        explained: the largest share that rounding explains.
+        explained: the largest share that rounding explains; infinite if training is so unstable that no
+            digits are left to compare.
     """
 
     name: str
@@ -242,7 +244,8 @@ def difference(
         whole = _MARGIN * made.get(_UPDATE, 0.0)
         # rounding decides whether its numbers are finite, or there are no digits to compare
         if _FAILURE in made or whole >= 1:
-            return None
+            name = max(gaps, key=gaps.__getitem__)
+            return Difference(name, gaps[name], math.inf)
         for name, limit in limits.items():
             limits[name] = max(limit, whole, _MARGIN * made.get(name, 0.0))
     name = max(gaps, key=lambda name: gaps[name] / limits[name])

@@ -70,7 +70,7 @@ class StateRehearsal:
         return [name for name in candidates(self._module) if name in found]
 
     def changed_by(self, work: Iterable[ClientWork]) -> list[str] | None:
-        """Return what the first of some clients changes; None if none of them can take a step.
+        """Names of tensors that the first of some clients changes; None if none can take a step.
 
         A client that fails is met again, where it counts; see `warn_of_failures` for one that does not fail there.
         """

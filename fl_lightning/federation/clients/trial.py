@@ -220,8 +220,12 @@ class Trial:
         apart = difference(
             expected, found, client, self.model, self.alone, self._rounding, math.inf
         )
-        if apart is not None:
-            raise CannotStack(f"a trial client's {apart.name} was not the sequential one")
+        if apart is None:
+            return
+        reason = f"a trial client's {apart.name} was not the sequential one"
+        if math.isinf(apart.explained):
+            reason += ", and its training is too unstable to tell why"
+        raise CannotStack(reason)
 
     @property
     def _rounding(self) -> Rounding:
