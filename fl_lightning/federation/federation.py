@@ -150,12 +150,12 @@ class Federation(Options, Callback):
         self._saved = dict(state_dict)
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
-        """Return what clients have for themselves after the last round, or by the checkpoint."""
+        """Personal models of clients after the last round, or of the checkpoint."""
         saved = self._saved or self._personal_state or {}
         return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
 
     def personal_state(self) -> dict[str, Any]:
-        """Return what another process needs to evaluate personal models, unless it is large."""
+        """Data that another process needs to evaluate personal models, unless it is large."""
         return {} if self._fitted is None else state_to_bring_home(*self._fitted)
 
     @property

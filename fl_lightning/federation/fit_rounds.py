@@ -206,7 +206,7 @@ class FitRounds:
             self.travelling.follow_masks()
 
     def idle_lines(self) -> Iterator[str]:
-        """What to tell before a round in which nobody trains or nothing moves."""
+        """Warnings before a round in which nobody trains or nothing moves."""
         number, options = self.run.round_index, self.options
         if num_left_out := self.run.groups.num_left_out(number):
             yield (

@@ -224,7 +224,7 @@ def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> Non
 
 
 def logged_once(folder: Path) -> dict[str, float]:
-    """Return what a run has logged once, the test's numbers first."""
+    """Return the numbers that a run has logged once, the test's first."""
     path = folder / RESULTS
     kept = json.loads(path.read_text()) if path.exists() else {}
     numbers = {name: math.nan if value is None else float(value) for name, value in kept.items()}

@@ -124,7 +124,7 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """Return what a central fit trains on, which Lightning would set up a little later."""
+    """Return the training batches of a central fit, which Lightning would set up a little later."""
     trainer.fit_loop.setup_data()
     return trainer.train_dataloader
 
@@ -161,7 +161,7 @@ def plan_rounds(trainer: Trainer, number: int | None) -> None:
 
 
 def _steps(trainer: Trainer) -> Any:
-    """Return what ``global_step`` counts by, which differs where optimizers are stepped by hand."""
+    """Return Lightning's counter behind ``global_step``; another one if optimizers are stepped by hand."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress

@@ -178,7 +178,7 @@ class HasRoundState(Protocol):
     """A part of a round that changes while updates come."""
 
     def round_state(self) -> Any:
-        """Return what the open round has brought so far."""
+        """Return the state of the open round."""
 
     def load_round_state(self, state: Any) -> None:
         """Restore what `round_state` returned."""
@@ -229,7 +229,7 @@ class Transaction:
 
 
 def _copied(state: Any) -> Any:
-    """Return what `copy.deepcopy` does, of a tensor in a fifth of the time."""
+    """Return a deep copy; of a tensor in a fifth of the time of `copy.deepcopy`."""
     if isinstance(state, Tensor):
         return state.clone()
     if isinstance(state, dict):

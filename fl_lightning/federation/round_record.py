@@ -106,7 +106,7 @@ class RoundRecord:
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
 
     def without_clients(self) -> RoundRecord:
-        """Return what is known of the round, without what would tell who took part."""
+        """Numbers of the round, without those that tell who took part."""
         nobody = RoundRecord()
         names = "finished", "skipped", "lost", "durations", "means", "norms"
         return replace(self, **{name: getattr(nobody, name) for name in names})
@@ -127,7 +127,7 @@ class RoundRecord:
         return {_LOSS, f"{_LOSS}_std"} if is_twin else set()
 
     def facts(self) -> dict[str, float]:
-        """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
+        """Further numbers of the round: counts, norms, spreads over clients, bytes.
 
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
         length of the real encoding (`fl_lightning.updates.message`), with its header and metrics, and

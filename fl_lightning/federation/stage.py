@@ -186,15 +186,15 @@ class Stage:
         """Begin a round; one that is resumed has begun already."""
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return what clients manage of their work, without those whose updates will not come."""
+        """Return the work that clients finish, without those whose updates will not come."""
         return work
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return what clients get, those together that get the same."""
+        """Return the clients' starts, grouped by equal ones."""
         return [(start, work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return what becomes of updates on their way, together or one by one."""
+        """Return updates as they arrive at the server, together or one by one."""
         return (upload,)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -207,7 +207,7 @@ class Stage:
         """
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
-        """Return what the server descends, shape (k,); None for not stepping."""
+        """Return the server's descent direction, shape (k,); None to take no step."""
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
@@ -229,7 +229,7 @@ class Stage:
     # In checkpoints.
 
     def state_dict(self, *, with_round: bool) -> Any:
-        """Return what a checkpoint is to hold, for a stage with a `key`."""
+        """Return the state for a checkpoint, of a stage with a `key`."""
         return None
 
     def check(self, state: Any) -> None:
@@ -269,7 +269,7 @@ class Correcting(Learning):
 
     @abstractmethod
     def term(self, client: int) -> GradientTerm:
-        """Return what a client of slots adds to its gradients in this round."""
+        """Return the term that clients in slots add to their gradients in this round."""
 
 
 class KeepsTensors(Stage):
@@ -316,14 +316,14 @@ class SpansNetwork(Stage):
     """A stage whose two sides tell each other something where clients are remote."""
 
     def to_sites(self) -> Mapping[str, Tensor]:
-        """Return what clients must know in this round besides the model."""
+        """Return the data that clients need in this round besides the model."""
         return {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
         """Receive what `to_sites` has returned, before clients of the round train."""
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return what the server must know of a client's turn besides its update."""
+        """Return the data that the server needs of a client besides its update."""
         return {}
 
     def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
@@ -371,27 +371,27 @@ class Stages(Iterable[Stage]):
         return Stages(self._stages[: self._stages.index(stage)])
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return what clients manage of their work, in order."""
+        """Return the work that clients finish, stage by stage."""
         for stage in self.having["work"]:
             work = stage.work(work, record)
         return work
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return what clients get of the server's model."""
+        """Return the clients' starts, made from the server's model."""
         found = [(Start(model, model), work)]
         for stage in self.having["down"]:
             found = [piece for start, some in found for piece in stage.down(start, some)]
         return found
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return what becomes of updates, each piece when it is asked for."""
+        """Return updates as they arrive, each when it is asked for."""
         pieces: Iterable[Upload] = (upload,)
         for stage in self.having["up"]:
             pieces = chain.from_iterable(map(stage.up, pieces))
         return pieces
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
-        """Return what the server descends, in reverse order."""
+        """Return the server's descent direction, stages in reverse order."""
         gradient: Tensor | None = aggregate
         for stage in reversed(self.having["on_server"]):
             if gradient is None:
@@ -410,7 +410,7 @@ class Stages(Iterable[Stage]):
         return remember
 
     def term(self, client: int) -> GradientTerm:
-        """Return what a client of slots adds to its gradients: all terms together."""
+        """Return the sum of the terms that clients in slots add to their gradients."""
         terms = [stage.term(client) for stage in self._correcting]
         return terms[0] if len(terms) == 1 else sum(terms, _NO_TERM)  # to the bit, if it is one
 
@@ -444,6 +444,6 @@ def check_same(what: str, saved: Any, present: Any) -> None:
 
 
 def kind_of(state: Mapping[str, Any]) -> str | None:
-    """Return what a stage's state in a checkpoint is of; None if of nothing."""
+    """Kind of a stage's state in a checkpoint; None if it has none."""
     kind, names = state.get("kind"), state.get("names")
     return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind

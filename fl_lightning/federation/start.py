@@ -231,14 +231,14 @@ def check_begun(trainer: Trainer, options: Options) -> None:
 
 
 def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tuple[Run, Stages]:
-    """Return what trains at a site and what happens in its rounds; who adds up is the server."""
+    """Return the clients and the stages of a site; the server aggregates."""
     run = calendar.run_of(trainer, options)
     aggregator = run_aggregator(trainer, options.aggregator, None)
     return run, stages_of(run, options, aggregator, calendar.time, None)
 
 
 def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
-    """Return what makes a run's rounds private, as it must know who trains when; None if nothing.
+    """Return the stage of a run's privacy, which must know who trains when; None if there is none.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for.

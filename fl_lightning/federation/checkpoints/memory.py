@@ -40,12 +40,12 @@ class RunMemory:
         self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
 
     def waiting(self) -> list[Waiting]:
-        """Return what this process's clients remember from this round on, without the numbers."""
+        """Owners, sizes and types of this process's memories that wait to be shared."""
         vectors = self.clients.waiting().items()
         return [Waiting(*key, vector.numel(), vector.dtype) for key, vector in vectors]
 
     def share(self, waiting: Sequence[Sequence[Waiting]], device: torch.device) -> None:
-        """Have every process know what clients of any of them remember from this round on.
+        """Share the clients' memories of this round among all processes.
 
         To be called by all of them. The vectors travel one after the other, so that no process
         holds them all in RAM.
@@ -77,7 +77,7 @@ class RunMemory:
         return self.clients.state_dict(with_round=with_round, inside=not beside)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, whose files lie beside it.
+        """Restore the memories of a checkpoint, whose files lie beside it.
 
         Raises:
             ConfigurationError: if they do not.

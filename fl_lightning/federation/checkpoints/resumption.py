@@ -86,7 +86,7 @@ def _named(
 
 
 def settle_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Have loggers go on in a run's folder; those of a new one that would share theirs get one."""
+    """Make loggers continue in a run's folder; loggers of a new run get a folder of their own."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
         kind, options = _kind(logger), logger.init_args
@@ -161,7 +161,7 @@ def _kind(logger: Any) -> str:
 
 
 def keep_rows(trainer: Trainer, step: int) -> None:
-    """Have CSV files go on after the rows of steps before one, those of the run that is taken up.
+    """Keep the rows of CSV files before a step, those of the run that is resumed.
 
     `lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
     To be called by the first process alone.

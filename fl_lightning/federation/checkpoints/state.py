@@ -35,7 +35,7 @@ _KINDS = {"correction": "correction", "personal": "choice of federation.personal
 
 
 def run_state(rounds: FitRounds) -> dict[str, Any]:
-    """Return what a run has to keep, and what is known of the present round.
+    """Return the state of a run and of its present round.
 
     Of several processes one writes the checkpoint: it leaves out the open round, which is then
     trained again from its start. So does a private run, because the sums of an open round have no
@@ -148,7 +148,7 @@ class SecretCohorts:
         )
 
     def saved(self) -> str:
-        """Return what a checkpoint holds of the secret, which is in its file from then on."""
+        """Write the secret to its file, and return its hash for a checkpoint."""
         if self._run.ranks.rank == 0 and not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.file.with_suffix(".unfinished")

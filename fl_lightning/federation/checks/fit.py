@@ -275,7 +275,7 @@ class ChecksBatches(Protocol):
 
 
 def check_data_fits(trainer: Trainer) -> None:
-    """Have a module that knows how look at some of the data; nothing is drawn or changed."""
+    """Call the module's own check of batches, if it has one; nothing is drawn or changed."""
     module = trainer.lightning_module
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):

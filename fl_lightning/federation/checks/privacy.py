@@ -26,11 +26,11 @@ class ReleasesUnprotected(Protocol):
 
     @property
     def unprotected(self) -> str:
-        """What it shows and where, in words; empty if nothing."""
+        """Data that it shows, and the place, in words; empty if none."""
 
 
 def shown_by(owners: Iterable[object]) -> list[str]:
-    """Return what they show of clients' data that no noise covers, in words."""
+    """Data of clients that they show without noise, in words."""
     showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
     return [owner.unprotected for owner in showing if owner.unprotected]
 

@@ -31,7 +31,7 @@ Failure = ClientFailure | ConfigurationError
 
 @dataclass(frozen=True)
 class Report:
-    """What one process tells the others about a round."""
+    """Report of one process to the others about a round."""
 
     failure: Failure | None  # what stopped its clients
     behind: str | None  # the traceback of its cause, which does not travel; None without one
@@ -122,7 +122,7 @@ def merged_record(reports: Sequence[Report]) -> RoundRecord:
 
 
 def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str, str, str]]:
-    """Return what `Report.logged` tells.
+    """Logged values as `Report.logged` holds them.
 
     Raises:
         ConfigurationError: for an object that is not in the module, where others cannot find it.

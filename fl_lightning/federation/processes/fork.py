@@ -57,7 +57,7 @@ _SECONDS_TO_SAVE = 120.0
 
 
 class ForkLauncher:
-    """What Lightning calls to run a Trainer's function in several processes on CPUs.
+    """Launcher that runs a Trainer's function in several processes on CPUs.
 
     Args:
         strategy: whose processes they are.
@@ -337,7 +337,7 @@ class TrainerOutcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
-        """Return what there is to bring home."""
+        """Results to bring home."""
         fitted = trainer.state.fn == TrainerFn.FITTING
         return cls(
             result=None if trainer.state.fn == TrainerFn.PREDICTING else result,

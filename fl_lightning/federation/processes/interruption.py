@@ -42,7 +42,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `Interrupted` inside the block, and end the process the second time.
+    """Make Ctrl-C raise `Interrupted` inside the block, and end the process the second time.
 
     Also where it was ignored, as in the background of a script: nobody sends it for nothing.
     """
@@ -91,11 +91,11 @@ class Interruption(Callback):
         self._is_forked = False
 
     def agree(self) -> None:
-        """Know that all processes stop after this round."""
+        """Stop all processes after this round."""
         self.is_asked = self._is_agreed = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have signals do what this file says from now on."""
+        """Install this file's signal handlers."""
         self._parent = os.getppid()
         handlers: dict[int, Handler] = {signal.SIGINT: self._ask, signal.SIGALRM: _give_up}
         if not _is_requeued(trainer):
@@ -111,13 +111,13 @@ class Interruption(Callback):
         raise Interrupted(signal.SIGINT)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have signals do what they did before."""
+        """Restore the earlier signal handlers."""
         self._let_go()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Have signals do what they did before."""
+        """Restore the earlier signal handlers."""
         self._let_go()
 
     @contextmanager

@@ -48,7 +48,7 @@ class FederatedStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> ForkLauncher | None:  # type: ignore[override]
-        """What starts the processes."""
+        """Launcher of the processes."""
         environment = self.cluster_environment
         if self._fork is None and environment is not None and self.parallel_devices:
             on_cpu = self.parallel_devices[0].type == "cpu"
@@ -91,7 +91,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let every example be evaluated once, where Lightning would repeat a few to pad."""
+        """Evaluate every example once, where Lightning would repeat a few to pad."""
         batches = getattr(dataloader, "batch_sampler", None)
         for owner in (dataloader, batches):
             sampler = getattr(owner, "sampler", None)
@@ -105,7 +105,7 @@ class FederatedStrategy(DDPStrategy):
         self._logs = EvaluationLogs(self.lightning_module).start()
 
     def on_validation_end(self) -> None:
-        """Let the module log by itself again."""
+        """Give the module its own logging back."""
         if self._logs is not None:
             self._logs.stop()
 

@@ -99,7 +99,7 @@ class Arrivals:
         self._num_started = 0
 
     def step(self, number: int) -> ServerStep:
-        """Return what one step takes in, counted from 0."""
+        """Return the updates of one server step, counted from 0."""
         while len(self._steps) <= number:
             self._steps.append(self._next())
         return self._steps[number]
@@ -207,7 +207,7 @@ class KeptVersions(Stage):
         self._present = 0
 
     def start(self, version: int, start: Start) -> Start:
-        """Return what clients began from, of what they would begin from now."""
+        """Return the start of clients that began with the model of a version, given the present one."""
         if version == self._present:
             return start
         kept, present = self._models[version], start.present  # out of a checkpoint it is on the CPU
@@ -249,7 +249,7 @@ class Versions(KeptVersions):
         self._options = {v: kept for v, kept in self._options.items() if v in needed}
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return what clients did in the round in which each was started."""
+        """Return the clients' work in the rounds in which they started."""
         began, clients = self._arrivals.step(self._present).versions, work.client_ids.tolist()
         return self._plan.of(clients, [began.get(client, self._present) for client in clients])
 

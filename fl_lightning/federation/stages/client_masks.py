@@ -48,11 +48,11 @@ class HasClientMasks(Protocol):
     """
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return what gives a client's mask; None if all clients have the optimizer's."""
+        """Function from a client to its mask; None if all clients have the optimizer's."""
 
 
 def client_masks(trainer: Trainer) -> MaskOfClient | None:
-    """Return what gives a client's mask; None if all clients have the optimizer's."""
+    """Function from a client to its mask; None if all clients have the optimizer's."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         masks = callback.client_masks() if isinstance(callback, HasClientMasks) else None
         if masks is not None:

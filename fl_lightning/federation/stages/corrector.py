@@ -215,7 +215,7 @@ class Corrector(Correcting, SpansNetwork):
         return [(start._replace(num_bytes=num_bytes), work)]
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return what travels of memories."""
+        """Extra bytes that a client uploads, and downloads, in a round because of its memory."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -231,7 +231,7 @@ class Corrector(Correcting, SpansNetwork):
             self._mean = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Return what the server descends; to be called after `settle`."""
+        """Return the server's descent direction; to be called after `settle`."""
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
     def place(self, space: Space, positions: Tensor | None) -> None:
@@ -276,7 +276,7 @@ class Corrector(Correcting, SpansNetwork):
             self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
-        """Return what has been learnt in the open round but for memories."""
+        """Return the sums of the open round; memories are kept apart."""
         return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
 
     def load_round_state(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class SimulatedDevices(Stage):
         self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return what clients manage on their devices; those whose update will not come are out."""
+        """Return the work that clients finish on their devices, without those whose update will not come."""
         sending = []
         for client in work:
             steps = self._plan.batches_of_steps(client)

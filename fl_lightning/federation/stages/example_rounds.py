@@ -104,7 +104,7 @@ class ExampleRounds(PrivateStage):
         self.ledger.note(record, self.ledger.spent() | facts)
 
     def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
-        """Return what was spent."""
+        """Return the privacy spent."""
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:

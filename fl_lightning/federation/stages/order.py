@@ -124,7 +124,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
 def run_aggregator(
     trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
 ) -> Aggregator:
-    """Return what folds the updates of a run.
+    """Return the aggregator of a run's updates.
 
     Raises:
         ConfigurationError: for a rule that means nothing with their optimizer.

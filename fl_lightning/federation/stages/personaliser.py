@@ -172,12 +172,12 @@ class Personaliser(KeepsTensors):
             self._memory.put(MIXTURE, client, self._mixture)
 
     def own(self, client: int) -> Tensor | None:
-        """Return what a client has for itself, shape (o,); None if it never took part."""
+        """Personal parameters of a client, shape (o,); None if it never took part."""
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
-        """Return what is own; the tensors are in the memory."""
+        """Kind and names of the personal parameters; the tensors are in the memory."""
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:

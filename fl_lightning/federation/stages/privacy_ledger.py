@@ -136,7 +136,7 @@ class PrivacyLedger(Generic[M]):
         )
 
     def _rounding(self) -> str:
-        """Return what numbers are rounded to, and by how much that raises ε."""
+        """Words on the steps to which numbers are rounded, and by how much that raises ε."""
         noise, factor = self.mechanism.noise_multiplier, self.mechanism.rounding
         if not noise or self._end is None:
             return ""
@@ -176,7 +176,7 @@ class PrivacyLedger(Generic[M]):
         record.privacy = dict(facts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was spent and what later rounds depend on."""
+        """Return the budget spent and the state on which later rounds depend."""
         return {
             "kind": type(self._privacy).__name__,
             "setting": str(self.mechanism),
@@ -242,7 +242,7 @@ class PrivacyLedger(Generic[M]):
             self._use(self.mechanism)
 
     def total(self) -> Spent:
-        """Return what the model has cost so far."""
+        """Return the privacy spent so far."""
         return Spent(
             epsilon=self._epsilon(self.released),
             delta=self._earlier.delta + self._privacy.delta,

@@ -219,7 +219,7 @@ class PrivateRounds(PrivateStage):
         self.ledger.note(record, self.ledger.spent() | self._facts)
 
     def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
-        """Return what was spent and what later rounds depend on."""
+        """Return the budget spent and the state on which later rounds depend."""
         secret = None if self.cohorts is None else self.cohorts.saved()
         return self._spent() | {"cohorts_from": secret}
 

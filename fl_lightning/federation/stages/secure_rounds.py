@@ -58,7 +58,7 @@ class SecureRounds(Stage):
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return what hidden updates are larger than others, and what else a client gets."""
+        """Extra bytes that a client uploads, and downloads, because its update is hidden."""
         up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
         none = model.params[:0]  # of buffers as well; metrics are not counted
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))

@@ -58,7 +58,7 @@ class Transport(Stage):
         self.broadcast.place(space.shapes)
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return what clients get of a model."""
+        """Return the model as clients receive it."""
         model = start.model
         sent = self.broadcast.send(model.params, model.buffers, self._run.round_index)
         if sent.params is not model.params:
@@ -66,7 +66,7 @@ class Transport(Stage):
         return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return what arrives of updates: one by one, where something happens to them."""
+        """Return updates as they arrive: one by one, if transforms change them."""
         if self.path.is_empty:
             return (upload._replace(num_bytes=upload.num_bytes + bytes_up(upload.arrived)),)
         return self._one_by_one(upload)
@@ -93,7 +93,7 @@ class Transport(Stage):
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
     def state_dict(self, *, with_round: bool) -> list[str]:
-        """Return what happens to updates and to models."""
+        """Return the paths of updates and of models."""
         return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:

@@ -106,7 +106,7 @@ def evaluate_clients(
 
 
 def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[str, Tensor]:
-    """Return what a step logs on a client's batches; empty if it fails on a batch of one example."""
+    """Return the values that a step logs on a client's batches; empty if a batch of one example fails."""
     try:
         for _ in visit.steps(batches):
             pass
@@ -146,7 +146,7 @@ class ClientExamples:
 
 
 def held_out_examples(data: FederatedDataModule, stage: str) -> ClientExamples:
-    """Return what every client holds out for ``validation`` or ``test``.
+    """Return the examples that every client holds out for ``validation`` or ``test``.
 
     Example:
         >>> from fl_lightning.data import Digits

@@ -311,14 +311,14 @@ class LightningStep:
 
 
 def step_context(trainer: Trainer) -> StepContext:
-    """Return what makes the context that training steps run in; that of full precision does nothing."""
+    """Return a function that makes the context of training steps; in full precision it does nothing."""
     precision, names = trainer.precision_plugin, ("train_step_context", "forward_context")
     is_own = any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
     return precision.train_step_context if is_own else nullcontext
 
 
 def extra_work(trainer: Trainer) -> str | None:
-    """Return what a step does besides forward, backward, clipping and step; None if nothing."""
+    """Reason why a step is more than forward, backward, clipping and step; None if it is not."""
     if not trainer.lightning_module.automatic_optimization:
         return f"{type(trainer.lightning_module).__name__} steps its optimizers by hand"
     optimizer = trainer.optimizers[0]

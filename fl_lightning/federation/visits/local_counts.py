@@ -151,7 +151,7 @@ def count_locally(
 
 
 def counts_of(trainer: Trainer) -> LocalCounts:
-    """Return what a Trainer in a federated fit counts."""
+    """Return the counters of a Trainer in a federated fit."""
     assert isinstance(trainer, _CountingTrainer)
     return trainer.local_counts
 

@@ -97,7 +97,7 @@ class HasPersonalModels(Protocol):
         """Return them; None if clients have nothing for themselves."""
 
     def personal_state(self) -> dict[str, Any]:
-        """Return what another process needs for `personal_models`; empty if nothing."""
+        """Data that another process needs for `personal_models`; empty if none."""
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
         """Receive personal state after a fit in other processes."""
@@ -118,7 +118,7 @@ def recalled_models(
     fitted: tuple[Sequence[str], ClientMemory] | None,
     saved: Mapping[str, Any],
 ) -> PersonalModels | None:
-    """Return what clients have for themselves; None if nothing.
+    """Personal models of clients; None if there are none.
 
     Args:
         trainer: whose module holds the global model.
@@ -141,7 +141,7 @@ def recalled_models(
 
 
 def state_to_bring_home(names: Sequence[str], memory: ClientMemory) -> dict[str, Any]:
-    """Return what another process needs to evaluate personal models, unless it is large."""
+    """Data that another process needs to evaluate personal models, unless it is large."""
     if not names:
         return {}
     if not memory.is_small:

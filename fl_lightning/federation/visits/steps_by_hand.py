@@ -110,7 +110,7 @@ class TermByHand:
 
 
 def outputs_by_hand(output: Any) -> dict[str, Any]:
-    """Return what a training step by hand returned, as Lightning gives it to hooks.
+    """Return the output of a training step by hand, as Lightning gives it to hooks.
 
     Raises:
         ConfigurationError: for anything but a tensor, a dict or nothing.

@@ -165,7 +165,7 @@ _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
-    """Return what happens to a batch before the training step; None if nothing does."""
+    """Return the preparation of a batch before the training step, by hooks, precision and device; None without one."""
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     precision, strategy = trainer.precision_plugin, trainer.strategy
     before = next(
