@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,13 @@ class CompiledLoop(_FunctionalLoop):
         if self.work.momentum:
             self._velocity = [torch.zeros_like(p) for p in self._params]
         options = {"fallback_random": True}
-        self._step = torch.compile(self._whole, fullgraph=True, dynamic=False, options=options)  # type: ignore[method-assign]
+        compiled = partial(torch.compile, self._whole, fullgraph=True, options=options)
+        # smaller last batches share a graph, of any size
+        self._of_full, self._of_others = compiled(dynamic=False), compiled(dynamic=True)
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        step = self._of_full if len(x) == self.work.batch_size else self._of_others
+        step(x, y)
 
     def _whole(self, x: Tensor, y: Tensor) -> None:
         weights = x.new_full((len(x),), 1 / len(x))

@@ -126,6 +126,17 @@ def test_variants_of_the_bare_loop_agree(variant):
     assert (ends[0] - ends[1]).abs().max() < 1e-6
 
 
+def test_a_compiled_loop_takes_last_batches_of_any_size():
+    work = WORKLOADS["U-logreg"]
+    data, plan = work.data(), own_plan(work, 0)
+    assert len({len(visit.batches[-1]) for visit in plan}) > 8  # as many graphs as torch allows
+    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["compiled"])
+    for loop in (plain, other):
+        loop.train_round(plan)
+    for one, another in zip(plain.start, other.start, strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
+
+
 def test_one_gradient_is_the_mean_of_single_steps():
     work = replace(WORKLOADS["W3"].scaled(0.02), weight_decay=0.1)
     data, plan = work.data(), own_plan(work, 0)
