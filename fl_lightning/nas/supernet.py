@@ -65,8 +65,7 @@ from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Sof
 from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.cells import CellSpace
-from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Place = Literal["server", "clients", "none"]
