@@ -135,6 +135,7 @@ class Situation:
         velocities: momentum buffers of the weights.
         baseline: baseline of rewards, a writable buffer of shape (1,); 0 before the first reward.
         generator: returns a fresh generator of this step's draws, always with the same state.
+        masked: returns logits for α, in which operations that a row lacks have probability zero.
     """
 
     train: Loss
@@ -146,6 +147,7 @@ class Situation:
     velocities: Mapping[str, Tensor]
     baseline: Tensor
     generator: Callable[[], torch.Generator]
+    masked: Callable[[Tensor], Tensor]
 
 
 class AlphaGradient(ABC):
@@ -214,8 +216,8 @@ class Reward(AlphaGradient):
     @override
     def __call__(self, now: Situation) -> dict[str, Tensor]:
         alphas = leaves(now.alphas)
-        logs = alphas["alpha"].log_softmax(1)
-        drawn = drawn_operations(alphas["alpha"], 1, now.generator())
+        logs = now.masked(alphas["alpha"]).log_softmax(1)
+        drawn = drawn_operations(logs, 1, now.generator())
         loss = self.loss(
             float(now.accuracy(drawn[:, 0].tolist())),
             logs.gather(1, drawn.to(logs.device)).sum(),

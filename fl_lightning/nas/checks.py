@@ -11,8 +11,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
 from fl_lightning.nas.cost.penalties import Penalty
-from fl_lightning.nas.relaxation import Relaxation, SinglePath
+from fl_lightning.nas.relaxation import PartialChannels, Relaxation, SinglePath
 from fl_lightning.nas.sampled_paths import BinaryGates
+from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
@@ -113,6 +114,15 @@ def check_draws(rule: Relaxation, alpha_draws: int) -> None:
         why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"
         raise ConfigurationError(
             f"alpha_draws is {alpha_draws}, and {type(rule).__name__} {why}: leave it at 1"
+        )
+
+
+def check_parts(rule: Relaxation, space: CellSpace) -> None:
+    """Raise ConfigurationError for a rule that needs to know the channels of layers that are given as they are."""
+    if isinstance(rule, PartialChannels) and not space.has_shapes:
+        raise ConfigurationError(
+            f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
+            "by functions of yours: use Softmax, HardGumbel or another rule"
         )
 
 

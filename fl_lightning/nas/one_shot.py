@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size, check_labels
@@ -182,9 +183,14 @@ class OneShot(SharedWeights):
         if not self._drop_rate:
             yield
             return
-        network: Any = self.network
+        heads = head_names(self.network)
+        if not heads:
+            raise ConfigurationError(
+                "model.drop_rate: dropout is before the classifier, which this network does not name: give "
+                "its module a method get_classifier(), or set drop_rate to 0"
+            )
         drop = lambda _, inputs: (functional.dropout(inputs[0], self._drop_rate), *inputs[1:])
-        handle = network.get_classifier().register_forward_pre_hook(drop)
+        handle = self.network.get_submodule(heads[0]).register_forward_pre_hook(drop)
         try:
             yield
         finally:

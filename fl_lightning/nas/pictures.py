@@ -199,8 +199,8 @@ def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
 def _graph(space: CellSpace, architecture: Architecture, kind: str) -> list[Edge]:
     operations = space.operations_of(architecture)
     edges = [
-        (row.source, row.target, space.operations[operation])
-        for row, operation in zip(space.rows, operations, strict=True)
+        (row.source, row.target, space.name_of(number, operation))
+        for number, (row, operation) in enumerate(zip(space.rows, operations, strict=True))
         if row.cell == kind and operation != space.none
     ]
     return [*edges, *((source, target, "") for source, target in space.concatenated(kind))]
@@ -290,7 +290,7 @@ def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: Sequence[Edge])
 
 
 def _color(space: CellSpace, operation: str) -> str:
-    return COLORS.get(operation, _OTHERS[space.operations.index(operation) % len(_OTHERS)])
+    return COLORS.get(operation, _OTHERS[sum(map(ord, operation)) % len(_OTHERS)])
 
 
 def _edge_name(space: CellSpace, number: int) -> str:

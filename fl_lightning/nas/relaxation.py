@@ -79,6 +79,7 @@ class MixedEdge(nn.Module):
         super().__init__()
         self.row = row
         self.operations = nn.ModuleList(operations)
+        self.weights: EdgeWeights | None = None  # for networks that do not pass them on
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
         """Return Σ_o h[row, o] · o(x).
@@ -86,10 +87,11 @@ class MixedEdge(nn.Module):
         Raises:
             ValueError: if there are no weights, or not one for each operation.
         """
+        weights = weights or self.weights
         if weights is None:
             raise ValueError("an edge of a search needs the edge weights of a rule")
         h = weights.operations[self.row]
-        if len(h) != len(self.operations):
+        if len(h) < len(self.operations):
             raise ValueError(
                 f"this edge has {len(self.operations)} operations, got {len(h)} weights"
             )

@@ -117,7 +117,7 @@ class SearchReport(Callback):
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
-        shares = module.alpha.detach().softmax(1)
+        shares = module.shares
         values = {
             "search/entropy": _entropy(shares),
             "search/expected_flops": module.costs.expected(shares, "flops"),
@@ -138,7 +138,7 @@ class SearchReport(Callback):
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
-            self._draw(trainer, module, module.alpha.detach().softmax(1))
+            self._draw(trainer, module, module.shares)
 
     def _draw(self, trainer: Trainer, module: Any, shares: Tensor) -> None:
         step = trainer.current_epoch
@@ -160,10 +160,8 @@ class SearchReport(Callback):
                 f"alpha has not moved: it is fixed for the first {module.alpha_from:.0%} of the search. Its "
                 f"random start is {found}"
             )
-        entropy, largest = (
-            _entropy(module.alpha.detach().softmax(1)),
-            math.log(module.alpha.shape[1]),
-        )
+        equal = module.space.masked(torch.zeros_like(module.alpha)).softmax(1)
+        entropy, largest = _entropy(module.shares), _entropy(equal)
         why = ""
         is_known = self._signal.count >= _LEAST_STEPS
         if module.alpha_held and is_known and errors < _UNDECIDED_ERRORS:

@@ -54,6 +54,7 @@ from fl_lightning.nas.checks import (
     check_image_size,
     check_labels,
     check_learning,
+    check_parts,
     check_steps_once,
     check_weights_optimizer,
     protector,
@@ -177,6 +178,7 @@ class Supernet(SharedWeights):
         )
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
+        check_parts(self.rule, space)
         self.shape: dict[str, Any] = {
             "num_classes": num_classes,
             "in_channels": in_channels,
@@ -239,6 +241,11 @@ class Supernet(SharedWeights):
         """Architecture of the current architecture parameters."""
         beta = None if self.beta is None else self.beta.detach()
         return self.space.derive(self.alpha.detach(), beta)
+
+    @property
+    def shares(self) -> Tensor:
+        """Probabilities of the operations under the current α, (num_rows, num_operations)."""
+        return self.space.masked(self.alpha.detach()).softmax(1)
 
     @cached_property
     def costs(self) -> CostTable:
@@ -308,7 +315,8 @@ class Supernet(SharedWeights):
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return the rule's edge weights for architecture parameters."""
-        weights, beta = self.rule.weights(alphas["alpha"], step), alphas.get("beta")
+        weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
+        beta = alphas.get("beta")
         return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
 
     # Training: α on one half of a batch, then w on the other.
@@ -350,7 +358,7 @@ class Supernet(SharedWeights):
         step = self._search_step(draws, "weights", moves_alpha=False)
         mixed = self._mixed(self.point, step)
         if self._warm_up == "all" and not self.moves_alpha(self.current_epoch):
-            equal = torch.zeros_like(self.alpha).softmax(1)
+            equal = self.space.masked(torch.zeros_like(self.alpha)).softmax(1)
             mixed = EdgeWeights(equal, edges=mixed.edges)
         logits = self.network(images, mixed)
         loss = functional.cross_entropy(logits, labels)
@@ -434,12 +442,13 @@ class Supernet(SharedWeights):
             velocities={name: v for name, v in buffers.items() if v is not None},
             baseline=self.baseline,
             generator=partial(torch_generator, draws, "reward"),
+            masked=self.space.masked,
         )
         return self._learn(situation)
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Expected cost of an architecture drawn by softmax(α), a scalar."""
-        shares = alphas["alpha"].softmax(1)
+        shares = self.space.masked(alphas["alpha"]).softmax(1)
         if isinstance(self.measure, LatencyTable):
             return self.measure.expected(shares)
         return self.costs.expected(shares, self.measure)

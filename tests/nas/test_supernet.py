@@ -118,12 +118,13 @@ def adam(params):
 
 def supernet(space, rule=None, **options):
     seed_everything(0, verbose=False)
+    one_pixel = "TwoLayers" in str(space)
     return Supernet(
         space,
         rule,
         num_classes=2,
-        in_channels=4 if space == TwoLayers() else 1,
-        image_size=1 if space == TwoLayers() else 8,
+        in_channels=4 if one_pixel else 1,
+        image_size=1 if one_pixel else 8,
         channels=4,
         cells=1,
         optimizer=sgd,

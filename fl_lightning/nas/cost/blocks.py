@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
 from fl_lightning.nas.spaces.choices import Number
 from fl_lightning.nas.spaces.elastic import Repeat
-from fl_lightning.nas.spaces.sizes import NamedSize, Part, SizeSpace
+from fl_lightning.nas.spaces.sizes import NamedSize, Part, StagedSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 # a network and the kinds of its blocks
@@ -57,9 +57,9 @@ def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
     Raises:
         ConfigurationError: if it is another space.
     """
-    if isinstance(space, CellSpace):
+    if isinstance(space, CellSpace) and space.has_shapes:
         return CellBlocks(space, options)
-    if isinstance(space, SizeSpace):
+    if isinstance(space, StagedSpace):
         return SizeBlocks(space, options)
     raise ConfigurationError(
         f"{space.name} is made neither of cells nor of sizes: its blocks are not known"
@@ -153,7 +153,7 @@ class SizeBlocks(Blocks):
         options: of its `build`.
     """
 
-    def __init__(self, space: SizeSpace, options: Mapping[str, Any]) -> None:
+    def __init__(self, space: StagedSpace, options: Mapping[str, Any]) -> None:
         self.space, self.options = space, options
 
     def kinds(self) -> list[str]:

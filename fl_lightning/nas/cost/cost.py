@@ -100,7 +100,7 @@ class CostTable:
     """Costs of one space in networks of one shape; what `cost_table` returns.
 
     Attributes:
-        fixed: cost of all parts except cells.
+        fixed: cost of all parts except cells; in a module of yours that of the first candidates.
         flops: multiply-adds, (num_rows, num_operations), integers.
         params: numbers.
         activations: numbers.
@@ -156,10 +156,12 @@ def cost_table(
     """
     shape = {"channels": channels, "cells": cells}
     given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
-    numbers = {"side": side, "in_channels": in_channels, "num_classes": num_classes, **given}
-    for name, value in numbers.items():
+    shape_of_all = {"in_channels": in_channels, "num_classes": num_classes, **given}
+    for name, value in {"side": side, **shape_of_all}.items():
         if value < 1:
             raise ConfigurationError(f"{name} must be at least 1, got {value}")
+    if not space.has_shapes:
+        return _by_differences(space, side=side, **shape_of_all)
     flows: list[_Flow] = []
 
     def make_edge(
@@ -168,11 +170,23 @@ def cost_table(
         return _Watched(row, candidates, (channels_in, channels_out, stride), flows)
 
     with torch.device("meta"):
-        network = space.network(
-            make_edge, num_classes=num_classes, in_channels=in_channels, **given
-        )
+        network = space.network(make_edge, **shape_of_all)
         fixed = count(network, torch.empty(1, in_channels, side, side))
         return CostTable(fixed, *_sums(space, flows))
+
+
+def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
+    """Return the table of networks that differ from the first one in one row."""
+    first = [0] * space.num_rows
+    fixed = built_cost(space, space.architecture(first), side=side, **shape)
+    sums = torch.zeros(len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64)
+    for row, decision in enumerate(space.decisions):
+        for option in range(1, len(decision.options)):
+            other = space.architecture([*first[:row], option, *first[row + 1 :]])
+            cost = built_cost(space, other, side=side, **shape)
+            more = [getattr(cost, name) - getattr(fixed, name) for name in MEASURES]
+            sums[:, row, option] = torch.tensor(more)
+    return CostTable(fixed, *sums)
 
 
 # row, candidates, (channels in, channels out, stride), what flowed in

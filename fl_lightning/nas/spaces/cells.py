@@ -69,6 +69,7 @@ class CellSpace(SearchSpace):
 
     operations: ClassVar[tuple[str, ...]]
     none: ClassVar[int]
+    has_shapes: ClassVar[bool] = True  # whether edges say their channels and stride
 
     @property
     @abstractmethod
@@ -98,6 +99,14 @@ class CellSpace(SearchSpace):
     @abstractmethod
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return the names of a cell's nodes by number, for pictures."""
+
+    def name_of(self, row: int, operation: int) -> str:
+        """Name of an operation on a row."""
+        return self.operations[operation]
+
+    def masked(self, alpha: Tensor) -> Tensor:
+        """Return logits (num_rows, num_operations) whose softmax is zero for operations that a row lacks."""
+        return alpha
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
         """Return the edges (source, target) without operation; none by default."""

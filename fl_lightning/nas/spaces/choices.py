@@ -1,14 +1,21 @@
 """Choices in a network: numbers that layers follow while it runs.
 
-A layer whose size is a choice is built for the largest option and runs with the current one, see `elastic`.
+A layer whose size is a choice is built for the largest option and runs with the present one, see `elastic`.
 So all networks of a space share the weights of one. In the network of one architecture sizes are numbers.
+
+Choices in a module of yours join the `Building` under which its constructor runs. Under that of one
+architecture they have a single option, so that nothing else is built.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
+
+from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 
@@ -56,15 +63,19 @@ class ValueChoice(OpenSize):
     Args:
         options: different numbers above 0, rising.
         label: name of the decision; choices of one name in a network are one decision.
+        names: names of the options; the numbers if None.
 
     Attributes:
         index: number of the present option.
 
     Raises:
-        ConfigurationError: if the options are not rising numbers above 0.
+        ConfigurationError: if the options are not rising numbers above 0, or an earlier choice of this
+            label has others.
     """
 
-    def __init__(self, options: Sequence[Number], label: str) -> None:
+    def __init__(
+        self, options: Sequence[Number], label: str, names: Sequence[str] | None = None
+    ) -> None:
         self.options, self.label = tuple(options), label
         if not self.options or list(self.options) != sorted(set(self.options)):
             raise ConfigurationError(
@@ -72,7 +83,19 @@ class ValueChoice(OpenSize):
             )
         if self.options[0] <= 0:
             raise ConfigurationError(f"{label} must be above 0, got {self.options[0]:g}")
-        self.index = len(self.options) - 1
+        self.names = tuple(names or (f"{option:g}" for option in self.options))
+        self._index = [len(self.options) - 1]  # shared by the choices of a label
+        if (building := _BUILDING.get()) is not None:
+            building.join(self)
+
+    @property
+    def index(self) -> int:
+        """Number of the present option."""
+        return self._index[0]
+
+    @index.setter
+    def index(self, number: int) -> None:
+        self._index[0] = number
 
     @property
     def now(self) -> Any:
@@ -83,6 +106,85 @@ class ValueChoice(OpenSize):
     def most(self) -> Any:
         """The last option."""
         return self.options[-1]
+
+    def follow(self, first: ValueChoice) -> None:
+        """Be one decision with an earlier choice of this label."""
+        self._index = first._index
+
+
+class Building:
+    """The construction of a module with choices; a context.
+
+    Args:
+        chosen: option of every decision by its label; None: all are open.
+        make_edge: makes the layers that a rule of relaxation weighs, from the label and the candidates by
+            name; None for layers that run one at a time.
+
+    Attributes:
+        choices: the first choice of every label, in their order.
+        needs: of every label, the depths of repeated blocks in which it stands, and the number of its block.
+    """
+
+    def __init__(
+        self, chosen: Mapping[str, int] | None = None, make_edge: MakeLayer | None = None
+    ) -> None:
+        self.make_edge, self._chosen = make_edge, chosen
+        self.choices: dict[str, ValueChoice] = {}
+        self.needs: dict[str, tuple[tuple[str, int], ...]] = {}
+        self.inside: list[tuple[str, int]] = []
+        self._all: dict[str, tuple[Number, ...]] = {}
+
+    def join(self, choice: ValueChoice) -> None:
+        """Make a new choice one of this module's decisions.
+
+        Raises:
+            ConfigurationError: if it cannot be one.
+        """
+        label = choice.label
+        if self.make_edge is not None:
+            raise ConfigurationError(
+                f"{label}: a Supernet chooses among layers and inputs, not sizes: train a OneShot over "
+                "a ModuleSpace of this network"
+            )
+        if self._all.setdefault(label, choice.options) != choice.options:
+            raise ConfigurationError(
+                f"choices of one label have the same options: those of {label} are {choice.options} and "
+                f"{self._all[label]}. Give one of them another label"
+            )
+        if self._chosen is not None:
+            chosen = self._chosen[label]
+            choice.options, choice.index = (choice.options[chosen],), 0
+        self.needs.setdefault(label, tuple(self.inside))
+        choice.follow(self.choices.setdefault(label, choice))
+
+    def __enter__(self) -> Self:
+        self._token = _BUILDING.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _BUILDING.reset(self._token)
+
+
+# label, functions that make the candidates by name -> the layer
+MakeLayer = Callable[[str, Mapping[str, Callable[[], nn.Module]]], nn.Module]
+_BUILDING: ContextVar[Building | None] = ContextVar("building", default=None)
+
+
+def building() -> Building | None:
+    """Return the construction that runs now, if any."""
+    return _BUILDING.get()
+
+
+@contextmanager
+def inside(depth: Size, number: int) -> Iterator[None]:
+    """Note that a repeated block is built: its choices have an effect only if it runs."""
+    current = _BUILDING.get()
+    if current is None or not isinstance(depth, ValueChoice):
+        yield
+        return
+    current.inside.append((depth.label, number))
+    yield
+    current.inside.pop()
 
 
 Size = Number | OpenSize

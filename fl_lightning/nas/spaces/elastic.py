@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.spaces.choices import Size, ValueChoice, is_open, most, now, size_of
+from fl_lightning.nas.spaces.choices import (
+    Size,
+    ValueChoice,
+    inside,
+    is_open,
+    most,
+    now,
+    size_of,
+)
 
 
 def fitting(elastic: type[nn.Module], *sizes: Any, **options: Any) -> Any:
@@ -173,13 +181,22 @@ class Repeat(nn.ModuleList):
     """Blocks, one after the other, whose number may be a choice.
 
     Args:
-        blocks: at least as many as the largest depth; a generator makes no more.
+        blocks: a generator of at least as many as the largest depth; no more are made.
         depth: number of blocks that run.
+
+    Example:
+        >>> depth = ValueChoice([1, 3], label="depth")
+        >>> blocks = Repeat((nn.Linear(2, 2) for _ in range(9)), depth)
+        >>> len(blocks), blocks(torch.zeros(1, 2)).shape
+        (3, torch.Size([1, 2]))
     """
 
     def __init__(self, blocks: Iterable[nn.Module], depth: Size) -> None:
-        super().__init__(islice(blocks, most(depth)))
-        self._depth = depth
+        super().__init__()
+        self._depth, made = depth, iter(blocks)
+        for number in range(most(depth)):
+            with inside(depth, number):
+                self.append(next(made))
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the first blocks."""

@@ -40,7 +40,7 @@ from fl_lightning.nas.spaces.sizes import (
     Part,
     PartSizes,
     SizedNetwork,
-    SizeSpace,
+    StagedSpace,
     finish_settings,
 )
 from fl_lightning.nas.spaces.space import Architecture
@@ -49,7 +49,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 @final
 @dataclass(frozen=True)
-class MobileNet(SizeSpace):
+class MobileNet(StagedSpace):
     """The space.
 
     Attributes:

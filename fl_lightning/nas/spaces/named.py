@@ -111,6 +111,8 @@ def _plain(value: Any) -> Any:
         kind = type(value)
         settings = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": settings}
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 

@@ -34,7 +34,7 @@ from fl_lightning.nas.spaces.sizes import (
     Part,
     PartSizes,
     SizedNetwork,
-    SizeSpace,
+    StagedSpace,
     finish_settings,
 )
 from fl_lightning.nas.spaces.space import Architecture
@@ -43,7 +43,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 @final
 @dataclass(frozen=True)
-class ResNet(SizeSpace):
+class ResNet(StagedSpace):
     """The space.
 
     Attributes:

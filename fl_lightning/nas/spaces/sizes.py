@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
@@ -107,20 +108,27 @@ def depths_of(part: Part) -> Iterator[int]:
 class SizeSpace(SearchSpace):
     """A space of sizes.
 
-    A member writes `parts`, `network` and `cost`; the rest follows. A supernet is the network whose sizes are
-    choices; its ``forward(x, architecture=None)`` runs a part of it.
+    A supernet is the network whose sizes are choices; its ``forward(x, architecture=None)`` runs a part of it.
     """
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
-        """The stages."""
+    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
+        """Sizes to choose, with their names, in the order of the decisions."""
 
     @abstractmethod
-    def network(
-        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
-    ) -> SizedNetwork:
-        """Return the network of these sizes, which are numbers or choices."""
+    def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
+        """True for choices that have an effect, i.e. those of existing blocks."""
+
+    @abstractmethod
+    def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+        """Return the largest network; its ``forward(x, architecture=None)`` runs any of the space."""
+
+    @abstractmethod
+    def build(
+        self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
+    ) -> nn.Module:
+        """Return the network of an architecture, of PyTorch's layers, freshly drawn."""
 
     @abstractmethod
     def cost(
@@ -141,11 +149,6 @@ class SizeSpace(SearchSpace):
         """
 
     @cached_property
-    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
-        """Sizes to choose, with their names, in the order of the decisions."""
-        return tuple(named for part in self.parts for named in part.sizes)
-
-    @cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """A decision for every size."""
         return tuple(
@@ -163,11 +166,6 @@ class SizeSpace(SearchSpace):
         """The last option of everything."""
         return self.architecture([len(decision.options) - 1 for decision in self.decisions])
 
-    @cached_property
-    def size(self) -> int:
-        """Number of different networks."""
-        return math.prod(_count(part) for part in self.parts)
-
     def architecture(self, choices: Sequence[int]) -> Architecture:
         """Return the architecture of these choices; those without effect become 0."""
         checked = Architecture(self, tuple(int(choice) for choice in choices))
@@ -175,8 +173,54 @@ class SizeSpace(SearchSpace):
         pairs = zip(checked.choices, active, strict=True)
         return Architecture(self, tuple(choice if on else 0 for choice, on in pairs))
 
+    def check_own(self, architecture: Architecture) -> None:
+        """Raise ConfigurationError for an architecture of another space."""
+        if architecture.space is not self and architecture.space != self:
+            raise ConfigurationError(
+                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
+            )
+
+    def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
+        """Return the network of an architecture with the supernet's weights: the same outputs."""
+        part = self.build(architecture, **_shape(supernet))
+        return subnetwork.copy(supernet, part)
+
+    def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
+        """Masks of the coordinates of the supernet's parameters that a sub-network holds.
+
+        Returns:
+            A mask for every parameter by name, bool, of the parameter's shape. All coordinates that
+            a step of the sub-network can move are in it, and no other.
+        """
+        return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
+
+
+class StagedSpace(SizeSpace):
+    """A space of stages with sizes; a member writes `parts`, `network` and `cost`."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """The stages."""
+
+    @abstractmethod
+    def network(
+        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
+    ) -> SizedNetwork:
+        """Return the network of these sizes, which are numbers or choices."""
+
+    @override
+    @cached_property
+    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
+        return tuple(named for part in self.parts for named in part.sizes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of different networks."""
+        return math.prod(_count(part) for part in self.parts)
+
+    @override
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """True for choices that have an effect, i.e. those of existing blocks."""
         active: list[bool] = []
         for part in self.parts:
             depth = int(part.depth.options[choices[len(active) + len(part.own)]])
@@ -193,13 +237,6 @@ class SizeSpace(SearchSpace):
         """
         self.check_own(architecture)
         return self._sizes(architecture.choices)
-
-    def check_own(self, architecture: Architecture) -> None:
-        """Raise ConfigurationError for an architecture of another space."""
-        if architecture.space is not self and architecture.space != self:
-            raise ConfigurationError(
-                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
-            )
 
     def _sizes(self, choices: Sequence[int]) -> tuple[PartSizes, ...]:
         pairs = zip(self.named_sizes, choices, strict=True)
@@ -242,34 +279,20 @@ class SizeSpace(SearchSpace):
         for stages in product(*(list(_choices(part)) for part in self.parts)):
             yield self.architecture([choice for stage in stages for choice in stage])
 
+    @override
     def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-        """Return the largest network; its ``forward(x, architecture=None)`` runs any of the space."""
         choices = [ValueChoice(size.options, name) for name, size in self.named_sizes]
         shape = {"num_classes": num_classes, "in_channels": in_channels}
         network = self.network(self._grouped(choices), **shape)
         network.choices = choices
         return network
 
+    @override
     def build(
         self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
     ) -> nn.Module:
-        """Return the network of an architecture, of PyTorch's layers, freshly drawn."""
         shape = {"num_classes": num_classes, "in_channels": in_channels}
         return self.network(self.sizes(architecture), **shape)
-
-    def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
-        """Return the network of an architecture with the supernet's weights: the same outputs."""
-        part = self.build(architecture, **_shape(supernet))
-        return subnetwork.copy(supernet, part)
-
-    def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
-        """Masks of the coordinates of the supernet's parameters that a sub-network holds.
-
-        Returns:
-            A mask for every parameter by name, bool, of the parameter's shape. All coordinates that
-            a step of the sub-network can move are in it, and no other.
-        """
-        return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
 
 
 class SizedNetwork(nn.Module):
@@ -356,14 +379,10 @@ def _read_block(reader: ArchitectureReader, part: Part) -> list[int]:
 
 
 def _read_size(reader: ArchitectureReader, part: str, size: NamedSize) -> int:
-    """Pass a letter and a number; the longest that fits, so that 3.5 is not read as 3."""
+    """Pass a letter and a number."""
     reader.expect(size.letter)
     options = [f"{option:g}" for option in size.options]
-    for option in sorted(options, key=len, reverse=True):
-        if reader.text.startswith(option, reader.place):
-            reader.expect(option)
-            return options.index(option)
-    return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")
+    return reader.option(options, f"{size.name} of a block of {part}")
 
 
 def finish_settings(space: SearchSpace) -> None:

@@ -75,7 +75,7 @@ class Architecture:
 
 
 class SearchSpace(ABC):
-    """Base of all spaces; subclasses are frozen dataclasses and define `decisions`, `text` and `parse`."""
+    """Base of all spaces; subclasses are frozen dataclasses and define `decisions`."""
 
     name: ClassVar[str]
 
@@ -84,17 +84,23 @@ class SearchSpace(ABC):
     def decisions(self) -> tuple[Decision, ...]:
         """Decisions, in the order of an architecture's choices."""
 
-    @abstractmethod
     def text(self, choices: Sequence[int]) -> str:
-        """Return the canonical string of these choices."""
+        """Return the canonical string of these choices: ``name=option|name=option`` by default."""
+        pairs = zip(self.decisions, choices, strict=True)
+        return "|".join(f"{decision.name}={decision.options[choice]}" for decision, choice in pairs)
 
-    @abstractmethod
     def parse(self, text: str) -> Architecture:
         """Parse the string of an architecture.
 
         Raises:
             ConfigurationError: if it is none; the message has the position of the error.
         """
+        reader, choices = ArchitectureReader(text.strip(), self.name), []
+        for number, decision in enumerate(self.decisions):
+            reader.expect(f"{'|' if number else ''}{decision.name}=")
+            choices.append(reader.option(decision.options, decision.name))
+        reader.end()
+        return self.architecture(choices)
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
         """Return the architecture with these choices."""
@@ -170,6 +176,18 @@ is 'skip'; expected an operation: conv, pool
             self.refuse(f"expected {article} {what}: {', '.join(words)}")
         self.place += len(found)
         return words.index(found)
+
+    def option(self, options: Sequence[str], what: str) -> int:
+        """Read the longest of these options that fits, so that 3.5 is not read as 3; return its index.
+
+        Raises:
+            ConfigurationError: if the string has something else there.
+        """
+        for option in sorted(options, key=len, reverse=True):
+            if self.text.startswith(option, self.place):
+                self.place += len(option)
+                return options.index(option)
+        return self.refuse(f"expected the {what}: {', '.join(options)}")
 
     def number(self, allowed: Sequence[int], what: str) -> int:
         """Read one of these numbers, and return it.

@@ -36,7 +36,7 @@ from fl_lightning.nas.spaces.sizes import (
     Part,
     PartSizes,
     SizedNetwork,
-    SizeSpace,
+    StagedSpace,
     finish_settings,
 )
 from fl_lightning.nas.spaces.space import Architecture
@@ -45,7 +45,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 
 @final
 @dataclass(frozen=True)
-class ViT(SizeSpace):
+class ViT(StagedSpace):
     """The space.
 
     Attributes:

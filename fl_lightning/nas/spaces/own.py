@@ -1,0 +1,327 @@
+"""Spaces of a network of yours, whose constructor makes choices.
+
+    class Net(nn.Module):
+        def __init__(self, num_classes, in_channels):
+            width = ValueChoice([16, 32], label="width")
+            self.stem = ElasticConv2d(in_channels, width, 3, padding=1)
+            self.body = LayerChoice({"conv": …, "pool": …}, label="body")
+            …
+
+The constructor runs once for each purpose: with all options, for the networks that share weights; with a rule's
+layers, for a `Supernet`; or with the options of one architecture alone. So a layer to choose is given by a
+function that makes it, and the weights of the others are not made.
+
+    LayerSpace     layers and inputs to choose, which rules of relaxation weigh      `Supernet`
+    ModuleSpace    every choice; each network runs alone                             `OneShot`
+
+Source of the kinds of choices: Microsoft NNI 2.x, "retiarii".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.cost import built_cost
+from fl_lightning.nas.cost.count import Cost
+from fl_lightning.nas.relaxation import EdgeWeights, MixedEdge
+from fl_lightning.nas.spaces.cells import CellSpace, MakeEdge, Row
+from fl_lightning.nas.spaces.choices import Building, ValueChoice, building, now
+from fl_lightning.nas.spaces.sizes import NamedSize, SizedNetwork, SizeSpace
+from fl_lightning.nas.spaces.space import Architecture, Decision
+
+
+class LayerChoice(nn.Module):
+    """One of several layers.
+
+    Args:
+        candidates: functions that make the layers, by name, at least two; all outputs have one shape.
+        label: name of the decision; layers of one label choose alike.
+
+    Raises:
+        ConfigurationError: if there are fewer than two.
+
+    Example:
+        >>> layer = LayerChoice({"skip": nn.Identity, "conv": lambda: nn.Conv2d(4, 4, 1)}, label="body")
+        >>> layer(torch.zeros(1, 4, 2, 2)).shape
+        torch.Size([1, 4, 2, 2])
+    """
+
+    def __init__(self, candidates: Mapping[str, Callable[[], nn.Module]], label: str) -> None:
+        super().__init__()
+        if len(candidates) < 2:
+            raise ConfigurationError(f"{label}: give two layers or more to choose from")
+        current = building()
+        self.edge: nn.Module | None = None
+        if current is not None and current.make_edge is not None:
+            self.edge = current.make_edge(label, candidates)
+            return
+        self._number = ValueChoice(range(1, len(candidates) + 1), label, tuple(candidates))
+        makes = list(candidates.values())
+        self.operations = nn.ModuleDict(
+            {str(number): makes[int(number) - 1]() for number in self._number.options}
+        )
+
+    def forward(self, x: Any) -> Any:
+        """Return the output of the chosen layer, or of the mixture of all."""
+        layer = self.operations[str(now(self._number))] if self.edge is None else self.edge
+        return layer(x)
+
+
+class _Input(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        return inputs[self._number]
+
+
+@final
+class InputChoice(LayerChoice):
+    """One of several inputs, tensors of one shape; its ``forward`` takes a list of them.
+
+    Args:
+        num_inputs: number of inputs, at least two.
+        label: name of the decision.
+    """
+
+    def __init__(self, num_inputs: int, label: str) -> None:
+        inputs = {f"input {n}": lambda n=n: _Input(n) for n in range(num_inputs)}
+        super().__init__(inputs, label)
+
+
+def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
+    """Return the module, made with those of the arguments that its constructor takes."""
+    kind: Any = module
+    if isinstance(module, str):
+        folder, _, name = module.rpartition(".")
+        try:
+            kind = getattr(import_module(folder), name)
+        except (ImportError, AttributeError, ValueError):
+            raise ConfigurationError(f"module: there is no class {module!r}") from None
+    taken = inspect.signature(kind).parameters
+    if not {"num_classes", "in_channels"} <= taken.keys():
+        raise ConfigurationError(
+            f"module: the constructor of {kind.__name__} must take num_classes and in_channels"
+        )
+    made: nn.Module = kind(**{name: value for name, value in shape.items() if name in taken})
+    return made
+
+
+_SOME_SHAPE = {"num_classes": 10, "in_channels": 3, "channels": 16, "cells": 5}
+
+
+class _WeighedNetwork(nn.Module):
+    """A module whose layers to choose get the weights of a rule."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
+        edges = [part for part in self.modules() if isinstance(part, MixedEdge)]
+        try:
+            for edge in edges:
+                edge.weights = weights
+            return self.module(x)  # type: ignore[no-any-return]
+        finally:
+            for edge in edges:
+                edge.weights = None
+
+
+@final
+@dataclass(frozen=True)
+class LayerSpace(CellSpace):
+    """Layers and inputs to choose in a module of yours, for a `Supernet`.
+
+    Attributes:
+        module: class of the module, or its path. The constructor takes ``num_classes`` and ``in_channels``,
+            and may take ``channels`` and ``cells``; ``forward`` returns logits (B, num_classes).
+    """
+
+    name: ClassVar[str] = "layers"
+    none: ClassVar[int] = -1
+    has_shapes: ClassVar[bool] = False
+
+    module: str | type[nn.Module]
+
+    @cached_property
+    def _candidates(self) -> dict[str, tuple[str, ...]]:
+        """Names of the candidates of every label."""
+        found: dict[str, tuple[str, ...]] = {}
+
+        def note(label: str, candidates: Mapping[str, Any]) -> nn.Module:
+            if found.setdefault(label, tuple(candidates)) != tuple(candidates):
+                raise ConfigurationError(f"{label}: layers of one label have the same candidates")
+            return nn.Identity()
+
+        with torch.device("meta"), Building(make_edge=note):
+            _made(self.module, _SOME_SHAPE)
+        if not found:
+            raise ConfigurationError("module: it has no LayerChoice and no InputChoice")
+        return found
+
+    @property
+    def operations(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the candidates if all labels have the same; else numbers."""
+        names = max(self._candidates.values(), key=len)
+        is_one = set(self._candidates.values()) == {names}
+        return names if is_one else tuple(map(str, range(1, len(names) + 1)))
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """A row for every label."""
+        return tuple(Row("network", row, row + 1) for row in range(len(self._candidates)))
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """A decision for every label."""
+        return tuple(Decision(*pair) for pair in self._candidates.items())
+
+    @override
+    def masked(self, alpha: Tensor) -> Tensor:
+        counts = torch.tensor([len(names) for names in self._candidates.values()])
+        absent = torch.arange(alpha.shape[1]) >= counts[:, None]
+        return alpha.masked_fill(absent.to(alpha.device), -1e9)
+
+    @override
+    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
+        return architecture.choices
+
+    @override
+    def node_names(self, cell: str) -> tuple[str, ...]:
+        return ("input", *map(str, range(1, self.num_rows)), "output")
+
+    @override
+    def name_of(self, row: int, operation: int) -> str:
+        return self.decisions[row].options[operation]
+
+    @override
+    def network(
+        self,
+        make_edge: MakeEdge,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        channels: int = 16,
+        cells: int = 5,
+        affine: bool = True,  # norms are yours
+    ) -> nn.Module:
+        labels = list(self._candidates)
+
+        def layer(label: str, candidates: Mapping[str, Callable[[], nn.Module]]) -> nn.Module:
+            makes = [lambda *_, make=make: make() for make in candidates.values()]
+            edge = make_edge(labels.index(label), makes, 1, 1, 1)
+            assert edge is not None, "no layer can be left out"
+            return edge
+
+        sizes = {"channels": channels, "cells": cells}
+        with Building(make_edge=layer):
+            shape = {"num_classes": num_classes, "in_channels": in_channels, **sizes}
+            return _WeighedNetwork(_made(self.module, shape))
+
+    @override
+    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
+        self.check_alpha(alpha, beta)
+        return self.architecture(self.masked(alpha).argmax(1).tolist())
+
+
+class _ModuleNetwork(SizedNetwork):
+    def __init__(self, space: ModuleSpace, current: Building, shape: Mapping[str, int]) -> None:
+        super().__init__(space, **shape)
+        with current:
+            self.module = _made(space.module, shape)
+
+    @override
+    def logits(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+
+@final
+@dataclass(frozen=True)
+class ModuleSpace(SizeSpace):
+    """All choices of a module of yours, for a `OneShot` and for searches.
+
+    Attributes:
+        module: class of the module, or its path. The constructor takes ``num_classes`` and ``in_channels``;
+            ``forward`` returns logits (B, num_classes).
+    """
+
+    name: ClassVar[str] = "module"
+
+    module: str | type[nn.Module]
+
+    @cached_property
+    def _found(self) -> Building:
+        with torch.device("meta"), Building() as found:
+            _made(self.module, _SOME_SHAPE)
+        if not found.choices:
+            raise ConfigurationError("module: it makes no choices")
+        return found
+
+    @override
+    @cached_property
+    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
+        choices = self._found.choices.items()
+        return tuple((label, NamedSize(label, "", choice.options)) for label, choice in choices)
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """A decision for every label."""
+        return tuple(Decision(label, choice.names) for label, choice in self._found.choices.items())
+
+    @override
+    def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
+        found, chosen = self._found, dict(zip(self._found.choices, choices, strict=True))
+        depths = {label: found.choices[label].options[number] for label, number in chosen.items()}
+        needs = found.needs.items()
+        return tuple(all(depths[depth] > block for depth, block in need) for _, need in needs)
+
+    def enumerate(self) -> Iterator[Architecture]:
+        """Yield all different architectures; `size` also counts choices without effect."""
+        return iter(dict.fromkeys(super().enumerate()))
+
+    @override
+    def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+        shape, current = {"num_classes": num_classes, "in_channels": in_channels}, Building()
+        network = _ModuleNetwork(self, current, shape)
+        network.choices = list(current.choices.values())
+        return network
+
+    @override
+    def build(
+        self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
+    ) -> nn.Module:
+        self.check_own(architecture)
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        chosen = dict(zip(self._found.choices, architecture.choices, strict=True))
+        return _ModuleNetwork(self, Building(chosen), shape)
+
+    @override
+    def cost(
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
+    ) -> Cost:
+        return _cost(self, architecture, side, in_channels, num_classes)
+
+
+@lru_cache(maxsize=10_000)
+def _cost(
+    space: ModuleSpace, architecture: Architecture, side: int, in_channels: int, num_classes: int
+) -> Cost:
+    shape = {"in_channels": in_channels, "num_classes": num_classes}
+    return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]
