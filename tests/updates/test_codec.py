@@ -227,7 +227,7 @@ class TestRefusals:
                 THREE_BITS,
                 {"params": {"bits": 1, "count": 5}},
                 {},
-                "params: bits must be from 2 to 8",
+                "5 codes of 1 bits do not fill 2",
             ),
             (THREE_BITS, {"params": {"bits": 9, "count": 5}}, {}, "bits must be .* at most 8"),
             (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 0}}, {}, "block must be"),
