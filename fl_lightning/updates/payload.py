@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.container import DTYPE_NAMES, Form
 from fl_lightning.core.plain_json import MessageError, check_whole, fields_of
 from fl_lightning.updates.coding import (
     Bytes,
@@ -224,96 +223,71 @@ def per_member(per_block: Tensor, size: int, block: Block) -> Tensor:
 Fields = dict[str, Any]
 
 
-def layout_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Form]]:
-    """Return a payload's fields, and the forms of the tensors that it travels as.
-
-    Of `Dense` and `Quantised` only shapes and dtypes are looked at, of `Sparse` also the indices.
+def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
+    """Return a payload's fields and tensors in a container.
 
     Args:
-        name: of the payload in its container.
-        payload: that will be sent.
-    """
-    if isinstance(payload, Dense):
-        form = DTYPE_NAMES[payload.values.dtype], (payload.size,)
-        return {}, {name: form} if payload.size else {}
-    if isinstance(payload, Quantised):
-        block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
-        scales = ("F32", (payload.num_blocks,))
-        codes: Form = ("U8", (packed_size(payload.size, payload.bits),))
-        forms = {f"{name}.codes": codes, f"{name}.scales": scales}
-        if payload.offsets is not None:
-            forms[f"{name}.offsets"] = scales
-        fields: Fields = {"bits": payload.bits, "count": payload.size}
-        return fields if block is None else {**fields, "block": block}, forms
-    code = best_code(gaps_of(_checked_indices(payload)))
-    about, forms = layout_of(name, payload.values)
-    forms[f"{name}.gaps"] = ("U8", (code.size,))
-    return {"low_bits": code.num_low_bits, "size": payload.size, **about}, forms
-
-
-def tensors_of(name: str, payload: Payload) -> dict[str, Tensor]:
-    """Return the tensors that a payload travels as, in the forms that `layout_of` says.
+        name: of the payload there.
+        payload: that will be sent; numbers without storage (``meta``) are not looked at.
 
     Raises:
         MessageError: for numbers that are not finite, codes that do not fit into their bits, scales
             that are negative or too large, indices that do not increase or are too large.
     """
     if isinstance(payload, Dense):
-        if not _is_finite(payload.values):
+        values = payload.values
+        if not (values.is_meta or bool(torch.isfinite(values).all())):
             raise MessageError("values must be finite to be sent: leave this client out")
-        return {name: payload.values} if payload.size else {}
+        return {}, {name: values} if payload.size else {}
     if isinstance(payload, Quantised):
-        return _written_quantised(name, payload)
+        block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
+        fields: Fields = {"bits": payload.bits, "count": payload.size}
+        return fields if block is None else {**fields, "block": block}, _packed(name, payload)
     gaps = gaps_of(_checked_indices(payload))
-    parts = np.concatenate(write_gaps(gaps, best_code(gaps)))
-    return {f"{name}.gaps": torch.from_numpy(parts), **tensors_of(name, payload.values)}
+    code = best_code(gaps)
+    written = torch.from_numpy(np.concatenate(write_gaps(gaps, code)))
+    about, tensors = content_of(name, payload.values)
+    fields = {"low_bits": code.num_low_bits, "size": payload.size, **about}
+    return fields, {f"{name}.gaps": written, **tensors}
 
 
-def read_payload(name: str, fields: Any, tensors: dict[str, Tensor], size: int) -> Payload:
+def read_payload(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
     """Return the payload of a container, which must stand for ``size`` numbers.
 
     Args:
         name: of the payload in its container.
-        fields: what is said of it there; the caller holds it to `layout_of` of what is returned.
-        tensors: of the container; the payload's own are taken out.
+        fields: what is said of it there.
+        tensors: of the container.
         size: that is agreed on.
 
     Raises:
-        MessageError: if the tensors are anything else than what `tensors_of` returns for one.
+        MessageError: if it cannot be read; the caller holds it to `content_of` of what is returned.
     """
-    own = {key: tensors.pop(key) for key in [*tensors] if key.split(".")[0] == name}
     try:
-        payload = _read(name, fields or {}, own, size)
+        return _read(name, fields or {}, tensors, size)
     except MessageError:
         raise
     except ValueError as error:  # of a constructor
         raise MessageError(f"{name}: {error}") from None
-    written = tensors_of(name, payload)
-    is_same = written.keys() == own.keys() and all(
-        tensor is own[key] or torch.equal(tensor, own[key]) for key, tensor in written.items()
-    )
-    if not is_same:  # bits behind the last code, codes of indices that are not the shortest
-        raise MessageError(f"{name} are not in their only form")
-    return payload
 
 
-def _read(name: str, fields: Any, own: dict[str, Tensor], size: int) -> Payload:
+def _read(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
     if not isinstance(fields, Mapping) or "size" not in fields:
-        payload = _read_values(name, fields, own)
+        payload = _read_values(name, fields, tensors)
         _check_size(payload.size, size)
         return payload
     about = dict(fields)
     low_bits = about.pop("low_bits", None)
     check_whole("low_bits", low_bits, 0, 63)
     _check_size(about.pop("size"), size)
-    gaps = _bytes_of(_tensor(own, f"{name}.gaps", torch.uint8))
-    values = _read_values(name, about, own)
+    gaps = _bytes_of(vector_in(tensors, f"{name}.gaps", torch.uint8))
+    values = _read_values(name, about, tensors)
     return Sparse(_read_gaps(gaps, low_bits, values.size, size), values, size)
 
 
-def _read_values(name: str, fields: Any, own: dict[str, Tensor]) -> Dense | Quantised:
+def _read_values(name: str, fields: Any, tensors: Mapping[str, Tensor]) -> Dense | Quantised:
     if not fields:
-        return Dense(_tensor(own, name, *FLOATS) if name in own else torch.empty(0))
+        return Dense(vector_in(tensors, name, *FLOATS) if name in tensors else torch.empty(0))
     has_block = isinstance(fields, Mapping) and "block" in fields
     names = ("bits", "count", "block") if has_block else ("bits", "count")
     given = fields_of(fields, names, f"the payload {name}")
@@ -322,14 +296,14 @@ def _read_values(name: str, fields: Any, own: dict[str, Tensor]) -> Dense | Quan
     check_whole("count", count)
     for each in (block if isinstance(block, list) else [block]) if has_block else ():
         check_whole("block", each, 1)
-    packed = _bytes_of(_tensor(own, f"{name}.codes", torch.uint8))
+    packed = _bytes_of(vector_in(tensors, f"{name}.codes", torch.uint8))
     if len(packed) != packed_size(count, bits):
         raise MessageError(f"{count} codes of {bits} bits do not fill {len(packed)} bytes")
     codes = unpack(packed, count, bits)
-    offsets = own.get(f"{name}.offsets")
+    offsets = tensors.get(f"{name}.offsets")
     if offsets is None:
         codes = (codes - np.uint8(2 ** (bits - 1))).view(np.int8)
-    scales = _tensor(own, f"{name}.scales", torch.float32)
+    scales = vector_in(tensors, f"{name}.scales", torch.float32)
     blocks = tuple(block) if isinstance(block, list) else block
     return Quantised(torch.from_numpy(codes), bits, scales, offsets, blocks)
 
@@ -345,9 +319,13 @@ def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
     return torch.from_numpy(indices)
 
 
-def _tensor(own: dict[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """Return a vector of one of these dtypes."""
-    tensor = own.get(name)
+def vector_in(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
+    """Return a vector of one of these dtypes.
+
+    Raises:
+        MessageError: if it is not there, or something else.
+    """
+    tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or tensor.dtype not in dtypes:
         found = "is not there" if tensor is None else f"is {tensor.dtype}, {tuple(tensor.shape)}"
         raise MessageError(f"{name} must be a vector of {', '.join(map(str, dtypes))}: it {found}")
@@ -363,10 +341,6 @@ def _bytes_of(tensor: Tensor) -> Bytes:
     return tensor.detach().cpu().contiguous().numpy().view(np.uint8)
 
 
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
-
-
 def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None:
     if not bool((scales >= 0).all()):
         return "scales must be numbers of at least 0"
@@ -378,7 +352,7 @@ def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None
     return None
 
 
-def _written_quantised(name: str, payload: Quantised) -> dict[str, Tensor]:
+def _packed(name: str, payload: Quantised) -> dict[str, Tensor]:
     if problem := _bad_scales(payload.scales, payload.offsets, payload.bits):
         raise MessageError(problem)
     codes = _bytes_of(payload.codes)

@@ -31,7 +31,7 @@ from fl_lightning.updates.message import (
     encode,
     encoded_size,
 )
-from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, layout_of
+from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, content_of
 
 FLOAT32 = torch.float32
 
@@ -47,7 +47,7 @@ def plain(params, buffers=None):
 
 
 def gap_bytes(sparse):
-    return layout_of("x", sparse)[1]["x.gaps"][1][0]
+    return len(content_of("x", sparse)[1]["x.gaps"])
 
 
 class TestRoundTrip:
@@ -140,12 +140,8 @@ class TestSizes:
     def test_codes_of_b_bits_take_b_bits(self, bits):
         one = quantised(rng(), 8000, bits, has_offsets=True)
         blocks = quantised(rng(), 8000, bits, block=100, has_offsets=True)
-        forms = layout_of("x", blocks)[1]
-        assert forms == {
-            "x.codes": ("U8", (1000 * bits,)),
-            "x.scales": ("F32", (80,)),
-            "x.offsets": ("F32", (80,)),
-        }
+        sizes = {name: tensor.nbytes for name, tensor in content_of("x", blocks)[1].items()}
+        assert sizes == {"x.codes": 1000 * bits, "x.scales": 320, "x.offsets": 320}
         grown = encoded_size(plain(blocks)) - encoded_size(plain(one))
         assert 79 * 8 <= grown <= 79 * 8 + 40  # and the block, in the header
 
@@ -197,16 +193,16 @@ class TestRefusals:
             (A_DENSE, {}, {"params": torch.zeros(4, dtype=torch.int32)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": torch.zeros(2, 2)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": None}, "payload of 0 numbers, 4 expected"),
-            (A_DENSE, {}, {"buffers": torch.empty(0)}, "buffers are not in their only form"),
-            (A_DENSE, {}, {"code": torch.zeros(2)}, r"not known: \['code'\]"),
-            (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be 4 of int64"),
+            (A_DENSE, {}, {"buffers": torch.empty(0)}, "not in their only form"),
+            (A_DENSE, {}, {"code": torch.zeros(2)}, "not in their only form"),
+            (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be a vector of torch.int64"),
             (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
-            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "a value each"),
+            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in its only form"),
             (
                 A_DENSE,
                 {"metrics": ["a", "a"]},
                 {"metrics": torch.ones(2).double()},
-                "different names",
+                "not in its only form",
             ),
             (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "only form"),
             (A_DENSE, {"metrics": []}, {}, "only form"),
