@@ -197,7 +197,7 @@ class TestRefusals:
             (A_DENSE, {}, {"code": torch.zeros(2)}, "not in their only form"),
             (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be a vector of torch.int64"),
             (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
-            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in its only form"),
+            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in their only form"),
             (
                 A_DENSE,
                 {"metrics": ["a", "a"]},
