@@ -26,11 +26,9 @@ from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
-    as_aggregator,
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
@@ -74,7 +72,7 @@ class Options:
         personal: Personalisation | None = None,
         updates: list[Transform | ErrorFeedback] | None = None,
         download: list[Transform] | None = None,
-        aggregator: Aggregator | RobustRule | None = None,
+        aggregator: Aggregator | None = None,
         privacy: Privacy | ExampleDP | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | RecordedArrivals | None = None,
@@ -278,7 +276,7 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
     if cohort is not None:
         given.append(("cohort", cohort, cohort.traits))
     if options.aggregator is not None:
-        given.append(("aggregator", options.aggregator, as_aggregator(options.aggregator).traits))
+        given.append(("aggregator", options.aggregator, options.aggregator.traits))
     if options.asynchronous is not None:
         given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
     if options.devices is not None:
