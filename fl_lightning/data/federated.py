@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
@@ -26,7 +25,15 @@ from torch.utils.data import (
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
-from fl_lightning.data.client_examples import ExampleTransform, owners_of
+from fl_lightning.data.client_examples import (
+    ExampleTransform,
+    Poison,
+    changed_reader,
+    check_poison,
+    owners_of,
+    poisoned_examples,
+    transforms_of,
+)
 from fl_lightning.data.columns import Column, are_classes, as_labels, quantile_bins, read_column
 from fl_lightning.data.forwarding import ForwardingDataModule
 from fl_lightning.data.inputs import (
@@ -37,13 +44,6 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.poisoning import (
-    Poison,
-    check_apart,
-    check_poison,
-    poisoned_examples,
-    poisoned_reader,
-)
 from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
@@ -86,7 +86,7 @@ class FederatedDataModule(ForwardingDataModule):
             contain both, see `SearchHalf`, in a central run as well.
         transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
-        example_transforms: transforms of every example of a client, including its label, before
+        example_transforms: transforms of every client's examples, inputs and labels, before
             ``transforms``, that may differ between clients, e.g. `QuarterTurns`. Partitions use the
             original labels. A central run pools the clients' transformed examples.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
@@ -148,7 +148,7 @@ class FederatedDataModule(ForwardingDataModule):
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
-        self._poison: tuple[list[int], Poison, int] | None = None
+        self._poison: tuple[Tensor, Poison] | None = None  # by example: its attacker, or -1
         self._trained_partition: str | None = None  # of a checkpoint that is evaluated
         self._is_set_up = False
         for name in _HANDED_THROUGH:
@@ -312,7 +312,8 @@ class FederatedDataModule(ForwardingDataModule):
                     f"{num_clients} clients and one of the {here} of this site's data"
                 )
         vars(self)["_roles"] = self._roles.placed(places, num_clients)
-        vars(self).pop("_owners", None)
+        for name in ("_owners", "train_batch", "evaluation_batch"):
+            vars(self).pop(name, None)
 
     @property
     def clients(self) -> ClientShards:
@@ -355,22 +356,22 @@ class FederatedDataModule(ForwardingDataModule):
         """Function from indices, shape (B,), to a training batch."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
-            read = self._poisoned(read)
+            attackers, poison = self._poison
+            read = changed_reader(
+                read,
+                attackers,
+                lambda inputs, labels, *_: poison.change(inputs, labels),
+                "attackers.poison",
+                "use attackers.forge",
+            )
         return (
             SearchHalf(self._roles.train, self._roles.search).paired(read)
             if self.search_fraction
             else read
         )
 
-    def _poisoned(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        assert self._poison is not None
-        clients, poison, seed = self._poison
-        total = len(self._examples)
-        chosen = poisoned_examples(self._roles.learning, clients, poison.share, total, seed)
-        return poisoned_reader(read, chosen, poison)
-
     @cached_property
-    def _owners(self) -> npt.NDArray[np.int64]:
+    def _owners(self) -> Tensor:
         """Client of each example, shape (N,); -1 for no client."""
         roles = self._roles
         shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
@@ -378,10 +379,17 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
-        examples, own = self._examples, self.example_transforms
-        if own:
-            return examples.changed(own, lambda: self._owners, self.seed, augmented=augmented)
-        return examples.read if augmented else examples.read_for_evaluation
+        examples = self._examples
+        read = examples.read if augmented else examples.read_for_evaluation
+        if not self.example_transforms:
+            return read
+        return changed_reader(
+            read,
+            self._owners,
+            transforms_of(self.example_transforms, self.seed),
+            "data.example_transforms",
+            "transform examples in the data set",
+        )
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         transforms = self.fitted_transforms
@@ -398,11 +406,14 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if attackers share an example with others, who would train on it as well.
         """
-        check_apart(self._roles.learning, clients)
-        if poison is not None and len(clients) and are_classes(self._classes):
-            batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
-            check_poison(batch, self._classes, poison)
-        self._poison = None if poison is None else (list(clients), poison, seed)
+        self._poison = None
+        if poison is not None:
+            learning, total = self._roles.learning, len(self._examples)
+            attackers = poisoned_examples(learning, clients, poison.share, total, seed)
+            if len(clients) and are_classes(self._classes):
+                batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
+                check_poison(batch, self._classes, poison)
+            self._poison = attackers, poison
         self.__dict__.pop("train_batch", None)
 
     @property

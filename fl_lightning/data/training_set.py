@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -35,7 +34,6 @@ from torch.utils.data import (
 )
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.client_examples import ExampleTransform, changed_reader
 from fl_lightning.data.shards import batch_reader, gathers, reads_by_index
 
 # samplers that draw one example at a time
@@ -100,18 +98,6 @@ class TrainingSet:
     def read_for_evaluation(self) -> Callable[[Tensor], Any]:
         """Function from indices to the loader's batch, without augmentation if possible."""
         return evaluation_reader(self._loader)
-
-    def changed(
-        self,
-        transforms: Sequence[ExampleTransform],
-        owners: Callable[[], npt.NDArray[np.int64]],
-        seed: int,
-        *,
-        augmented: bool,
-    ) -> Callable[[Tensor], Any]:
-        """Return a function from indices, shape (B,), to a batch of transformed examples."""
-        dataset = self.dataset if augmented else without_augmentation(self.dataset)
-        return changed_reader(self._loader, dataset, transforms, owners, seed)
 
     @property
     def reads_by_index(self) -> bool:
