@@ -21,6 +21,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from fl_lightning.core.errors import ConfigurationError
@@ -45,9 +46,15 @@ from fl_lightning.data.inputs import (
 )
 from fl_lightning.data.partitions.partition import IID, Partition
 from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import ClientShards, gathers, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
-from fl_lightning.data.training_set import TrainingSet
+from fl_lightning.data.training_set import (
+    Drawn,
+    check_loader,
+    drawn_examples,
+    example_reader,
+    loader_option,
+)
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 
@@ -215,31 +222,45 @@ class FederatedDataModule(ForwardingDataModule):
         return self._rounds is not None
 
     @cached_property
-    def _examples(self) -> TrainingSet:
+    def _loader(self) -> DataLoader[Any]:
+        """The source's training loader."""
         if not self._is_set_up:  # once only: a source may split at random
             self.setup("fit")
-        loader, name = self.source.train_dataloader(), type(self.source).__name__
-        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
+        loader: DataLoader[Any] = self.source.train_dataloader()
+        check_loader(loader, f"{type(self.source).__name__}.train_dataloader()")
+        return loader
+
+    @cached_property
+    def _drawn(self) -> Drawn:
+        """The examples that the loader's sampler draws, and their weights."""
+        if self.ignore_sampler:
+            return Drawn()
+        return drawn_examples(self._loader, type(self.source).__name__)
 
     @property
     def train_dataset(self) -> Dataset[Any]:
         """The source's training data set, whose examples are divided among the clients."""
-        return self._examples.dataset
+        return self._loader.dataset
 
     @property
     def train_indices(self) -> Tensor:
         """The examples that are divided among the clients, shape (M,)."""
-        return self._examples.indices
+        chosen = self._drawn.indices
+        return torch.arange(self._num_stored) if chosen is None else chosen
+
+    @property
+    def _num_stored(self) -> int:
+        return len(self.train_dataset)  # type: ignore[arg-type]
 
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or self._examples.batch_size
+        size = self._batch_size or loader_option(self._loader, "batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader has no batch_size: give FederatedDataModule a batch_size"
             )
-        return size
+        return int(size)
 
     @property
     def full_batch(self) -> int:
@@ -252,16 +273,16 @@ class FederatedDataModule(ForwardingDataModule):
 
         A client with less than one batch keeps it, because otherwise it would not train at all.
         """
-        return self._examples.drop_last
+        return bool(loader_option(self._loader, "drop_last"))
 
     @property
     def draws_by_weight(self) -> bool:
         """True if clients draw with replacement, by the weights of the source's sampler."""
-        return self._examples.drawn.weights is not None
+        return self._drawn.weights is not None
 
     def weights_of(self, examples: Tensor) -> Tensor | None:
         """Sampling weights of examples, shape (n,), or None if each is drawn once per pass."""
-        weights = self._examples.drawn.weights
+        weights = self._drawn.weights
         return None if weights is None else weights.index_select(0, examples)
 
     @cached_property
@@ -276,16 +297,18 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _roles(self) -> Roles:
-        shards = ClientShards(
-            divide(
-                self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
-            )
+        shards = divide(
+            self.train_dataset,
+            self._drawn.indices,
+            self.partition,
+            self.num_clients,
+            lambda: self._classes,
+            self.seed,
         )
-        validation, test = self.client_val_fraction, self.client_test_fraction
         return Roles.of(
-            shards,
-            validation=validation,
-            test=test,
+            ClientShards(shards),
+            validation=self.client_val_fraction,
+            test=self.client_test_fraction,
             search=self.search_fraction,
             seed=self.seed,
         )
@@ -375,12 +398,11 @@ class FederatedDataModule(ForwardingDataModule):
         """Client of each example, shape (N,); -1 for no client."""
         roles = self._roles
         shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
-        return owners_of(shards, len(self._examples))
+        return owners_of(shards, self._num_stored)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
-        examples = self._examples
-        read = examples.read if augmented else examples.read_for_evaluation
+        read = example_reader(self._loader, augmented=augmented)
         if not self.example_transforms:
             return read
         return changed_reader(
@@ -408,7 +430,7 @@ class FederatedDataModule(ForwardingDataModule):
         """
         self._poison = None
         if poison is not None:
-            learning, total = self._roles.learning, len(self._examples)
+            learning, total = self._roles.learning, self._num_stored
             attackers = poisoned_examples(learning, clients, poison.share, total, seed)
             if len(clients) and are_classes(self._classes):
                 batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
@@ -419,12 +441,14 @@ class FederatedDataModule(ForwardingDataModule):
     @property
     def reads_by_index(self) -> bool:
         """True if a batch is a selection of rows in memory that is equal at every reading."""
-        return self._examples.reads_by_index and not self.example_transforms
+        loader = self._loader
+        return reads_by_index(loader.dataset, loader.collate_fn) and not self.example_transforms
 
     @property
     def has_own_collate(self) -> bool:
         """True if the source has a collate function of its own."""
-        return self._examples.has_own_collate
+        dataset, collate = self.train_dataset, self._loader.collate_fn
+        return collate is not default_collate and not gathers(dataset, collate)
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
@@ -29,7 +30,6 @@ from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import Partition
 from fl_lightning.data.shards import ClientShards
-from fl_lightning.data.training_set import TrainingSet
 
 # largest held-out share of a client's examples, so that a tenth is left for training
 _MOST_HELD_OUT = 0.9
@@ -174,7 +174,8 @@ class SearchHalf:
 
 
 def divide(
-    examples: TrainingSet,
+    dataset: Dataset[Any],
+    drawn: Tensor | None,
     partition: Partition,
     num_clients: int | None,
     classes: Callable[[], npt.NDArray[Any]],
@@ -183,7 +184,8 @@ def divide(
     """Divide the examples that the training loader draws among the clients.
 
     Args:
-        examples: the training examples.
+        dataset: the training data set.
+        drawn: indices of the examples that are drawn, shape (M,); None for all.
         partition: the rule.
         num_clients: number of clients; None if the partition determines it.
         classes: returns one label per example of the data set, for partitions that read labels.
@@ -192,11 +194,11 @@ def divide(
     Raises:
         ConfigurationError: if there is no number of clients, or the partition is impossible.
     """
-    name, drawn = type(partition).__name__, examples.drawn.indices
-    if not len(examples.indices):
+    name = type(partition).__name__
+    if not len(dataset if drawn is None else drawn):  # type: ignore[arg-type]
         raise ConfigurationError("the source has no training examples: there is nothing to divide")
     owners = getattr(partition, "attribute", None)
-    column = _column(examples, partition, classes)
+    column = _column(dataset, partition, classes)
     if drawn is not None:
         column = column[drawn.numpy()]
     if num_clients is None and owners is not None:
@@ -219,13 +221,13 @@ def divide(
 
 
 def _column(
-    examples: TrainingSet, partition: Partition, classes: Callable[[], npt.NDArray[Any]]
+    dataset: Dataset[Any], partition: Partition, classes: Callable[[], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
     """Return what a partition reads, one value per example of the data set."""
     if (owners := getattr(partition, "attribute", None)) is not None:
-        return read_column(examples.dataset, owners, "partition.attribute")
+        return read_column(dataset, owners, "partition.attribute")
     if not getattr(partition, "uses_labels", True):
-        return np.zeros(len(examples), np.int8)
+        return np.zeros(len(dataset), np.int8)  # type: ignore[arg-type]
     labels = classes()
     if labels.ndim > 1:
         raise ConfigurationError(

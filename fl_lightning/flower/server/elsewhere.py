@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,6 @@ from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary
-from fl_lightning.data.training_set import TrainingSet
 
 _AT_SITES = (
     "clients' examples are at sites, and something of this configuration wants to read them at the server "
@@ -57,7 +56,7 @@ class DataElsewhere(FederatedDataModule):
         self._size, self._drops = batch_size, drop_last
 
     @property
-    def _examples(self) -> TrainingSet:
+    def _loader(self) -> NoReturn:
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
