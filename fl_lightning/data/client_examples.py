@@ -27,8 +27,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
-from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 
 
 class ExampleTransform(Protocol):
@@ -261,7 +260,7 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
     """
     owners = np.full(num_examples, -1, dtype=np.int64)
     for flat in shards:
-        clients = np.repeat(np.arange(len(flat)), flat.sizes)
+        clients = np.repeat(np.arange(len(flat)), flat.num_examples)
         before = owners[flat.indices]
         owners[flat.indices] = clients
         shared = ((before >= 0) & (before != clients)) | (owners[flat.indices] != clients)
@@ -274,7 +273,7 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
 
 
 def poisoned_examples(
-    shards: ClientShards, clients: Sequence[int], share: float, num_examples: int, seed: int
+    shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
     """Attacker that changes each example, shape (num_examples,); -1 for none.
 
@@ -288,9 +287,8 @@ def poisoned_examples(
     Raises:
         ConfigurationError: if attackers share an example with others, who would train on it.
     """
-    flat = shards.flat
-    is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
-    shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
+    is_changed = np.isin(np.arange(len(shards)), list(clients)).repeat(shards.num_examples)
+    shared = np.intersect1d(shards.indices[is_changed], shards.indices[~is_changed])
     if len(shared):
         raise ConfigurationError(
             f"attackers: example {shared[0]} is in shards of attackers and of others, who would "

@@ -46,7 +46,7 @@ from fl_lightning.data.inputs import (
 )
 from fl_lightning.data.partitions.partition import IID, Partition
 from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
-from fl_lightning.data.shards import ClientShards, gathers, reads_by_index
+from fl_lightning.data.shards import FlatShards, gathers, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import (
     Drawn,
@@ -195,7 +195,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' examples, read as clients do, for a central run."""
-        examples = torch.from_numpy(self.clients.flat.indices)
+        examples = torch.from_numpy(self.clients.indices)
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
         sampler: Sampler[int] = RandomSampler(places)
@@ -306,7 +306,7 @@ class FederatedDataModule(ForwardingDataModule):
             self.seed,
         )
         return Roles.of(
-            ClientShards(shards),
+            FlatShards.of(shards),
             validation=self.client_val_fraction,
             test=self.client_test_fraction,
             search=self.search_fraction,
@@ -339,16 +339,16 @@ class FederatedDataModule(ForwardingDataModule):
             vars(self).pop(name, None)
 
     @property
-    def clients(self) -> ClientShards:
+    def clients(self) -> FlatShards:
         """Training examples of each client; in a search, those for its weights."""
         return self._roles.train
 
     @property
-    def held_out(self) -> ClientShards:
+    def held_out(self) -> FlatShards:
         """Validation examples of each client; empty shards if ``client_val_fraction`` is 0."""
         return self._roles.validation
 
-    def held_out_for(self, stage: str) -> ClientShards:
+    def held_out_for(self, stage: str) -> FlatShards:
         """Held-out examples of each client for a stage, ``validation`` or ``test``."""
         return self._roles.test if stage == "test" else self._roles.validation
 
@@ -360,7 +360,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the partition, i.e. of every client's training examples."""
-        return partition_fingerprint(self.clients.flat)
+        return partition_fingerprint(self.clients)
 
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
@@ -372,7 +372,7 @@ class FederatedDataModule(ForwardingDataModule):
             labels = self._classes if are_classes(self._classes) else None
         except ConfigurationError:  # a partition by labels has raised it before
             labels = None
-        return PartitionSummary.of(self.clients.flat, labels, max_clients=MAX_CLIENTS_COUNTED)
+        return PartitionSummary.of(self.clients, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
@@ -397,7 +397,7 @@ class FederatedDataModule(ForwardingDataModule):
     def _owners(self) -> Tensor:
         """Client of each example, shape (N,); -1 for no client."""
         roles = self._roles
-        shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
+        shards = (roles.learning, roles.validation, roles.test)
         return owners_of(shards, self._num_stored)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:

@@ -206,7 +206,7 @@ def loader_option(loader: DataLoader[Any], name: str) -> Any:
     return next((value for place in places if (value := getattr(place, name, None))), None)
 
 
-def example_reader(loader: DataLoader[Any], *, augmented: bool) -> Callable[[Tensor], Any]:
+def example_reader(loader: DataLoader[Any], *, augmented: bool = False) -> Callable[[Tensor], Any]:
     """Return a function from indices, shape (B,), to a batch of the loader.
 
     Without augmentation if possible, i.e. if the data set has a method ``evaluation`` that returns the set
@@ -218,7 +218,7 @@ def example_reader(loader: DataLoader[Any], *, augmented: bool) -> Callable[[Ten
 
     Example:
         >>> import torch
-        >>> example_reader(DataLoader([4.0, 5.0, 6.0]), augmented=False)(torch.tensor([2, 0]))
+        >>> example_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
         tensor([6., 4.], dtype=torch.float64)
     """
     dataset = loader.dataset if augmented else without_augmentation(loader.dataset)

@@ -11,7 +11,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.client_examples import LabelFlip, Trigger, changed_reader, poisoned_examples
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks import (
     ALIE,
@@ -145,7 +145,7 @@ class TestAttackers:
 
 
 class TestPoison:
-    shards = ClientShards([np.array([0, 2, 4, 6]), np.array([1, 3]), np.array([5, 7])])
+    shards = FlatShards.of([np.array([0, 2, 4, 6]), np.array([1, 3]), np.array([5, 7])])
 
     def read(self, indices):
         return indices[:, None, None, None].float().expand(-1, 1, 3, 3), indices % 10

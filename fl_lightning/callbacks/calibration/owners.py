@@ -73,10 +73,7 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
         loader = _checked(training_loader(trainer))
-        size, read = (
-            int(loader_option(loader, "batch_size") or 32),
-            example_reader(loader, augmented=False),
-        )
+        size, read = int(loader_option(loader, "batch_size") or 32), example_reader(loader)
         everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
     return ExampleOwners(np.array([len(everything)]), lambda _: everything, read, size)
 

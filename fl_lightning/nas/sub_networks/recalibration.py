@@ -336,8 +336,4 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
     everything = [torch.arange(len(loader.dataset))]
-    return (
-        everything,
-        example_reader(loader, augmented=False),
-        loader_option(loader, "batch_size") or 32,
-    )
+    return everything, example_reader(loader), loader_option(loader, "batch_size") or 32
