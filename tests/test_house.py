@@ -46,7 +46,7 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (2103, 14),
+    "callbacks": (2100, 13),
     "cli": (4543, 22),
     "client": (4332, 21),
     "core": (2485, 15),

@@ -64,6 +64,7 @@ class Retention(Callback):
             return ((batch, extract_batch_size(batch)) for batch in some)
 
         everything = ClientExamples(np.ones(1, np.int64), batches)
-        found = evaluate_clients(trainer, None, stage, examples=everything, is_shared=False)
+        new: Any = trainer.datamodule  # type: ignore[attr-defined]
+        found = evaluate_clients(trainer, new, stage, examples=everything, is_shared=False)
         for name, value in found.get(0, {}).items():
             trainer.lightning_module.log(f"retention/{name}", value, batch_size=1, sync_dist=True)

@@ -66,7 +66,7 @@ def evaluated_clients(
 @torch.no_grad()
 def evaluate_clients(
     trainer: Trainer,
-    data: FederatedDataModule | None,
+    data: FederatedDataModule,
     stage: StepOf,
     clients: npt.NDArray[np.int64] | None = None,
     having: Callable[[int], AbstractContextManager[None]] | None = None,
@@ -82,16 +82,14 @@ def evaluate_clients(
 
     Args:
         trainer: whose module is evaluated as it is, in eval mode.
-        data: whose clients; None if examples are given.
+        data: whose clients.
         stage: ``validation`` or ``test``: whose step and whose metrics.
         clients: which of them, all if None; those without examples are left out.
         having: has the module hold what is evaluated for a client; if None, that is what it holds.
         examples: on which they are evaluated; if None, those that they hold out for this stage.
         is_shared: whether processes share the clients; if not, each evaluates all that it is given.
     """
-    if examples is None:
-        assert data is not None
-        examples = held_out_examples(data, stage)
+    examples = examples or held_out_examples(data, stage)
     ids = (examples.clients if clients is None else clients).tolist()
     metrics = metrics_of(trainer.lightning_module)
     values = {}
