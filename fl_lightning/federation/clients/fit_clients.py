@@ -55,7 +55,7 @@ class FitClients:
         self._rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
-            run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
+            run.module, run.local, run.plan, run.collector, stages, run.step.counts
         )
         spot_check = SpotCheck(
             options.execution.spot_check,
@@ -178,14 +178,12 @@ class FitClients:
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        with self._one_by_one.around(turn):
-            return self._one_by_one.take_steps(turn)
+        return self._one_by_one.train_alone(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
         """Train a client of slots as if one after the other did; only the module remembers it."""
         own = self._stages.own(work.client_id)
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)
-        with self._one_by_one.around(turn):
-            update = self._one_by_one.take_steps(turn)
-            return Trained(update, self.local.kept, own_start)
+        update = self._one_by_one.train_alone(turn)
+        return Trained(update, self.local.kept, own_start)

@@ -72,7 +72,7 @@ class ShardGradient:
         shard = self._plan.shard(work)
         with (
             visiting(step.trainer, logs=local.collector, in_place=True),
-            step.counts.of_client(shard),
+            step.counts.of(shard),
         ):
             try:
                 return self._finite(model, shard)
