@@ -75,8 +75,8 @@ class ClientMeans:
         >>> means = ClientMeans()
         >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
         >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
-        >>> means.mean("train/loss"), means.std("train/loss")
-        (3.25, 1.5)
+        >>> means.reduced(), means.stds()
+        ({'train/loss': 3.25}, {'train/loss': 1.5})
     """
 
     def __init__(self) -> None:
@@ -117,26 +117,23 @@ class ClientMeans:
         known = self._entries[name].by_client()
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
-    def mean(self, name: str) -> float:
-        """Mean of one metric, weighted by examples."""
-        known = self._entries[name].by_client()
-        with np.errstate(all="ignore"):  # a value may be infinite
-            return float((known.values * known.weights).sum() / known.weights.sum())
-
-    def reduced(self, name: str) -> float:
-        """Reduce one metric over clients as `reductions` says; by default its weighted mean."""
-        values = self._entries[name].by_client().values
+    def reduced(self) -> dict[str, float]:
+        """Reduce every metric over clients as `reductions` says; by default to its mean, weighted by examples."""
+        found: dict[str, float] = {}
         kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
-        return (
-            float(kinds[self.reductions[name]](values))
-            if name in self.reductions
-            else self.mean(name)
-        )
+        with np.errstate(all="ignore"):  # a value may be infinite
+            for name, entries in self._entries.items():
+                _, values, weights = entries.by_client()
+                if name in self.reductions:
+                    found[name] = float(kinds[self.reductions[name]](values))
+                else:
+                    found[name] = float((values * weights).sum() / weights.sum())
+        return found
 
-    def std(self, name: str) -> float:
-        """Standard deviation of one metric over clients, which have equal weights."""
+    def stds(self) -> dict[str, float]:
+        """Standard deviation of every metric over clients, which have equal weights."""
         with np.errstate(all="ignore"):
-            return float(self._entries[name].by_client().values.std())
+            return {n: float(each.by_client().values.std()) for n, each in self._entries.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: tensors, integers and names only."""

@@ -22,6 +22,7 @@ from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 from fl_lightning.federation.visits.local_counts import LocalCounts
+from fl_lightning.updates.message import bytes_up
 
 
 class OneByOne:
@@ -81,7 +82,8 @@ class OneByOne:
         self._local.keeps_lists = True
         made = Updates.of(update)
         updates = without_buffers(made) if self._stages.is_private else made
-        return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
+        start = start._replace(num_bytes=turn.num_bytes)
+        return Upload(start, updates, updates, bytes_up(updates))
 
     def train_alone(self, turn: Turn) -> ClientUpdate:
         """Train a client whose update does not count."""
