@@ -23,20 +23,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Weighted mean of scalars, a float32 scalar on their device.
-
-    Example:
-        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])
-        tensor(3.)
-    """
-    if len(values) == 1:
-        return values[0].float()
-    stacked = torch.stack(tuple(values)).float()
-    shares = torch.tensor(weights, dtype=torch.float32, device=stacked.device)
-    return torch.dot(stacked, shares) / sum(weights)
-
-
 class _ByClient(NamedTuple):
     """Values of one metric and numbers of examples, by client in increasing order."""
 
@@ -76,7 +62,7 @@ class ClientMeans:
         >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
         >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
         >>> means.reduced(), means.stds()
-        ({'train/loss': 3.25}, {'train/loss': 1.5})
+        ({'train/loss': 3.25}, {'train/loss_std': 1.5})
     """
 
     def __init__(self) -> None:
@@ -131,9 +117,12 @@ class ClientMeans:
         return found
 
     def stds(self) -> dict[str, float]:
-        """Standard deviation of every metric over clients, which have equal weights."""
+        """Standard deviation of every metric over clients, which have equal weights, as ``<name>_std``."""
+        found: dict[str, float] = {}
         with np.errstate(all="ignore"):
-            return {n: float(each.by_client().values.std()) for n, each in self._entries.items()}
+            for name, entries in self._entries.items():
+                found[f"{name}_std"] = float(entries.by_client().values.std())
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: tensors, integers and names only."""

@@ -133,7 +133,8 @@ class FitRounds:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Of
                 several processes all raise it, when they meet.
         """
-        began, trainer, clients = time.perf_counter(), self.run.trainer, self.clients
+        began, clients = time.perf_counter(), self.clients
+        is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
         try:
@@ -145,13 +146,13 @@ class FitRounds:
                     finished = set(self._round.record.finished[-len(group.ids) :])
                     self._round.train([client for client in group.ids if client not in finished])
                     clients.warn_of_rehearsal(self._round.record)
-                if trainer.is_last_batch:
+                if is_last:
                     self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
             self._meeting.fail(failure)
         finally:
             clients.restore(self.server.model)
-        if not trainer.is_last_batch:
+        if not is_last:
             self.run.groups.advance()
         self._round.record.seconds += time.perf_counter() - began
 
@@ -207,7 +208,7 @@ class FitRounds:
 
     def follow_masks(self) -> None:
         """Exchange other coordinates from here on if masks have changed between rounds."""
-        if self.run.local.has_new_masks and not self._is_open:
+        if self.run.local.masks.are_new and not self._is_open:
             self.travelling.follow_masks()
 
     def idle_lines(self) -> Iterator[str]:

@@ -211,7 +211,7 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
             f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
         )
     first, last = ids.min(), ids.max()
-    if first < 0 or last >= population.num_clients:
+    if first < 0 or last >= len(population.num_examples):
         raise ConfigurationError(
             f"federation.cohort: {sampler}.sample must return ids from 0 to "
             f"{population.num_clients - 1}, got {first} to {last}"

@@ -101,7 +101,7 @@ class Round:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        record, lost_before = self.record, len(self.record.lost)
+        record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
         work = self.clients.work_of(cohort)
         for stage in self.stages.having["work"]:  # who will send
             work = stage.work(work, record)
@@ -116,7 +116,7 @@ class Round:
                         self.raise_or_skip(sent.failure)
                         ended = [sent.failure.client_id]
                     else:
-                        for upload in self.clients.stages_ahead.up(sent):
+                        for upload in ahead.up(sent) if ahead.having["up"] else (sent,):
                             self.server.receive(upload.arrived)
                             record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)
                         ended = sent.made.client_ids

@@ -136,8 +136,7 @@ class RoundRecord:
             facts["round/lost"] = float(len(self.lost))
             facts["round/virtual_seconds"] = self.ended_at - self.began_at
             facts["round/total_virtual_seconds"] = self.ended_at
-        spreads = {f"{name}_std": value for name, value in self.means.stds().items()}
-        return facts | self.privacy | self.more | self.norms.reduced() | spreads
+        return facts | self.privacy | self.more | self.norms.reduced() | self.means.stds()
 
     def unprotected_names(self) -> set[str]:
         """Return the names of metrics and facts that depend on clients and have no noise."""

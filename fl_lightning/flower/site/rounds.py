@@ -140,7 +140,7 @@ class SiteRounds:
     def follow_mask(self) -> None:
         """Send and remember other coordinates from here on, if the mask is another."""
         local = self.run.local
-        if not local.has_new_masks:
+        if not local.masks.are_new:
             return
         before = local.space
         self._clients.renew_space()
