@@ -59,8 +59,7 @@ class ClientMeans:
 
     Example:
         >>> means = ClientMeans()
-        >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
-        >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
+        >>> means.add_rows({"train/loss": torch.tensor([1.0, 4.0])}, [1, 3], [0, 1])
         >>> means.reduced(), means.stds()
         ({'train/loss': 3.25}, {'train/loss_std': 1.5})
     """
@@ -69,17 +68,13 @@ class ClientMeans:
         self._entries: dict[str, _Entries] = {}
         self.reductions: dict[str, str] = {}
 
-    def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
-        """Add the scalars of one client; results do not depend on the order of the clients."""
-        self.add_rows(values, [num_examples], [client_id])
-
     def add_rows(
         self,
         values: Mapping[str, Tensor],
         num_examples: Sequence[int],
         client_ids: Sequence[int],
     ) -> None:
-        """Add the values of m clients; each tensor has m elements."""
+        """Add the values of m clients, in any order; each tensor has m elements."""
         for name, value in values.items():
             entries = self._entries.setdefault(name, _Entries())
             entries.values.append(value)
@@ -91,10 +86,6 @@ class ClientMeans:
     def names(self) -> list[str]:
         """Names of the metrics, in order of appearance."""
         return list(self._entries)
-
-    def values(self, name: str) -> Tensor:
-        """Values of one metric in increasing order of clients, shape (K,), float64 on the CPU."""
-        return torch.from_numpy(self._entries[name].by_client().values)
 
     def by_client(self, name: str) -> dict[int, float]:
         """Value of one metric for each client; empty if there is no such metric."""
