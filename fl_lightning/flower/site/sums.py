@@ -159,7 +159,7 @@ class SiteSums:
             raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
         if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):
             raise OrderRefused("policy", f"the sum is with sites that peers do not have: {unknown}")
-        kept.begin(list(agreed.clients), "began with a sum of")
+        kept.begin(list(agreed.clients), "began with a sum of {}")
         key = None if policy.signing_key is None else SigningKey(policy.signing_key.read_bytes())
         directory = agreed.directory({s: bytes.fromhex(k) for s, k in policy.peers.items()})
         self._agreed = agreed
@@ -198,7 +198,7 @@ class SiteSums:
         if asked.stage == "open":
             return self._opened(client, asked, layout.decoded(bytes_of(order.tensors.get(TOTAL))))
         policy.check_secure_sum(len(agreed.clients))
-        kept.begin(agreed.opener, "was encrypted for")
+        kept.begin(agreed.opener, "was encrypted for {} to open it")
 
         def say(one: int) -> dict[str, Tensor]:
             values = torch.from_numpy(kept.vectors[one])
@@ -234,7 +234,7 @@ class SiteSums:
                 "policy", f"a site wants {fewest} clients in a sum, and it is of {len(senders)}"
             )
         values = client.open(total, senders)
-        self._kept.begin(agreed.opener, "was encrypted for")
+        self._kept.begin(agreed.opener, "was encrypted for {} to open it")
         self._kept.open("this site", (each.client for each in senders))
         return Done(tensors={OPENED: values})
 
@@ -306,7 +306,8 @@ class SiteVectors:
         if self._told["round"] != self.round:
             self._told = {"round": self.round, "parties": parties, "opened": {}}
         elif self._told["parties"] != parties:
-            raise OrderRefused("sum", f"round {self.round} {how} {self._told['parties']}")
+            before = how.format(self._told["parties"])
+            raise OrderRefused("sum", f"round {self.round} {before}")
         self.note()
 
     def open(self, who: str, clients: Iterable[int]) -> None:
