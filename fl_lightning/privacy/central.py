@@ -56,8 +56,8 @@ class CentralDP(Privacy):
         adaptive_clip: let the clip norm follow a quantile of the updates' norms; fixed if None.
         accountant: ``pld``, or ``rdp``, which gives a larger ε.
         secure_noise: draw noise from the operating system's secure generator: nobody can subtract it,
-            and no two runs are equal. Cohorts whose sampling amplifies are drawn from a secret in a
-            file of its own, not from the seed. A round that is trained again after a crash or from an
+            and no two runs are equal. Cohorts whose sampling amplifies are drawn from a secret that
+            nobody keeps, not from the seed. A round that is trained again after a crash or from an
             older checkpoint gets new noise, and is a release that this run does not account for.
             If false, noise is a function of the seed, which must then be kept secret.
         log_unprotected: log values without noise: clients' metrics and norms, skipped clients, the

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS, remove_unfinished
+from fl_lightning.federation.checkpoints.files import remove_unfinished
 from fl_lightning.federation.checkpoints.run_folder import (
     EarlierRun,
     choose,
@@ -200,15 +200,6 @@ def check_checkpoint(path: Path) -> int:
     problem, checkpoint = _read(path)
     if problem is None:
         return int(checkpoint.get("global_step", 0))
-    previous = path.with_name(PREVIOUS)
-    if path.name == LAST and previous.exists():
-        reason, checkpoint = _read(previous)
-        if reason is None:
-            rounds = checkpoint["global_step"]
-            raise ConfigurationError(
-                f"ckpt_path: {path} {problem}. The one before it is whole, global step {rounds}: go "
-                f"on with --ckpt_path {previous}"
-            )
     raise ConfigurationError(f"ckpt_path: {path} {problem}. Give the path of a .ckpt file, or last")
 
 

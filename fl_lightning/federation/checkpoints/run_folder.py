@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import LOADER
-from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS
+from fl_lightning.federation.checkpoints.files import LAST
 
 CHECKPOINTS = "checkpoints"
 
@@ -127,8 +127,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the last checkpoint in a folder: the one named so, or else the newest."""
     by_time = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     named = [path for path in by_time if path.name.startswith(Path(LAST).stem)]
-    others = [path for path in by_time if path.name == PREVIOUS]
-    return next(reversed(named or others or by_time), None)
+    return next(reversed(named or by_time), None)
 
 
 def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
