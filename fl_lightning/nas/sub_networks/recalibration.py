@@ -198,16 +198,17 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Use the statistics of sums inside the block, in evaluation mode, for batch norms without running ones.
+    """Use the statistics of sums inside the block, in evaluation mode.
 
     Args:
-        network: whose layers the sums name; others go on with the statistics of the batch.
+        network: whose layers the sums name; others go on with their own, or with those of the batch.
         sums: over all examples.
 
     Raises:
         ConfigurationError: if a layer saw fewer than two numbers a channel.
     """
     layers: dict[str, Any] = {name: network.get_submodule(name) for name in sums}
+    before = {name: (layer.running_mean, layer.running_var) for name, layer in layers.items()}
     like = next(network.parameters())
     try:
         for name, layer in layers.items():
@@ -215,8 +216,8 @@ def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
             layer.running_mean, layer.running_var = mean.to(like), variance.to(like)
         yield
     finally:
-        for layer in layers.values():
-            layer.running_mean = layer.running_var = None
+        for name, layer in layers.items():
+            layer.running_mean, layer.running_var = before[name]
 
 
 def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
