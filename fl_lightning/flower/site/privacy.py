@@ -62,7 +62,7 @@ class SitePrivacy:
                 f"this site cannot count what {type(privacy).__name__} costs: use LocalDP or DistributedDP"
             )
         self.cost = cost
-        account.check(cost, clients, int(run.participation().most[-1]))
+        account.check(cost, clients, run.most_turns(run.planned_rounds))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 
