@@ -26,7 +26,7 @@ from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import visiting
 from fl_lightning.flower.failures import OrderRefused
 from fl_lightning.flower.messages import ClientAnswer, Order
@@ -179,7 +179,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     )
 
 
-def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
+def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 
