@@ -199,7 +199,7 @@ def digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Message:
-    """What orders and answers have in common.
+    """Common part of orders and answers.
 
     Attributes:
         run: 32 hexadecimal digits, of this run, also after it was resumed.

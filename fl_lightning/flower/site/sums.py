@@ -258,7 +258,7 @@ def _of_each(
 
 
 class SiteVectors:
-    """What a site keeps on its disk of hidden sums: its clients' vectors of a round, and what it has told.
+    """Files of a site's hidden sums: its clients' vectors of a round, and what it has told.
 
     Args:
         folder: of one run at a site.
