@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector, weighted_mean
 from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
-from fl_lightning.client.state.attributes import Attributes, Growth
+from fl_lightning.client.state.attributes import Attributes, Growth, append
 from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
@@ -103,7 +103,7 @@ class LocalTrainer:
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
-        self.keeps_lists, self._grown = False, list[Growth]()
+        self.keeps_lists, self._grown = False, Growth()
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self.masks = OptimizerMasks(module, self._optimizers)
@@ -217,15 +217,13 @@ class LocalTrainer:
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
-        for growth in self._grown:
-            self._attributes.grow(growth)
+        append(self._grown)
 
     def _put_attributes_back(self) -> None:
         if self._attributes.is_same():
             return
-        if self.keeps_lists and (growth := self._attributes.growth()):
-            self._grown.append(growth)
-        self._attributes.put_back()
+        growth = self._attributes.put_back()
+        self._grown += growth if self.keeps_lists else []
 
     def end_round(self, model: GlobalModel) -> None:
         """Put the global model back, and leave the module's attributes to hooks until the next round.

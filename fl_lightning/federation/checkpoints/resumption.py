@@ -29,7 +29,6 @@ from fl_lightning.federation.checkpoints.run_folder import (
     choose,
     differences,
     refuse,
-    remove_empty,
     run_of,
 )
 
@@ -116,10 +115,9 @@ def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
 
 
 def clean_up_after(run: EarlierRun) -> None:
-    """Remove what a run left behind when it was killed, and folders of others that came to nothing."""
+    """Remove what a run left behind when it was killed."""
     remove_unfinished(run.checkpoint.parent)
     remove_unfinished(run.folder)
-    remove_empty(run.folder)
 
 
 def _new_folder(root: Path) -> Path:
