@@ -27,8 +27,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import visiting
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.documents import document_of
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.rules.site_file import read_policy
@@ -138,7 +138,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.desk.hello(facts.options())
+            fit.desk.hello(document_of(facts))
             order = fit.desk.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
