@@ -14,8 +14,7 @@ from flower.site_processes import LyingServer, configuration, over_network, thre
 from fl_lightning import LocalDP, UniformCohort
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.site.desk import Desk, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget

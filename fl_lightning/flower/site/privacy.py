@@ -15,8 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation import Options, Run
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost
