@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pickle import UnpicklingError
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import Namespace, add_instantiator, dict_to_namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -103,14 +104,50 @@ class Refusal(BaseException):
         inside = place if self.kind.__name__ in BARE else f"{place}.init_args"
         for prefix in (f"{self.kind.__name__}: ", f"{place}: ", f"{place.rpartition('.')[2]}: "):
             text = text.removeprefix(prefix)
-        if text.startswith(f"{inside}."):
-            return text
-        option = next((word for word in re.findall(r"\w+", text) if word in self.options), None)
-        if option is None:
-            return f"{place}: {text}"
-        text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
-        joint = "." if text.startswith(f"{option} ") else f".{option}: "
-        return f"{inside}{joint}{text}"
+        found = _with_path(text, inside, self.options)
+        return found if found.startswith(f"{inside}.") else f"{place}: {text}"
+
+
+def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
+    """Return a sentence with the whole path of the first option that it names; unchanged if it names none."""
+    if text.startswith(f"{inside}."):
+        return text
+    option = next((word for word in re.findall(r"\w+", text) if word in options), None)
+    if option is None:
+        return text
+    text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
+    joint = "." if text.startswith(f"{option} ") else f".{option}: "
+    return f"{inside}{joint}{text}"
+
+
+# what Lightning says without the option's name
+_WITHOUT_OPTION = {
+    "No supported gpu": "accelerator must be cpu or auto on this machine: ",
+    "Found more than one stateful callback": "callbacks must hold one of a kind at most: ",
+}
+
+
+def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
+    """Build a Trainer.
+
+    Args:
+        build: does it.
+        options: of the Trainer.
+
+    Raises:
+        ConfigurationError: naming the option that Lightning refuses, and its value.
+    """
+    try:
+        return build()
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        start = next((words for words in _WITHOUT_OPTION if str(error).startswith(words)), "")
+        text = _with_path(f"{_WITHOUT_OPTION.get(start, '')}{error}", "trainer", options)
+        option = re.match(r"trainer\.(\w+)", text)
+        value = str(options[option[1]]) if option else ""
+        given = "" if value in text else f", got {value}"
+        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
