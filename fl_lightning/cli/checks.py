@@ -100,7 +100,7 @@ def check_values(configuration: Any) -> None:
         raise ConfigurationError(
             f"trainer must be a mapping of options, such as max_epochs: 10, got {trainer}"
         )
-    checks = [
+    checks: list[Callable[[], None]] = [
         partial(_check_number, f"trainer.{name}", trainer.get(name), allowed)
         for name, allowed in _OF_TRAINER.items()
     ]
@@ -122,8 +122,9 @@ def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None
 
 def _check_time(value: Any) -> None:
     try:
-        is_time = not isinstance(value, str) or _TIME.fullmatch(value)
-        is_time = is_time and (not isinstance(value, Mapping) or timedelta(**value) > timedelta(0))
+        is_time = value is None or isinstance(value, timedelta)
+        is_time = is_time or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
+        is_time = is_time or (isinstance(value, Mapping) and timedelta(**value) > timedelta(0))
     except TypeError:
         is_time = False
     if not is_time:

@@ -1,6 +1,6 @@
-"""Imported first by the server of a sweep's processes, which then imports for seconds and looks at nothing else.
+"""Imported first by the server of a command's processes, which then imports for seconds and looks at nothing else.
 
-The system ends it when the sweep ends, even then.
+The system ends it when the command ends, even then.
 """
 
 import ctypes
