@@ -28,7 +28,6 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round, run_folder
 from fl_lightning.reports.layout import DETAIL, ConsoleFormatter, FileFormatter
 from fl_lightning.reports.progress import RoundProgressBar, round_line
-from fl_lightning.reports.screen import table
 
 _ADVERTISEMENT = "💡 Tip"
 
@@ -163,7 +162,7 @@ class RunLog(Callback):
         """Open the file, and write the model's layers."""
         self._open(trainer)
         if trainer.is_global_zero:
-            self._write(logging.INFO, f"layers\n{_layers(pl_module)}")
+            self._write(logging.INFO, f"layers\n{summarize(pl_module, max_depth=2)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue in the file, and so in a test and a prediction."""
@@ -275,14 +274,6 @@ def folder_of(trainer: Trainer) -> str | None:
     folder = run_folder(trainer)
     is_own = trainer.logger is not None or Path(folder).resolve() != Path.cwd()
     return folder if is_own else None
-
-
-def _layers(module: LightningModule) -> str:
-    """Return name, class and number of parameters of a module's parts and of theirs."""
-    summary = summarize(module, max_depth=2)
-    rows = zip(summary.layer_names, summary.layer_types, summary.param_nums, strict=True)
-    head = ("part", "class", "parameters")
-    return table(head, [[name, kind, f"{count:,}"] for name, kind, count in rows])
 
 
 def software() -> str:
