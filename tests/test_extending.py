@@ -303,7 +303,7 @@ class TestAPartition:
     def test_with_share_1_a_class_is_at_home(self, labels, num_clients):
         shards = part("HomeClass")(1.0).assign(labels, num_clients, seed=0)
         for name in np.unique(labels):
-            assert sum(name in labels[shard] for shard in shards) == 1
+            assert sum(name in labels[np.asarray(shard)] for shard in shards) == 1
 
     @given(labels)
     def test_with_share_0_classes_do_not_matter(self, labels):

@@ -1,4 +1,4 @@
-"""The commands: what runs each, and fits that are resolved or run on behalf of another command.
+"""The commands, the code behind each, and fits that are resolved or run for another command.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
 ``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``

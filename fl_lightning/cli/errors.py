@@ -1,4 +1,4 @@
-"""Errors of the command line: one sentence with the option's path, its value, what is allowed, what to do.
+"""Errors of the command line: one sentence with path, value, allowed values and remedy.
 
 A setting that cannot work may be found by the parser (a misspelt key, an unknown class), by a class that
 refuses its arguments while the parser builds it, or by the run at its start. Each ends with one sentence
@@ -87,7 +87,7 @@ class Refusal(BaseException):
         return ConfigurationError(shortened(self._placed(text, place) if place else text))
 
     def _is_of(self, spec: Namespace) -> bool:
-        """Return whether a namespace describes what was refused."""
+        """True if a namespace describes the refused object."""
         name = spec.get("class_path")
         given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
         is_kind = (
@@ -151,7 +151,7 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
-    """Return an object that the parser wants; what a class refuses passes all the types that are tried."""
+    """Build an object for the parser; a class's refusal passes through all types that are tried."""
     return _built(kind, kind, args, options)
 
 
@@ -184,7 +184,7 @@ def _takes(kind: Any, args: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _build_anew(spec: Any) -> None:
-    """Raise what is wrong with a class that the parser could not build, and has passed on as text."""
+    """Raise the error of a class that the parser could not build, and has passed on as text."""
     given = dict_to_namespace(dict(spec))
     kind, options = imported(given.class_path), vars(given.get("init_args") or given)
     if kind is not None:
@@ -199,7 +199,7 @@ class Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong and end with code 2."""
+        """Print the error as one sentence and exit with code 2."""
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
         told = f"fl-lightning: {sentence(message, self._options())}"
@@ -284,7 +284,7 @@ def _of_checkpoint(error: BaseException) -> str | None:
 
 
 def _by_text(error: BaseException) -> str | None:
-    """Return a sentence for what PyTorch and Lightning raise as a `ValueError` and the like."""
+    """Return a sentence for errors of PyTorch and Lightning that are known by their text."""
     text = str(error)
     if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
         return f"the optimizer refuses one of its options: {text}"
@@ -294,7 +294,7 @@ def _by_text(error: BaseException) -> str | None:
 
 
 def bug_behind(error: BaseException) -> str:
-    """Return the traceback of what a module raised on a client's examples; empty for all else."""
+    """Traceback of a module's error on a client's examples; empty for all other errors."""
     failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
     cause = None if failure is None else failure.__cause__
     if isinstance(cause, ProcessTraceback):

@@ -132,7 +132,7 @@ class FederatedCLI(LightningCLI):
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what is not Lightning's; `add_arguments_to_parser` is for classes of your own."""
+        """Add options beyond Lightning's; `add_arguments_to_parser` is for classes of your own."""
         super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
@@ -148,7 +148,7 @@ class FederatedCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and refuse what Lightning would stumble over, or take without a look."""
+        """Parse, and refuse values that Lightning would accept or fail on later."""
         super().parse_arguments(parser, args)
         own = self._parser(self.config.get("subcommand"))
         if isinstance(own, Parser) and own.default_env:
@@ -183,7 +183,7 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
+        """Add the federation and its companions to the Trainer's callbacks."""
         federation = self._get(self.config_init, "federation")
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []

@@ -1,4 +1,4 @@
-"""A message of the parser as one sentence: the option's path, its value, what is allowed, what was meant.
+"""A message of the parser as one sentence: path, value, allowed values, a suggestion.
 
 A message of jsonargparse is a tree: an option, the types that were tried for it, what each of them said of
 the value, which may again be about an option. The useful part is a leaf far inside:

@@ -1,4 +1,4 @@
-"""Exceptions, by who can fix their cause, and a hint for clients with one example."""
+"""Exceptions, by the person who can fix the cause, and a hint for clients with one example."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -
 
 
 def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -> str:
-    """Return what is to be trained, in a line.
+    """Summary of the planned runs, in a line.
 
     Example:
         >>> experiment = Experiment(variants={"a": None, "b": None}, seeds="0,1,2")

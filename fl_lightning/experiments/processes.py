@@ -90,7 +90,7 @@ class ReportRounds(Callback):
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         self.values = dict(state_dict["values"])
 
 
@@ -186,7 +186,7 @@ _IMPORTED = (
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return how processes are started, and import in the background what they need."""
+    """Return the context that starts processes; their imports begin in the background."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver

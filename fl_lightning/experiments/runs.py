@@ -54,7 +54,7 @@ def _last_checkpoint(run: PlannedRun) -> Path:
 
 
 def prepare(run: PlannedRun) -> list[str]:
-    """Write what the run needs; return the words of its command line."""
+    """Write a run's files; returns the words of its command line."""
     resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -77,7 +77,7 @@ def prepare(run: PlannedRun) -> list[str]:
 
 
 def state_of(run: PlannedRun) -> dict[str, object]:
-    """Return what is kept of a run: its fingerprint, and more once it is finished."""
+    """Stored state of a run: its fingerprint, and more once it is finished."""
     try:
         state = json.loads((run.folder / "run.json").read_text())
     except (OSError, ValueError):  # never begun, or killed while it was written
@@ -86,7 +86,7 @@ def state_of(run: PlannedRun) -> dict[str, object]:
 
 
 def save_state(run: PlannedRun, more: dict[str, object]) -> None:
-    """Keep a run's fingerprint, and what else is known of it."""
+    """Store a run's fingerprint and further facts about it."""
     path = run.folder / "run.json"
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))

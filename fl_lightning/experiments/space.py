@@ -108,7 +108,7 @@ def _spaced(numbers: Any, count: int) -> list[Any]:
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Return what is searched, by the path of the option.
+    """Searched ranges and choices, by the path of the option.
 
     Args:
         space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.

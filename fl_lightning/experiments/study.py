@@ -1,4 +1,4 @@
-"""The study: where trials are kept, Optuna's samplers and pruners with our seeds, and what was found.
+"""The study: storage of trials, Optuna's samplers and pruners with our seeds, and results.
 
 The study is a file, or a database that many machines share. A sampler's own generator would begin anew in every
 process, and propose the same again after a resume or on a second machine. Here every trial's draws are a
@@ -150,7 +150,7 @@ class _Grid(samplers.GridSampler):
 
 
 def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
-    """Return what proposes the values of the trial with a number."""
+    """Sampler that proposes the values of the trial with this number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
         order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
@@ -171,7 +171,7 @@ def ask(study: Study, search: Search) -> optuna.Trial:
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return what stops trials, of which a whole one has so many rounds."""
+    """Pruner that stops trials early; a whole trial has this number of rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -276,7 +276,7 @@ def _value(trial: FrozenTrial) -> str:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Return by path how much an option matters, the most important one first; none if unknown."""
+    """Importance of each option by path, the highest first; empty if it is unknown."""
     values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
     if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
         return {}

@@ -123,7 +123,7 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
 
 
 def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
-    """Write what was found, and print the best of it."""
+    """Write the results, and print the best trials."""
     study, names = trials.study, plan.names
     trials_table(study, list(plan.parameters)).to_csv(out / "trials.csv", index=False)
     told = [one for one in ranked(study) if one.state != TrialState.FAIL]

@@ -111,7 +111,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 def _keys(
     node: Mapping[str, Any], word: str, is_last: bool, before: Sequence[str], path: str
 ) -> list[str | int]:
-    """Return the keys from a mapping to what a word names."""
+    """Keys from a mapping to the option that a word names."""
     if word in node:
         return [word]
     inside = node.get("init_args") or {}
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def names(self) -> dict[str, str]:
-        """Short names of what is searched, by path."""
+        """Short names of the searched options, by path."""
         return short_names(list(self.parameters))
 
     @property

@@ -112,7 +112,7 @@ class Trials:
     def end(
         self, held: Held, state: TrialState | None, value: float | None = None, **known: Any
     ) -> None:
-        """Note how a trial has ended.
+        """Record the end of a trial.
 
         Args:
             held: the trial.

@@ -152,7 +152,7 @@ class Options:
                 slots the whole cohort.
             client_memory_gb: how many gigabytes (1e9 bytes) of what clients remember between rounds
                 (see ``correction``) stay in RAM. The rest lies in files. Checkpoints hold up to 64
-                MB of it; more lies in ``client_memory`` beside them.
+                MB of it; more lies in a folder beside each (``last.ckpt.client_memory``).
             client_state: names of buffers and frozen parameters that clients change while they
                 train, as patterns (``*``, ``?``). They travel, and are averaged. You need it only
                 for those that change later than in the first local steps of the run: the others are

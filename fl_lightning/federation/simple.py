@@ -98,7 +98,7 @@ class SimpleFederation:
             )
         self._population = Population(data.clients.num_examples)
         aggregator = as_aggregator(aggregator).of_clients(optimizer)
-        transport = Transport(updates, [], seed)
+        transport = Transport.of(updates, [], seed)
         built_in: list[Stage] = []
         if correction is not None:
             exact = aggregator.exact or aggregator.exchanges

@@ -70,7 +70,7 @@ _NOISE = re.compile(
 
 
 class ForTheScreen(logging.Filter):
-    """Lets a screen have what is said of this run, and keeps details for the log file."""
+    """Lets messages about this run onto the screen, and keeps details for the log file."""
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
@@ -183,7 +183,7 @@ class RunLog(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Write what has ended the run."""
+        """Write the error that has ended the run."""
         told = "".join(traceback.format_exception(exception))
         self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
         self._close()
@@ -193,7 +193,7 @@ class RunLog(Callback):
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
-        """Open the run's file at its end; the first process writes there what was logged before."""
+        """Open the run's file at its end; the first process writes the earlier messages into it."""
         folder = folder_of(trainer)  # which processes agree on: all must ask
         if folder is None or self._handler is not None:
             return
@@ -277,7 +277,7 @@ def folder_of(trainer: Trainer) -> str | None:
 
 
 def software() -> str:
-    """Versions of what a run depends on most."""
+    """Versions of the most important packages of a run."""
     found = [f"{name} {_version(name)}".strip() for name in ("fl-lightning", "lightning", "torch")]
     return ", ".join([*found, f"Python {platform.python_version()}"])
 

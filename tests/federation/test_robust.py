@@ -14,7 +14,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.poisoning import LabelFlip
+from fl_lightning.data.client_examples import LabelFlip
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks import ALIE, GaussianNoise, SignFlip
 from fl_lightning.server.means.fair_means import AFL, QFedAvg

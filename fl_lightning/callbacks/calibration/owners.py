@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import Integers
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import evaluation_reader, loader_option
+from fl_lightning.data.training_set import example_reader, loader_option
 from fl_lightning.federation import Ranks, shares, training_loader
 from fl_lightning.reports.progress import RoundProgressBar, federation_of
 
@@ -73,7 +73,7 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
         loader = _checked(training_loader(trainer))
-        size, read = int(loader_option(loader, "batch_size") or 32), evaluation_reader(loader)
+        size, read = int(loader_option(loader, "batch_size") or 32), example_reader(loader)
         everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
     return ExampleOwners(np.array([len(everything)]), lambda _: everything, read, size)
 

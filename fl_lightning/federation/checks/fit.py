@@ -280,7 +280,7 @@ def check_data_fits(trainer: Trainer) -> None:
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):
         return
-    indices = torch.from_numpy(data.clients.flat.indices)
+    indices = torch.from_numpy(data.clients.indices)
     if not len(indices):
         return
     chosen = indices[:: max(1, len(indices) // _EXAMPLES)].long()

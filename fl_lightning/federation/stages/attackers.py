@@ -10,8 +10,8 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.data.client_examples import Poison
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks import Forged, Forgery
 

@@ -64,7 +64,7 @@ def stages_of(
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
-    transport = Transport(options.updates, options.download, options.seed)
+    transport = Transport.of(options.updates, options.download, options.seed)
     if correction is not None:
         # rules that see all updates give the same bits over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges

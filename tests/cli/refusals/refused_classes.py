@@ -385,7 +385,7 @@ def models() -> Iterator[Row]:
     )  # fmt: skip
     yield from refused(
         "model", f"{FL}.models.KMeans", {"num_clusters": 3, "num_features": 4}, num_clusters=COUNT,
-        num_features=COUNT, num_labels=COUNT, start=CHOICE, seed=SEED,
+        num_features=COUNT, start=CHOICE, seed=SEED,
     )  # fmt: skip
 
 
