@@ -207,7 +207,7 @@ class Running:
     connection: Connection
 
 
-class Processes:
+class RunPool:
     """Processes that train runs, with a bar for each on the screen.
 
     Args:
@@ -284,7 +284,7 @@ def train_all(
     total, failures = len(waiting), dict[str, str]()
     if total < len(runs):
         print(f"{len(runs) - total} of {len(runs)} runs were finished before", flush=True)
-    with Processes(context, fit, Watch("runs", total)) as processes:
+    with RunPool(context, fit, Watch("runs", total)) as processes:
         while waiting or processes.running:
             ready = [run for run in waiting if run.before is None or is_finished(run.before)]
             for run in ready[: workers - len(processes.running)]:

@@ -20,7 +20,7 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.experiments.processes import Ended, Fit, Processes, Running
+from fl_lightning.experiments.processes import Ended, Fit, Running, RunPool
 from fl_lightning.experiments.runs import Watch, state_of
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.study import ask, shown_values, told
@@ -207,7 +207,7 @@ class Workers:
     def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
         self._trials, self._search, self._plan = trials, trials.search, trials.plan
         watch = Watch("trials", self._search.num_trials, len(trials.of(*DONE)))
-        self._processes = Processes(context, fit, watch, self._search.metric)
+        self._processes = RunPool(context, fit, watch, self._search.metric)
         self._running: dict[Path, Held] = {}  # by folder
         self._failures = 0
 

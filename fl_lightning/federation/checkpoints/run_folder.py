@@ -128,13 +128,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(named or by_time), None)
 
 
-def differences(
-    earlier: Mapping[str, Any], config: Mapping[str, Any], sections: Iterable[str]
-) -> list[str]:
-    """Differences between two configurations in some sections, in words, without those that do not matter."""
+def differences(then: Any, now: Any, sections: Iterable[str]) -> list[str]:
+    """Differences in some sections between an earlier configuration and one now, in words."""
     then, now = (
         {key: value for part in sections for key, value in _leaves(part, given.get(part))}
-        for given in (earlier, config)
+        for given in (then, now)
     )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
