@@ -117,7 +117,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Say what this site has, and wait for the first order."""
+            """Send the facts of this site, and wait for the first order."""
             data = self.datamodule
             if problems := list(of_transforms(data)):
                 raise ConfigurationError("\n".join(problems))
