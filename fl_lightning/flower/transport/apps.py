@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import Channel, Lost
-from fl_lightning.flower.transport.asking import ask, status
+from fl_lightning.flower.transport.channel import Channel, Lost, ask, status
 from fl_lightning.flower.transport.carried import packed, unpacked
 
 try:

@@ -1,13 +1,11 @@
-"""Asking a site's resident process, from another process of the same machine.
+"""How the server reaches its sites, whatever carries orders and answers; and a site's resident process.
 
-No more than the standard library is needed: the thin app that Flower starts for every message does it.
+That process is asked from another one of the same machine, over a Unix socket that only its owner can open. No
+more than the standard library is needed: the thin app that Flower starts for every message does it.
 
-The bytes between the two are frames over a Unix socket that only its owner can open:
-
-    kind (1 byte) | length (8 bytes, big-endian) | content
-
-An asker sends an order or asks for the status. The answer to an order comes after any number of
-`BUSY` frames, one every `HEARTBEAT` seconds: silence means that nobody is there any more.
+Each message is a kind and a content, in the frames of `multiprocessing.connection`. An asker sends an order or
+asks for the status. The answer to an order comes after any number of `BUSY` messages, one every `HEARTBEAT`
+seconds: silence means that nobody is there any more.
 """
 
 from __future__ import annotations
@@ -17,15 +15,71 @@ import logging
 import os
 import socket
 import stat
-import struct
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import CATEGORIES, Lost
 
 log = logging.getLogger(__name__)
+Category = Literal[
+    "not there",
+    "busy with an earlier order",
+    "no answer in time",
+    "its process died",
+    "its process is silent",
+    "its process failed",
+    "its app failed",
+    "the network lost the message",
+]
+CATEGORIES: tuple[str, ...] = get_args(Category)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An order that a site will not answer.
+
+    Attributes:
+        category: why.
+
+    Example:
+        >>> Lost("not there").category
+        'not there'
+    """
+
+    category: Category
+
+
+class Channel(Protocol):
+    """The way to the sites.
+
+    Every order that is sent has exactly one outcome, an answer or a `Lost`. A site has one order at a
+    time: until it is known to be free again, it is not among `sites`, and what is sent to it is lost.
+    """
+
+    def sites(self) -> list[str]:
+        """Return the names of the sites that are there now and could take an order."""
+
+    def send(self, site: str, message: bytes, ttl: float) -> None:
+        """Send an order; what becomes of it, `receive` says.
+
+        Args:
+            site: its name.
+            message: the order.
+            ttl: seconds after which its answer is of no use.
+        """
+
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
+        """Return what has become of orders, site by site, after at most so many seconds."""
+
+
+ORDER, STATUS, BUSY, ANSWER, LOST = b"O", b"S", b"B", b"A", b"L"
+HEARTBEAT = 2.0
+LARGEST = 2**33
+# sun_path of the system's sockaddr_un: 108 bytes on Linux, 104 on macOS, one of them the zero
+_LONGEST_PATH = 103
 SILENCE = 60.0  # without a heartbeat: the process hangs
 _PATIENCE = 30.0  # for a process that is being restarted
 _PAUSE = 0.2
@@ -57,11 +111,11 @@ def ask(
     for _ in range(2):
         try:
             with _connected(path, min(until, time.monotonic() + patience)) as connection:
-                send_frame(connection, ORDER, order)
+                send(connection, ORDER, order)
                 return _answer(connection, until, silence)
         except TimeoutError:
             return Lost("no answer in time" if time.monotonic() >= until else "not there")
-        except ConnectionError:
+        except (EOFError, OSError):
             time.sleep(_DEATH)
     return Lost("its process died")
 
@@ -74,105 +128,61 @@ def status(path: Path) -> dict[str, Any] | None:
     """
     try:
         with _connected(path, time.monotonic()) as connection:
-            connection.settimeout(_STATUS_SECONDS)
-            send_frame(connection, STATUS)
-            kind, content = receive_frame(connection)
+            send(connection, STATUS, b"")
+            if not connection.poll(_STATUS_SECONDS):
+                raise TimeoutError("it says nothing")
+            kind, content = receive(connection)
             told = json.loads(content) if kind == STATUS else None
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         log.warning("no status from %s: %r", path, error)
         return None
     return told if isinstance(told, dict) else None
 
 
-def _connected(path: Path, until: float) -> socket.socket:
+def _connected(path: Path, until: float) -> Connection:
     """Return a connection; waits for somebody to listen.
 
     Raises:
         TimeoutError: if nobody does.
     """
     while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(str(path))
+            return Client(str(path), "AF_UNIX")
         except OSError:
-            connection.close()
             if time.monotonic() >= until:
                 raise TimeoutError(f"nobody listens at {path}") from None
             time.sleep(_PAUSE)
-        else:
-            return connection
 
 
-def _answer(connection: socket.socket, until: float, silence: float) -> bytes | Lost:
+def _answer(connection: Connection, until: float, silence: float) -> bytes | Lost:
     """Return the answer that follows signs of life."""
-    while (left := until - time.monotonic()) > 0:
-        connection.settimeout(min(left, silence))
-        try:
-            kind, content = receive_frame(connection)
-        except TimeoutError:
-            break
+    while (left := until - time.monotonic()) > 0 and connection.poll(min(left, silence)):
+        kind, content = receive(connection)
         if kind == ANSWER:
             return content
         if kind == LOST:
             category = content.decode()
             return Lost(category) if category in CATEGORIES else Lost("its process failed")  # type: ignore[arg-type]
         if kind != BUSY:
-            raise FrameError(f"no answer: kind {kind!r}")
+            raise ConnectionError(f"no answer: kind {kind!r}")
     late = time.monotonic() >= until
     return Lost("no answer in time" if late else "its process is silent")
 
 
-ORDER, STATUS, BUSY, ANSWER, LOST = b"O", b"S", b"B", b"A", b"L"
-HEARTBEAT = 2.0
-LARGEST = 2**33
-# sun_path of the system's sockaddr_un: 108 bytes on Linux, 104 on macOS, one of them the zero
-_LONGEST_PATH = 103
-_HEAD = struct.Struct(">cQ")
-_PIECE = 2**20
+def send(to: Connection, kind: bytes, content: bytes) -> None:
+    """Send a message; two frames, so that a large content is not copied."""
+    to.send_bytes(kind)
+    to.send_bytes(content)
 
 
-class FrameError(ConnectionError):
-    """Raised for bytes that are no frame."""
-
-
-def send_frame(to: socket.socket, kind: bytes, content: bytes = b"") -> None:
-    """Send a frame.
-
-    Args:
-        to: a connected socket.
-        kind: one of those above.
-        content: of the frame.
-    """
-    to.sendall(_HEAD.pack(kind, len(content)))
-    if content:  # else the other side may have answered and gone already
-        to.sendall(content)
-
-
-def receive_frame(source: socket.socket, largest: int = LARGEST) -> tuple[bytes, bytes]:
-    """Return a frame's kind and content.
-
-    Args:
-        source: a connected socket.
-        largest: bytes of a content; nothing is allocated for more.
+def receive(source: Connection, largest: int = LARGEST) -> tuple[bytes, bytes]:
+    """Return a message's kind and content, for which nothing is allocated if it is larger than allowed.
 
     Raises:
-        FrameError: if the other side is gone, or does not send frames.
-        TimeoutError: if the socket's time is over.
+        EOFError: if the other side is gone.
+        OSError: if it does not send messages.
     """
-    kind, length = _HEAD.unpack(_exactly(source, _HEAD.size))
-    if kind not in (ORDER, STATUS, BUSY, ANSWER, LOST) or length > largest:
-        raise FrameError(f"no frame: kind {kind!r} of {length} bytes, of at most {largest}")
-    return kind, _exactly(source, length)
-
-
-def _exactly(source: socket.socket, size: int) -> bytes:
-    content = bytearray()
-    while len(content) < size:
-        piece = source.recv(min(_PIECE, size - len(content)))
-        if not piece:
-            raise FrameError("the other side is gone")
-        content += piece
-    return bytes(content)
+    return source.recv_bytes(1), source.recv_bytes(largest)
 
 
 def check_socket_path(path: Path) -> None:
