@@ -19,9 +19,12 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from fl_lightning.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
 
 log = logging.getLogger(__name__)
 Category = Literal[
@@ -221,3 +224,35 @@ def bind_socket(path: Path) -> socket.socket:
     path.chmod(0o600)
     listening.listen()
     return listening
+
+
+# Array.stype: whatever reads it as numbers will refuse it
+STYPE = "fl_lightning.message.v1"
+_KEY = "message"
+
+
+def packed(message: bytes) -> RecordDict:
+    """Return a message as Flower carries it: an array, which travels in pieces.
+
+    Args:
+        message: its bytes.
+    """
+    from flwr.app import Array, ArrayRecord, RecordDict
+
+    array = Array(dtype="uint8", shape=(len(message),), stype=STYPE, data=message)
+    return RecordDict({_KEY: ArrayRecord({_KEY: array})})
+
+
+def unpacked(content: RecordDict) -> bytes | None:
+    """Return the message that Flower has carried, None if it is none of ours.
+
+    Args:
+        content: of Flower's message.
+    """
+    from flwr.app import ArrayRecord
+
+    record = content.get(_KEY)
+    if not isinstance(record, ArrayRecord) or set(record) != {_KEY}:
+        return None
+    array = record[_KEY]
+    return bytes(array.data) if array.stype == STYPE else None
