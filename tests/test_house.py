@@ -59,7 +59,7 @@ CAPS = {
     "models": (1449, 8),
     "nas": (11052, 46),
     "privacy": (2524, 13),
-    "secure": (4611, 21),
+    "secure": (4579, 21),
     "reports": (3183, 14),
     "server": (4158, 20),
     "sparsity": (3225, 22),
