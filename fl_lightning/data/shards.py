@@ -269,18 +269,16 @@ def local_order(
     if num_epochs is None:
         num_epochs = -(-num_batches // len(epoch))  # type: ignore[operator]
     sizes = (epoch * num_epochs)[:num_batches]
-    passes = [_one_pass(num_examples, draws, weights) for _ in range(num_epochs)]
-    if sum(epoch) < num_examples:
-        passes = [places[: sum(epoch)] for places in passes]
+    passes = []
+    for _ in range(num_epochs):
+        if weights is None:
+            places = torch.randperm(num_examples, generator=draws)
+        else:
+            places = torch.multinomial(weights, num_examples, replacement=True, generator=draws)
+        passes.append(places[: sum(epoch)])
     order = passes[0] if num_epochs == 1 else torch.cat([shard[:0], *passes])
     count = sum(sizes)
     return shard.index_select(0, order if len(order) == count else order[:count]), sizes
-
-
-def _one_pass(num_examples: int, generator: torch.Generator, weights: Tensor | None) -> Tensor:
-    if weights is None:
-        return torch.randperm(num_examples, generator=generator)
-    return torch.multinomial(weights, num_examples, replacement=True, generator=generator)
 
 
 def local_work(

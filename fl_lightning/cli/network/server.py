@@ -35,7 +35,7 @@ from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
-    """Train over the sites of a channel: what a server's app does.
+    """Train over the sites of a channel, as a server's app.
 
     Args:
         channel: to the sites.
@@ -83,7 +83,7 @@ class OverSites:
         self._stops: dict[str, Order] = {}
 
     def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
-        """Greet the sites, have the federation ask them, and return what stands for their data.
+        """Greet the sites, connect the federation to them, and return a stand-in for their data.
 
         Args:
             trainer: of the fit that is about to begin.
@@ -180,7 +180,7 @@ def run_server(
 
 
 def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
-    """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
+    """Refuse a calibration that would reveal hidden updates, or needs several exchanges."""
     if calibration is None:
         return
     if calibration.per_client:

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import WhatMoves
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
-from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
@@ -117,7 +116,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Say what this site has, and wait for the first order."""
+            """Send the facts of this site, and wait for the first order."""
             data = self.datamodule
             if problems := list(of_transforms(data)):
                 raise ConfigurationError("\n".join(problems))

@@ -116,7 +116,7 @@ class StateRehearsal:
             steps = ([batch] for batch in self._plan.batches(client))
         examples, self._step.examples = self._step.examples, None
         try:
-            with self._step.counts.of_client(client):
+            with self._step.counts.of(client):
                 for index, batches in enumerate(islice(steps, _NUM_STEPS)):
                     self._step(batches, index)
                     yield

@@ -113,8 +113,6 @@ class Sites(FitClients):
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
-        if self.local.state_names is not None:
-            return False
         self.local.settle_state(self._rehearsal.known)
         return True
 
