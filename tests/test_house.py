@@ -56,7 +56,7 @@ CAPS = {
     "federation": (11571, 61),
     "flower": (8673, 50),
     "kernels": (1544, 10),
-    "models": (1449, 8),
+    "models": (1490, 8),
     "nas": (11050, 46),
     "privacy": (2524, 13),
     "secure": (4611, 21),
