@@ -69,7 +69,7 @@ class RunReport(Callback):
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move behind all callbacks but those that save: what they log of a round is kept with it."""
+        """Move behind all callbacks but those that save, so that a round has all their metrics."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [each for each in callbacks if isinstance(each, Checkpoint)]
         others = [each for each in callbacks if each not in saving and each is not self]
@@ -120,7 +120,7 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep TensorBoard from making charts of what is logged once."""
+        """Keep TensorBoard from making charts of numbers that are logged once."""
         self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,7 +153,7 @@ class RunReport(Callback):
             self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Make the page of what is in the run's folder; all processes call it."""
+        """Make the page of the files in the run's folder; all processes call it."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
@@ -191,7 +191,7 @@ class RunReport(Callback):
         append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
 
     def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
-        """Return what clients of the round have shown of themselves."""
+        """Metrics of the round's clients, as far as privacy lets them be known."""
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
             return {}
