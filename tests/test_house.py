@@ -56,7 +56,7 @@ CAPS = {
     "federation": (11530, 61),
     "flower": (8408, 40),
     "kernels": (1544, 10),
-    "models": (1449, 8),
+    "models": (1490, 8),
     "nas": (11050, 46),
     "privacy": (2499, 13),
     "secure": (4579, 21),
