@@ -53,7 +53,7 @@ CAPS = {
     "data": (6818, 32),
     "engines": (3824, 19),
     "experiments": (2750, 12),
-    "federation": (11512, 61),
+    "federation": (11501, 61),
     "flower": (8408, 40),
     "kernels": (1544, 10),
     "models": (1490, 8),
