@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from fl_lightning.core.container import DTYPE_NAMES, Form
 from fl_lightning.core.plain_json import MessageError, check_whole, fields_of
+from fl_lightning.core.seeds import Integers
 from fl_lightning.updates.coding import (
     Bytes,
+    RiceCode,
     best_code,
     gaps_of,
     low_size,
@@ -195,6 +198,19 @@ class Sparse:
         """True if the values are rounded to half precision."""
         return isinstance(self.values, Dense) and self.values.is_half
 
+    @cached_property
+    def gaps(self) -> tuple[Integers, RiceCode]:
+        """How many coordinates are skipped before each index, and their shortest code.
+
+        Raises:
+            MessageError: for indices that do not increase or are too large.
+        """
+        indices = self.indices.cpu().numpy()
+        gaps = gaps_of(indices)
+        if len(gaps) and (int(gaps.min()) < 0 or indices[-1] >= self.size):
+            raise MessageError(f"indices must increase strictly, from 0 to {self.size - 1}")
+        return gaps, best_code(gaps)
+
     def to_dense(self) -> Tensor:
         """Return all numbers in float32 or wider, shape (size,)."""
         values = self.values.to_dense()
@@ -245,7 +261,7 @@ def layout_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Form]]:
             forms[f"{name}.offsets"] = scales
         fields: Fields = {"bits": payload.bits, "count": payload.size}
         return fields if block is None else {**fields, "block": block}, forms
-    code = best_code(gaps_of(_checked_indices(payload)))
+    _, code = payload.gaps
     about, forms = layout_of(name, payload.values)
     forms[f"{name}.gaps"] = ("U8", (code.size,))
     return {"low_bits": code.num_low_bits, "size": payload.size, **about}, forms
@@ -264,8 +280,7 @@ def tensors_of(name: str, payload: Payload) -> dict[str, Tensor]:
         return {name: payload.values} if payload.size else {}
     if isinstance(payload, Quantised):
         return _written_quantised(name, payload)
-    gaps = gaps_of(_checked_indices(payload))
-    parts = np.concatenate(write_gaps(gaps, best_code(gaps)))
+    parts = np.concatenate(write_gaps(*payload.gaps))
     return {f"{name}.gaps": torch.from_numpy(parts), **tensors_of(name, payload.values)}
 
 
@@ -399,15 +414,6 @@ def _read_block(block: Any, count: int) -> Block:
     return int(block)
 
 
-def _checked_indices(payload: Sparse) -> np.ndarray:
-    indices: np.ndarray = payload.indices.cpu().numpy()
-    if len(indices) and (
-        int(np.diff(indices, prepend=-1).min()) < 1 or indices[-1] >= payload.size
-    ):
-        raise MessageError(f"indices must increase strictly, from 0 to {payload.size - 1}")
-    return indices
-
-
 def _read_sparse(gaps: Bytes, low_bits: int, values: Dense | Quantised, size: int) -> Sparse:
     count = values.size
     if count > size:
@@ -425,8 +431,9 @@ def _read_sparse(gaps: Bytes, low_bits: int, values: Dense | Quantised, size: in
         raise MessageError(f"the quotients are not those of {count} indices")
     if count and indices[-1] >= size:
         raise MessageError(f"index {indices[-1]} is not below {size}")
-    code = best_code(gaps_of(indices))
+    payload = Sparse(torch.from_numpy(indices), values, size)
+    _, code = payload.gaps
     used = count * (low_bits % 8) % 8
     if (code.num_low_bits, code.unary_size) != (low_bits, unary_size) or (used and low[-1] >> used):
         raise MessageError("the indices are not in their shortest form")
-    return Sparse(torch.from_numpy(indices), values, size)
+    return payload
