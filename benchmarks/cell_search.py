@@ -25,7 +25,7 @@ from fl_lightning import FederatedDataModule, Federation, UniformCohort
 from fl_lightning.data import ImageFolder, LabelShards
 from fl_lightning.models import Schedule
 from fl_lightning.nas import HardGumbel, NASBench201, PartialChannels, Reward, SinglePath, Supernet
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 
 _EPOCHS, _STEPS_OF_AN_EPOCH = 4, 80  # in one place
 _SIDE, _ROUNDS, _CLIENTS, _STEPS, _BATCH = 16, 7, 3, 10, 32

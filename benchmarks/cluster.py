@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -105,7 +106,7 @@ def linear(parameters: int, cohort: int, *, steps: int = 1, population: int = 0)
     """Return a workload of one dense layer of so many parameters."""
     return Workload(
         title="one dense layer",
-        network=lambda: networks.logistic_regression(784, parameters // 785),
+        network=partial(networks.logistic_regression, 784, parameters // 785),
         shape=(784,),
         num_classes=10,
         num_clients=population or cohort,

@@ -27,7 +27,7 @@ from fl_lightning.data import ImageFolder
 from fl_lightning.nas import NASBench201, SinglePath
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.relaxation import weights_of
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 SPACE = NASBench201()

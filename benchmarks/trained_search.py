@@ -29,7 +29,7 @@ from fl_lightning.models import ImageClassifier, Schedule
 from fl_lightning.nas import NASBench201, Network
 from fl_lightning.nas.search.problem import Problem
 from fl_lightning.nas.search.strategies import RandomSearch, RegularizedEvolution, Strategy
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 STRATEGIES: dict[str, Strategy] = {

@@ -29,7 +29,7 @@ from benchmarks.engineered import best_variant, loop_for
 from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 
 FULL = "32-true"
 # A turn of the plain loop takes about so long, or has so many rounds.
@@ -140,7 +140,7 @@ class TakeTurns(Callback):
             self.turns.engine = ours.engine_of(trainer)
             self.path.write_text(json.dumps(asdict(self.turns)))
 
-    def _train_bare(self, clients: ClientShards, *, is_warm: bool) -> None:
+    def _train_bare(self, clients: FlatShards, *, is_warm: bool) -> None:
         loops = dict.fromkeys(self.timed.values())  # the plain one may be the best
         plans = [federation_plan(self.exact.work, clients, each.index) for each in self._turn]
         seconds = {loop: [*map(partial(_train, loop), self._turn, plans)] for loop in loops}

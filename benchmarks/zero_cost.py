@@ -23,7 +23,7 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batch
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 SPACE = NASBench201()

@@ -158,17 +158,21 @@ def _fits(value: Any, hint: Any) -> bool:
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
-    if isinstance(value, (list, tuple)) and plain in (list, Sequence) and get_args(hint):
-        allowed = [*_alternatives(get_args(hint)[0])]
-        return all(
-            any(_fits(each, one) for one in allowed) for each in islice(value, _MOST_ENTRIES)
-        )
+    if isinstance(value, (list, tuple)) and (inner := _entries(hint)):
+        some = islice(value, _MOST_ENTRIES)
+        return all(any(_fits(each, one) for one in _alternatives(inner[0])) for each in some)
     if not is_protocol(plain) and isinstance(value, plain):
         return True
     # of a type of others only what is Python's own is known not to fit
     needed = _methods(cast(Hashable, plain))
     is_pythons = type(value) in (list, tuple, set, object, complex)
     return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
+
+
+def _entries(hint: Any) -> tuple[Any, ...]:
+    """Return the type of a list's entries, with what follows it; nothing for other types."""
+    is_list = get_origin(hint) in (list, Sequence) or get_args(hint)[1:] == (...,)
+    return get_args(hint) if is_list else ()
 
 
 @cache
@@ -189,12 +193,7 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     (Integral, lambda own, plain: plain in (int, float, complex)),
     (Real, lambda own, plain: plain is float),
     # options stand for an object only where its class says so
-    (
-        dict,
-        lambda own, plain: (
-            issubclass(own, plain) or plain is Mapping or getattr(plain, "from_options", False)
-        ),
-    ),
+    (dict, lambda own, plain: issubclass(own, plain) or getattr(plain, "from_options", False)),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
 
@@ -203,7 +202,7 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     plain = get_origin(hint) or hint
-    if plain in (list, Sequence) and (inner := get_args(hint)):
+    if inner := _entries(hint):
         return f"a list (each entry {' or '.join(map(_in_words, _alternatives(inner[0])))})"
     name = getattr(plain, "__name__", str(plain))
     return _IN_WORDS.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
@@ -226,7 +225,7 @@ def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     """Return the call to write, if it can be told."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
-    is_list = any(get_origin(one) in (list, Sequence) for one in allowed)
+    is_list = any(map(_entries, allowed))
     if isinstance(value, str) and value in public_paths():
         package = public_paths()[value].rpartition(".")[0]
         made = f"[{value}(…)]" if is_list else f"{value}(…)"

@@ -2,8 +2,11 @@
 
 from fl_lightning.core.kinds import exports
 from fl_lightning.data.client_examples import ExampleTransform as ExampleTransform
+from fl_lightning.data.client_examples import LabelFlip as LabelFlip
 from fl_lightning.data.client_examples import LabelPermutation as LabelPermutation
+from fl_lightning.data.client_examples import Poison as Poison
 from fl_lightning.data.client_examples import QuarterTurns as QuarterTurns
+from fl_lightning.data.client_examples import Trigger as Trigger
 from fl_lightning.data.cohorts.availability import Availability as Availability
 from fl_lightning.data.cohorts.availability import AvailableCohort as AvailableCohort
 from fl_lightning.data.cohorts.availability import Diurnal as Diurnal
@@ -28,7 +31,6 @@ from fl_lightning.data.inputs import Normalize as Normalize
 from fl_lightning.data.inputs import Reshape as Reshape
 from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass as DirichletPerClass
 from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClient as DirichletPerClient
-from fl_lightning.data.partitions.flat_shards import FlatShards as FlatShards
 from fl_lightning.data.partitions.label_shards import LabelShards as LabelShards
 from fl_lightning.data.partitions.label_shards import McMahanShards as McMahanShards
 from fl_lightning.data.partitions.partition import IID as IID
@@ -38,9 +40,7 @@ from fl_lightning.data.partitions.partition import check_sizes as check_sizes
 from fl_lightning.data.partitions.partition import shards_of as shards_of
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes as DirichletSizes
 from fl_lightning.data.partitions.quantity_skew import PowerLawSizes as PowerLawSizes
-from fl_lightning.data.poisoning import LabelFlip as LabelFlip
-from fl_lightning.data.poisoning import Poison as Poison
-from fl_lightning.data.poisoning import Trigger as Trigger
+from fl_lightning.data.shards import FlatShards as FlatShards
 from fl_lightning.data.sources.arrays import Arrays as Arrays
 from fl_lightning.data.sources.completions import Completions as Completions
 from fl_lightning.data.sources.hugging_face import HuggingFace as HuggingFace

@@ -21,8 +21,7 @@ from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense

@@ -112,7 +112,7 @@ class Policy:
         """Equal at sites whose `sum_key` is the same; empty if there is none."""
         if self.sum_key is None:
             return ""
-        from fl_lightning.flower.sums.keys import SumKey
+        from fl_lightning.flower.sums import SumKey
 
         return SumKey(self.sum_key).fingerprint
 

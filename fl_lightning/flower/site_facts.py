@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.plain_json import (
-    MessageError,
-    check_hex,
-    check_string,
-    check_whole,
-    fields_of,
-    shown,
-)
+from fl_lightning.core.plain_json import MessageError, check_hex, check_whole, shown
+from fl_lightning.flower.documents import check_fields, read_document
 from fl_lightning.flower.messages import Answer
 
 STAGES = ("validation", "test")  # for which clients hold out examples
-_DIGITS = {"signing": 64, "sum_key": 16}
-_MOST_EXAMPLES = 10**9  # of a client: the server makes room for all
+
+
+def _check_key(what: str, key: Any, digits: int) -> None:
+    if key != "":
+        check_hex(what, key, digits)
+
+
+# of a client: the server makes room for all
+Examples = Annotated[int, partial(check_whole, most=10**9)]
+Positive = Annotated[int, partial(check_whole, least=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,61 +52,34 @@ class SiteFacts:
         MessageError: for values out of range.
 
     Example:
+        >>> from fl_lightning.flower.documents import document_of
         >>> none = {"validation": {3: 0}, "test": {3: 0}}
         >>> facts = SiteFacts(
         ...     clients={3: 90}, held_out=none, batch_size=32, drop_last=False, precision="32-true",
         ...     signing="", sum_key="", most_bytes=1000,
         ... )
-        >>> SiteFacts.of_options(facts.options()) == facts
+        >>> read_document(SiteFacts, document_of(facts)) == facts
         True
     """
 
-    clients: Mapping[int, int]
-    held_out: Mapping[str, Mapping[int, int]]
-    batch_size: int
+    clients: Mapping[int, Examples]
+    held_out: Mapping[str, Mapping[int, Examples]]
+    batch_size: Positive
     drop_last: bool
     precision: str
-    signing: str
-    sum_key: str
-    most_bytes: int
+    signing: Annotated[str, partial(_check_key, digits=64)]
+    sum_key: Annotated[str, partial(_check_key, digits=16)]
+    most_bytes: Positive
 
     def __post_init__(self) -> None:
-        _check_sizes("clients", self.clients)
+        check_fields(self)
         if sorted(self.held_out) != sorted(STAGES):
             raise MessageError(
                 f"held_out must be of {', '.join(STAGES)}, got {shown(self.held_out)}"
             )
         for stage, sizes in self.held_out.items():
-            _check_sizes(f"held_out: {stage}", sizes)
             if sizes.keys() != self.clients.keys():
                 raise MessageError(f"held_out: {stage} is of other clients")
-        check_whole("batch_size", self.batch_size, 1)
-        if type(self.drop_last) is not bool:
-            raise MessageError(f"drop_last must be true or false, got {shown(self.drop_last)}")
-        check_string(self.precision, "precision")
-        for name, digits in _DIGITS.items():
-            if getattr(self, name) != "":
-                check_hex(name, getattr(self, name), digits)
-        check_whole("most_bytes", self.most_bytes, 1)
-
-    def options(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        held_out = {stage: _pairs(sizes) for stage, sizes in self.held_out.items()}
-        return told | {"clients": _pairs(self.clients), "held_out": held_out}
-
-    @classmethod
-    def of_options(cls, options: Mapping[str, Any]) -> SiteFacts:
-        """Return what `options` wrote.
-
-        Raises:
-            MessageError: if it cannot have.
-        """
-        given = dict(fields_of(dict(options), tuple(f.name for f in fields(cls)), "it"))
-        if type(given["held_out"]) is not dict:
-            raise MessageError(f"held_out must be a mapping, got {shown(given['held_out'])}")
-        held_out = {stage: _sizes(stage, told) for stage, told in given["held_out"].items()}
-        return cls(**given | {"clients": _sizes("clients", given["clients"]), "held_out": held_out})
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
@@ -115,30 +91,10 @@ def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
     found: dict[str, SiteFacts] = {}
     for site, answer in answers.items():
         try:
-            found[site] = SiteFacts.of_options(answer.options)
+            found[site] = read_document(SiteFacts, dict(answer.options))
         except MessageError as error:
             raise ConfigurationError(f"site {site}: what it says of itself: {error}") from None
     return found
-
-
-def _check_sizes(what: str, sizes: Mapping[int, int]) -> None:
-    for client, size in sizes.items():
-        check_whole(f"{what}: each client", client)
-        check_whole(f"{what}: client {client}", size, most=_MOST_EXAMPLES)
-
-
-def _pairs(sizes: Mapping[int, int]) -> list[list[int]]:
-    return [[client, size] for client, size in sorted(sizes.items())]
-
-
-def _sizes(what: str, told: Any) -> dict[int, int]:
-    """Return numbers by client of a list of pairs."""
-    if type(told) is not list or not all(type(pair) is list and len(pair) == 2 for pair in told):
-        raise MessageError(f"{what} must be a list of pairs, got {shown(told)}")
-    sizes = {client: size for client, size in told if type(client) is int}
-    if len(sizes) < len(told):
-        raise MessageError(f"{what} must be of different clients, got {shown(told)}")
-    return sizes
 
 
 def constants_digest(module: nn.Module, local: LocalTrainer) -> str:

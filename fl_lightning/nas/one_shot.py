@@ -32,6 +32,7 @@ from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
+from fl_lightning.nas.sub_networks.recalibration import apply_sums, has_statistics
 from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 
@@ -111,7 +112,7 @@ class OneShot(SharedWeights):
 
     @property
     def shown(self) -> dict[str, Architecture]:
-        """Evaluated sub-networks; the largest is last, so that its statistics remain in the network."""
+        """Evaluated sub-networks."""
         middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
         return {
             "smallest": self.space.smallest,
@@ -211,19 +212,11 @@ class OneShot(SharedWeights):
         """Return class probabilities (B, num_classes) of the largest network, with its current statistics."""
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
 
-    def _evaluate(self, stage: str, batch: Batch) -> None:
-        images, labels = batch
-        rounds = self._rounds
-        values: dict[str, Tensor] = {}
-        for name, architecture in self.shown.items():
-            if name != "largest" and not rounds.has_statistics:
-                continue  # without training data only the largest has statistics, the checkpoint's
-            rounds.use(name)
-            logits = self(images, architecture)
-            values[f"{stage}/{name}_accuracy"] = accuracy(logits, labels)
-        values[f"{stage}/accuracy"] = values.pop(f"{stage}/largest_accuracy")
-        values[f"{stage}/loss"] = functional.cross_entropy(logits, labels)
-        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
+    def recalibrate(self) -> None:
+        """Find the statistics of the shown networks; those of the largest remain in the network."""
+        if has_statistics(self.network):
+            super().recalibrate()
+            apply_sums(self.network, self._sums.get("largest", {}))
 
     # Set up.
 

@@ -12,20 +12,13 @@ At the end, in the run's folder:
 A search whose α has not decided says so: the operations' probabilities have 98 % of the largest entropy, or,
 if α is held, the mean gradient is below 2 of its standard errors, which takes 10 steps of α to know.
 In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
-
-During the search a supernet normalises by its batch. In an evaluation the result would depend on the
-examples of a batch: images of a folder come class by class. So sums over training examples, which add up
-over clients, give the batch norm statistics (`recalibrated`) of the current cell and of the mixture of all
-cells, again for each evaluation. If updates are protected, clients send no sums, and evaluations use the
-statistics of the batch.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -42,11 +35,9 @@ from fl_lightning.nas.checks import (
     check_one_device,
     check_precision,
     check_turns,
-    protector,
 )
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
-from fl_lightning.nas.sub_networks.recalibration import Sums, normalised_by, recalibrated
 
 # Part of the largest entropy from which α has not decided, standard errors below which it has not, and the
 # steps of α that it takes to know them
@@ -110,7 +101,7 @@ class SearchReport(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recalibrate the statistics for an evaluation or predictions."""
         module: Any = pl_module
-        module.statistics.measure(trainer, module)
+        module.recalibrate()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
@@ -223,43 +214,3 @@ def _configuration(folder: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-
-Shown = Literal["cell", "all"]
-
-
-class CellStatistics:
-    """Batch norm statistics of the networks that a `Supernet` evaluates."""
-
-    def __init__(self) -> None:
-        self._sums: dict[Shown, Sums] = {}
-        self._alpha: Tensor | None = None
-
-    def measure(self, trainer: Trainer, module: Any) -> None:
-        """Recalibrate the statistics of a `Supernet`; called by all processes before an evaluation."""
-        self._sums = {}
-        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
-        if trainer.sanity_checking or any(protector(one) is not None for one in federations):
-            return
-        with torch.no_grad():
-            shown = module.shown
-        found = recalibrated(
-            trainer,
-            module.network,
-            list(shown.values()),
-            max_examples=module.recalibration_examples,
-            seed=module.seed,
-        )
-        if found is None:
-            return
-        self._sums = dict(zip(shown, found.sums, strict=True))
-        self._alpha = module.alpha.detach().clone()
-        if federations and not trainer.predicting:  # which logs nothing
-            module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
-
-    def used(self, module: Any, shown: Shown) -> AbstractContextManager[Any]:
-        """Use the statistics of a network inside the block; the batch's if α differs, e.g. a personal one."""
-        is_known = self._alpha is not None and torch.equal(self._alpha, module.alpha.detach())
-        if shown not in self._sums or not is_known:
-            return nullcontext()
-        return normalised_by(module.network, self._sums[shown])

@@ -1,29 +1,41 @@
 """Base of `Supernet` and `OneShot`: LightningModules whose weights are shared by many networks.
 
-Batches are images (B, in_channels, H, W) and labels (B,).
+Batches are images (B, in_channels, H, W) and labels (B,). Running statistics of batch norm would belong to
+no single network. So an evaluation uses statistics of training examples: sums, which add up over clients
+(`recalibrated`), of each network that is shown, again for each evaluation.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
+from fl_lightning.federation import Federation
 from fl_lightning.models.schedule import Schedule
+from fl_lightning.nas.sub_networks.recalibration import (
+    Sums,
+    has_statistics,
+    normalised_by,
+    recalibrated,
+)
 
 Batch = tuple[Tensor, Tensor]
 
 
 class SharedWeights(LightningModule):
-    """A LightningModule of shared weights; subclasses define `_evaluate`.
+    """A LightningModule of shared weights; subclasses define `network` and `shown`.
 
     Args:
         num_classes: length of the output, at least 2.
@@ -61,10 +73,54 @@ class SharedWeights(LightningModule):
         super().__init__()
         self._schedule, self.recalibration_examples = schedule, recalibration_examples
         self.seed = run_seed(seed)
+        self._sums: dict[str, Sums] = {}
 
+    network: nn.Module
+
+    @property
     @abstractmethod
+    def shown(self) -> dict[str, Any]:
+        """Networks of an evaluation by name, as `network` takes them beside images; the main one is last."""
+
+    def recalibrate(self) -> None:
+        """Find the batch norm statistics of the shown networks; called by all processes before an evaluation."""
+        self._sums, trainer = {}, self.trainer
+        if trainer.sanity_checking:
+            return
+        with torch.no_grad():
+            shown = self.shown
+        found = recalibrated(
+            trainer,
+            self.network,
+            list(shown.values()),
+            max_examples=self.recalibration_examples,
+            seed=self.seed,
+        )
+        if found is None:
+            return
+        self._sums = dict(zip(shown, found.sums, strict=True))
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, Federation) for c in callbacks) and not trainer.predicting:
+            self.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
+
+    def normalised(self, name: str) -> AbstractContextManager[None]:
+        """Use the statistics of a shown network inside the block, as far as they are known."""
+        return normalised_by(self.network, self._sums.get(name, {}))
+
     def _evaluate(self, stage: str, batch: Batch) -> None:
-        """Log ``stage/loss``, ``stage/accuracy`` and further metrics of a batch."""
+        """Log ``stage/loss`` and ``stage/accuracy`` of the main network, and accuracies of the others."""
+        images, labels = batch
+        shown = list(self.shown.items())
+        if has_statistics(self.network) and not self._sums:
+            shown = shown[-1:]  # without training data only the main one has statistics
+        values: dict[str, Tensor] = {}
+        for name, chosen in shown:
+            with self.normalised(name):
+                logits = self.network(images, chosen)
+            values[f"{stage}/{name}_accuracy"] = accuracy(logits, labels)
+        values[f"{stage}/accuracy"] = values.pop(f"{stage}/{name}_accuracy")
+        values[f"{stage}/loss"] = functional.cross_entropy(logits, labels)
+        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log val/loss and val/accuracy, and accuracies of further networks."""

@@ -9,7 +9,8 @@ A rule of relaxation determines how many architectures run in one network; data 
 contains α and w; the server steps α by the optimizer of a central search, see `ServerSearchStep`.
 
 Batch norm uses the statistics of the batch during the search, because running statistics would belong to
-no single architecture. An evaluation uses statistics of training examples (`CellStatistics`).
+no single architecture. An evaluation uses statistics of training examples, or of the batch if updates are
+protected: then clients send no sums.
 Sources: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the halves at clients.
 Differs: both gradients are taken at w and α before the step, so that N clients with one step on a full
 batch each take the step of the pooled data (theirs takes that of w after α's step); and from FedNAS,
@@ -19,6 +20,7 @@ whose α sees test data and whose mean is the first client's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -35,6 +37,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.traits import Traits
+from fl_lightning.federation import Federation
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
     AlphaGradient,
@@ -53,16 +56,16 @@ from fl_lightning.nas.checks import (
     check_learning,
     check_steps_once,
     check_weights_optimizer,
+    protector,
 )
 from fl_lightning.nas.cost.cost import CostTable, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import Penalty
 from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Softmax, weights_of
-from fl_lightning.nas.report import CellStatistics, SearchReport, Shown
+from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.cells import CellSpace
-from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Place = Literal["server", "clients", "none"]
@@ -208,7 +211,7 @@ class Supernet(SharedWeights):
         self.signal = GradientSignal()
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
-        self.statistics = CellStatistics()
+        self._measured_alpha: Tensor | None = None
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
                 f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
@@ -243,12 +246,10 @@ class Supernet(SharedWeights):
         return cost_table(self.space, side=self.image_size, **self.shape)
 
     @property
-    def shown(self) -> dict[Shown, EdgeWeights]:
+    def shown(self) -> dict[str, EdgeWeights]:
         """Networks of an evaluation: the current cell, and the mixture of all cells if the rule does not draw."""
-        shown: dict[Shown, EdgeWeights] = {"cell": self._fixed(self.architecture)}
-        if not self.rule.draws:
-            shown["all"] = self._mixed(self.point, SearchStep())
-        return shown
+        mixed = {} if self.rule.draws else {"mixed": self._mixed(self.point, SearchStep())}
+        return {**mixed, "cell": self._fixed(self.architecture)}
 
     def progress(self, round_index: int) -> float:
         """Completed fraction of the search at the start of a round (epoch), in [0, 1].
@@ -458,23 +459,27 @@ class Supernet(SharedWeights):
 
     # Evaluation.
 
+    def recalibrate(self) -> None:
+        """Find the batch norm statistics of the shown networks, unless updates are protected."""
+        self._measured_alpha = self.alpha.detach().clone()
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, Federation) and protector(c) is not None for c in callbacks):
+            self._sums = {}
+            return
+        super().recalibrate()
+
+    def normalised(self, name: str) -> AbstractContextManager[None]:
+        """Use the statistics of a shown network inside the block; the batch's if α differs, e.g. a personal one."""
+        is_measured = self._measured_alpha is not None and torch.equal(
+            self._measured_alpha, self.alpha.detach()
+        )
+        return super().normalised(name) if is_measured else nullcontext()
+
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the current architecture."""
-        with self.statistics.used(self, "cell"):
+        with self.normalised("cell"):
             logits: Tensor = self(batch[0])
         return logits.softmax(dim=1)
-
-    def _evaluate(self, stage: str, batch: Batch) -> None:
-        images, labels = batch
-        with self.statistics.used(self, "cell"):
-            logits = self(images)
-        loss = functional.cross_entropy(logits, labels)
-        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy(logits, labels)}
-        if not self.rule.draws:
-            with self.statistics.used(self, "all"):
-                mixed = self.mixed_logits(images, self.point)
-            values[f"{stage}/mixed_accuracy"] = accuracy(mixed, labels)
-        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     # Set up.
 

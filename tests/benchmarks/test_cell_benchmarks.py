@@ -9,7 +9,7 @@ from small_sets import write_folder
 
 from benchmarks import cell_search, supernet_rank, trained_search, zero_cost
 from fl_lightning.nas import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import CELL_COLUMN, COLUMNS
+from fl_lightning.nas.spaces.nas_bench_201 import CELL_COLUMN, COLUMNS
 
 SPACE = NASBench201()
 

@@ -281,7 +281,7 @@ def test_resuming_goes_on_in_the_same_folder():
     main(["fit", *QUICK, *SHORT, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
     assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
     checkpoints = {p.name for p in Path("runs/quickstart/version_0/checkpoints").iterdir()}
-    assert checkpoints == {"best.ckpt", "last.ckpt", "previous.ckpt"}
+    assert checkpoints == {"best.ckpt", "last.ckpt"}
     last = torch.load("runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
     assert last["global_step"] == 2
 

@@ -145,7 +145,7 @@ def test_a_resumed_run_cleans_up_after_the_dead():
     (folder / "checkpoints" / ".best.ckpt.unfinished").write_text("half of one")
     fit(*CSV, *LAST, rounds=3)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names == {"last.ckpt", "previous.ckpt"}
+    assert names == {"last.ckpt"}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_a_resumed_run_cleans_up_after_the_dead():
         ("text.ckpt", r"text\.ckpt is no checkpoint of Lightning, or a damaged one"),
         ("folder.ckpt", "is a folder and no checkpoint"),
         ("empty.ckpt", "is empty"),
+        ("half.ckpt", "or a damaged one"),
         ("tensor.ckpt", "is no checkpoint of Lightning: it has no state_dict"),
         ("no_such.ckpt", r"no_such\.ckpt does not exist.* path of a \.ckpt file"),
         ("", "ckpt_path is empty"),
@@ -166,23 +167,12 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(command, given, says):
     Path("folder.ckpt").mkdir()
     Path("empty.ckpt").touch()
     torch.save({"x": torch.ones(2)}, "tensor.ckpt")
+    whole = Path("tensor.ckpt").read_bytes()
+    Path("half.ckpt").write_bytes(whole[: len(whole) // 2])
     if (command, given) == ("test", "best"):
         says = "no run with a checkpoint"
     with pytest.raises(SystemExit, match=says):
         main([command, "--config", str(CONFIG), "--ckpt_path", given])
-
-
-def test_a_truncated_last_checkpoint_offers_the_round_before_it():
-    fit(*CSV, rounds=3)
-    (folder,) = run_folders()
-    last = folder / "checkpoints" / "last.ckpt"
-    whole = last_state(folder)["state_dict"]
-    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    said = refused(*CSV, *LAST)
-    assert "The one before it is whole, global step 2: go on with --ckpt_path" in said
-    fit(*CSV, "--ckpt_path", said.split()[-1], rounds=3)
-    for name, tensor in last_state(folder)["state_dict"].items():
-        assert torch.equal(tensor, whole[name]), name
 
 
 def test_a_full_disk_is_told_in_a_sentence():

@@ -37,7 +37,7 @@ from fl_lightning.client import memory as client_memory
 from fl_lightning.client.corrections.losses import ShiftedLogits
 from fl_lightning.data import Cohort, LabelShards
 from fl_lightning.data.partitions.partition import IID
-from fl_lightning.federation.checkpoints.files import FOLDER
+from fl_lightning.federation.checkpoints.files import memory_folder
 from fl_lightning.server import FedAdam, Krum
 
 ALIKE = {"weight_by_examples": False}
@@ -480,7 +480,7 @@ class TestMemories:
             options["client_memory_gb"] = 1e-7  # one vector
         options |= {"clients_per_group": 1, "trainer": {"default_root_dir": tmp_path / "work"}}
         expected, federation = run(ToyModule, SaveEverywhere(tmp_path), **options)
-        assert (tmp_path / FOLDER).exists() == (where == "beside")
+        assert memory_folder(tmp_path / "1-end.ckpt").exists() == (where == "beside")
         for moment in ("0-group1", "1-group0", "1-end"):
             module, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
             assert torch.equal(weights(module), weights(expected)), moment
@@ -491,12 +491,12 @@ class TestMemories:
         monkeypatch.setattr(client_memory, "INSIDE_CHECKPOINT_BYTES", 0)
         options = CORRECTIONS["Scaffold"] | {"trainer": {"default_root_dir": tmp_path / "work"}}
         run(ToyModule, SaveEverywhere(tmp_path), **options)
-        file = sorted((tmp_path / FOLDER).glob("*.vector"))
-        for path in file:
+        files = sorted(memory_folder(tmp_path / "1-end.ckpt").glob("*.vector"))
+        for path in files:
             path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(ConfigurationError, match="holds something else"):
             run(ckpt_path=tmp_path / "1-end.ckpt", **options)
-        for path in file:
+        for path in files:
             path.unlink()
         with pytest.raises(ConfigurationError, match="is missing: move a checkpoint together with"):
             run(ckpt_path=tmp_path / "1-end.ckpt", **options)

@@ -7,38 +7,53 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
 from fl_lightning.client.memory import VectorFile
-from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
+from fl_lightning.federation.checkpoints.files import (
+    AtomicCheckpointIO,
+    WorkingFolder,
+    memory_folder,
+)
 
 
 def test_files_stay_as_long_as_a_checkpoint_needs_them(tmp_path):
-    io, beside = AtomicCheckpointIO(), tmp_path / "checkpoints" / FOLDER
+    io = AtomicCheckpointIO()
     vectors = [VectorFile.write(torch.full((3,), float(i)), tmp_path / "work") for i in range(4)]
 
     def save(name, *numbers):
         io.files = lambda: [vectors[i] for i in numbers]
         io.save_checkpoint({}, tmp_path / "checkpoints" / name)
 
-    def there():
-        return {i for i, file in enumerate(vectors) if (beside / file.path.name).exists()}
+    def there(name):
+        folder = memory_folder(tmp_path / "checkpoints" / name)
+        return {i for i, file in enumerate(vectors) if (folder / file.path.name).exists()}
 
     save("last.ckpt", 0, 1)
     save("best.ckpt", 0, 1)
-    assert there() == {0, 1}
     save("last.ckpt", 1, 2)
-    assert there() == {0, 1, 2}
+    assert (there("last.ckpt"), there("best.ckpt")) == ({1, 2}, {0, 1})
+    kept = memory_folder(tmp_path / "checkpoints" / "best.ckpt") / vectors[0].path.name
+    assert kept.samefile(vectors[0].path)  # a link, no copy
+    assert VectorFile(kept, "float32", 3).read().tolist() == [0, 0, 0]
     io.remove_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
-    assert there() == {1, 2}
-    save("last.ckpt", 3)
-    assert there() == {3}
-    (tmp_path / "checkpoints" / "last.ckpt").unlink()  # by hand
-    save("other.ckpt", 0)
-    assert there() == {0}
-    assert VectorFile(beside / vectors[0].path.name, "float32", 3).read().tolist() == [0, 0, 0]
+    save("last.ckpt")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_files_of_the_one_before(tmp_path):
+    io = AtomicCheckpointIO()
+    old, new = (VectorFile.write(torch.full((3,), float(i)), tmp_path / "work") for i in range(2))
+    io.files = lambda: [old]
+    io.save_checkpoint({"round": 1}, tmp_path / "last.ckpt")
+    io.files = lambda: [new]
+    with pytest.raises(AttributeError, match="local"):
+        io.save_checkpoint({"round": lambda: None}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt") == {"round": 1}
+    assert (memory_folder(tmp_path / "last.ckpt") / old.path.name).exists()
 
 
 def test_a_run_without_such_files_leaves_no_folder(tmp_path):
@@ -94,6 +109,6 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     trainer = toy_trainer(Federation(), devices=2, strategy="federated", max_epochs=1)
     trainer.fit(ToyModule(), datamodule=toy_data())
-    AtomicCheckpointIO().save_checkpoint({}, checkpoints / "last.ckpt")
+    AtomicCheckpointIO().save_checkpoint({}, checkpoints / "best.ckpt")
     assert not list(scratch.glob("fl_lightning_*"))
-    assert [path.name for path in checkpoints.iterdir()] == ["last.ckpt"]
+    assert [path.name for path in checkpoints.iterdir()] == ["best.ckpt"]

@@ -12,23 +12,25 @@ from hypothesis import strategies as st
 
 from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.core.container import as_tensor
-from fl_lightning.flower.failures import OrderRefused, category_of
-from fl_lightning.flower.messages import Answer, Failure, Order, digest
+from fl_lightning.flower.documents import document_of, read_document
+from fl_lightning.flower.messages import Answer, Failure, Order, OrderRefused, category_of, digest
 from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.server import sums as server_sums
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound
+from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.site_facts import SiteFacts
-from fl_lightning.flower.sums import at_server as encrypted_at_server
-from fl_lightning.flower.sums.agreed import (
+from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,
     NONCE,
     OPENED,
     TOTAL,
     EncryptedAgreed,
+    EncryptedStage,
+    SumKey,
+    check_encrypted,
 )
-from fl_lightning.flower.sums.at_server import EncryptedOverSites, SitesOfRound
-from fl_lightning.flower.sums.at_site import SiteSums
-from fl_lightning.flower.sums.keys import SumKey, check_encrypted
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
@@ -174,7 +176,7 @@ def test_neither_key_nor_vector_is_ever_on_the_wire(tmp_path):
 
 
 def test_many_large_vectors_are_asked_for_one_after_the_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(encrypted_at_server, "MOST_BYTES", 1)
+    monkeypatch.setattr(server_sums, "MOST_BYTES", 1)
     sites = Sites(tmp_path)
     opened, _ = added(sites)
     assert (opened.total - expected(sites)).abs().max() < 6 * FLOOD
@@ -278,7 +280,7 @@ class Encrypted:
 
     def ask(self, site, stage, clients, senders=(), **tensors):
         given = {KEY: self.key, **tensors} if stage != "key" else {}
-        options = self.agreed.options(stage, senders)
+        options = document_of(EncryptedStage(stage, self.agreed, senders))
         return self.sites.sums[site].follow(
             order("sum", clients, options, given, self.agreed.round)
         )
@@ -409,11 +411,14 @@ def test_vectors_for_another_scheme_are_not_encrypted(tmp_path):
         Encrypted(sites)
 
 
+SENDER = {"client": 0, "nonce": "00" * 16, "fewest": 2}
 CHANGES = [
     {"stage": "decrypt"},
-    {"senders": [[0, "zz", 2]]},
-    {"senders": [[0, "00" * 16, 1]]},
-    {"senders": [[0, "00" * 15, 2]]},
+    {"senders": [SENDER | {"nonce": "zz"}]},
+    {"senders": [SENDER | {"nonce": "00" * 15}]},
+    {"senders": [SENDER | {"nonce": "0A" * 16}]},
+    {"senders": [SENDER | {"fewest": 1}]},
+    {"senders": [SENDER | {"client": "0"}]},
     {"senders": [0]},
     {"senders": None},
     {"sum": None},
@@ -424,7 +429,7 @@ SUM_CHANGES = [{"size": -1}, {"degree": 1000}, {"clients": [0, 0]}, {"opener": "
 @pytest.mark.parametrize("change", [*CHANGES, *({"sum": each} for each in SUM_CHANGES)])
 def test_what_is_not_agreed_is_refused(change, tmp_path):
     sites = Sites(tmp_path)
-    options = EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS).options("key")
+    options = document_of(EncryptedStage("key", EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS)))
     if change.get("sum"):
         change = {"sum": options["sum"] | change["sum"]}
     with pytest.raises(OrderRefused) as refused:
@@ -434,11 +439,8 @@ def test_what_is_not_agreed_is_refused(change, tmp_path):
 
 def test_what_is_agreed_comes_back_as_it_was():
     agreed, sender = EncryptedAgreed(RUN, 3, 9, 8192, "a", (0, 4)), Sender(4, bytes(16), 3)
-    assert EncryptedAgreed.of_options(agreed.options("open", (sender,))) == (
-        agreed,
-        "open",
-        (sender,),
-    )
+    stage = EncryptedStage("open", agreed, (sender,))
+    assert read_document(EncryptedStage, document_of(stage)) == stage
 
 
 ONE, OTHER = "1f" * 8, "2f" * 8  # fingerprints of keys

@@ -18,7 +18,7 @@ from readme import ROOT
 
 from fl_lightning.cli.commands import parser_of
 from fl_lightning.flower.channel import CATEGORIES as LOST
-from fl_lightning.flower.failures import CATEGORIES
+from fl_lightning.flower.messages import CATEGORIES
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.flower.rules.layers import SHARED, SHARED_TRAINER

@@ -9,14 +9,14 @@ from flower.made_up_messages import NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.flower.failures import OrderRefused, category_of
-from fl_lightning.flower.messages import Answer, Failure, Order, digest
+from fl_lightning.flower.documents import document_of, read_document
+from fl_lightning.flower.messages import Answer, Failure, Order, OrderRefused, category_of, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.sums import SitesOfRound, SumOverSites
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.sums.agreed import Agreed, rules_of, trained_on
-from fl_lightning.flower.sums.at_server import SitesOfRound, SumOverSites
-from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.site.sums import SiteSums
+from fl_lightning.flower.sums import Agreed, SecureStage, rules_of, trained_on
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
@@ -161,8 +161,9 @@ class TwoFaced:
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=10**6)
         self._sent[site] = digest(message)
-        told = {**order.options["session"], "purpose": self._purposes[site]}
-        options = {**order.options, "session": told}
+        agreed = order.options["sum"]
+        told = {**agreed["session"], "purpose": self._purposes[site]}
+        options = {**order.options, "sum": {**agreed, "session": told}}
         self._sites.send(site, replace(order, options=options).to_bytes(), ttl)
 
 
@@ -301,32 +302,31 @@ def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
     assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
 
 
+AGREED = SecureStage(2, Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS)))
+
+
 def test_what_is_agreed_comes_back_as_it_was():
-    agreed = Agreed(session(active=True), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
-    assert Agreed.of_options(agreed.options(ProtocolStage.MASK)) == (agreed, ProtocolStage.MASK)
+    assert read_document(SecureStage, document_of(AGREED)) == AGREED
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("place", "change"),
     [
-        {"session": None},
-        {"clients": [0, 1]},
-        {"clients": [0, 0, 1, 2, 3, 4]},
-        {"sites": "abcdef"},
-        {"stage": 9},
-        {"stage": None},
+        ("", {"stage": 9}),
+        ("", {"stage": None}),
+        ("sum", {"session": None}),
+        ("sum", {"clients": [0, 1]}),
+        ("sum", {"clients": [0, 0, 1, 2, 3, 4]}),
+        ("sum", {"sites": "abcdef"}),
+        ("session", {"size": "3"}),
+        ("session", {"bits": 65}),
+        ("session", {"active": 1}),
+        ("session", {"more": 1}),
     ],
 )
-def test_what_is_not_agreed_is_refused(change):
-    agreed = Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
+def test_what_is_not_agreed_is_refused(place, change):
+    options = document_of(AGREED)
+    changed = {"": options, "sum": options["sum"], "session": options["sum"]["session"]}
+    changed[place] |= change
     with pytest.raises(ValueError, match=r"."):
-        Agreed.of_options(agreed.options(ProtocolStage.MASK) | change)
-
-
-@pytest.mark.parametrize("change", [{"size": "3"}, {"bits": 65}, {"active": 1}, {"more": 1}])
-def test_a_session_of_another_kind_is_refused(change):
-    agreed = Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
-    options = agreed.options(ProtocolStage.MASK)
-    options["session"] |= change
-    with pytest.raises(ValueError, match=r"."):
-        Agreed.of_options(options)
+        read_document(SecureStage, options)

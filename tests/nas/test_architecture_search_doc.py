@@ -13,7 +13,7 @@ from small_sets import write_folder
 
 from fl_lightning.cli import main
 from fl_lightning.nas import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import CELL_COLUMN, COLUMNS
+from fl_lightning.nas.spaces.nas_bench_201 import CELL_COLUMN, COLUMNS
 
 PAGES = [
     "architecture_search",

@@ -9,6 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.spaces.choices import ValueChoice
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -20,16 +21,18 @@ from fl_lightning.nas.spaces.elastic import (
 from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual
 from fl_lightning.nas.spaces.vit import ViT
 
+KERNEL = ValueChoice([3, 5, 7], "kernel")
+
 
 def counted_kernel():
-    layer = ElasticDepthwise(1, [3, 5, 7])
+    layer = ElasticDepthwise(1, KERNEL)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(49.0).view(1, 1, 7, 7))
     return layer
 
 
 def test_the_matrices_of_a_layer_are_706_numbers_and_start_as_identities():
-    layer = ElasticDepthwise(5, [3, 5, 7])
+    layer = ElasticDepthwise(5, KERNEL)
     assert sum(matrix.numel() for matrix in layer.matrices.values()) == 706
     assert torch.equal(layer.matrices["5"], torch.eye(25))
     assert torch.equal(layer.matrices["3"], torch.eye(9))
@@ -50,18 +53,21 @@ def test_a_matrix_adds_what_its_row_says():
 
 def test_an_even_kernel_is_refused():
     with pytest.raises(ConfigurationError, match="odd numbers, got \\(3, 4\\)"):
-        ElasticDepthwise(2, [3, 4])
+        ElasticDepthwise(2, ValueChoice([3, 4], "kernel"))
 
 
 @pytest.mark.parametrize(
-    ("layer", "x", "sizes"),
+    ("make", "x"),
     [
-        (ElasticConv2d(512, 256, 1, bias=False), torch.randn(1, 256, 1, 1), (128,)),
-        (ElasticLinear(512, 256), torch.randn(1, 256), (128,)),
-        (ElasticDepthwise(512, [3, 5, 7]), torch.randn(1, 256, 1, 1), (7,)),
+        (lambda width: ElasticConv2d(512, width, 1, bias=False), torch.randn(1, 256, 1, 1)),
+        (lambda width: ElasticLinear(512, width), torch.randn(1, 256)),
+        (lambda width: ElasticDepthwise(512, KERNEL), torch.randn(1, 256, 1, 1)),
     ],
 )
-def test_a_part_reads_the_memory_of_the_whole(layer, x, sizes, monkeypatch):
+def test_a_part_reads_the_memory_of_the_whole(make, x, monkeypatch):
+    width = ValueChoice([128, 256], "width")
+    layer = make(width)
+    width.index = 0
     seen = []
     for name in ("conv2d", "linear"):
         original = getattr(nn.functional, name)
@@ -71,7 +77,7 @@ def test_a_part_reads_the_memory_of_the_whole(layer, x, sizes, monkeypatch):
             return original(value, weight, *args)
 
         monkeypatch.setattr(nn.functional, name, spy)
-    layer(x, *sizes)
+    layer(x)
     (weight,) = seen
     assert weight.numel() < layer.weight.numel()
     assert weight.data_ptr() == layer.weight.data_ptr()
@@ -116,7 +122,8 @@ def test_channels_round_as_in_timm(channels):
 @pytest.mark.parametrize("elastic", [False, True])
 def test_an_inverted_residual_is_timms(squeeze, elastic):
     torch.manual_seed(0)
-    block = InvertedResidual(Block(16, 16, 1, squeeze, True, 5, 4), (3, 5) if elastic else None)
+    kernel = ValueChoice([3, 5], "kernel") if elastic else 5
+    block = InvertedResidual(Block(16, 16, 1, squeeze, True, kernel, 4))
 
     def excite(channels, **kwargs):
         return TimmSqueezeExcite(

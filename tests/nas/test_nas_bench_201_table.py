@@ -6,8 +6,7 @@ from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.darts import DARTS
-from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 
 SPACE = NASBench201()
 SHARED = ROOT.parent / "shared" / "data" / "nasbench201_test_accuracy.csv"

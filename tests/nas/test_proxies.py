@@ -25,8 +25,7 @@ from fl_lightning.nas.search.proxies import (
     synflow,
 )
 from fl_lightning.nas.spaces.named import NAMES
-from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "nasbench201_test_accuracy.csv"
 

@@ -30,7 +30,7 @@ from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import Counted, Greeting
 from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
-from fl_lightning.flower.sums.keys import check_encrypted
+from fl_lightning.flower.sums import check_encrypted
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads import OneExchange

@@ -20,16 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import WhatMoves
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
-from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import visiting
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.documents import document_of
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.rules.site_file import read_policy
@@ -139,7 +138,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.desk.hello(facts.options())
+            fit.desk.hello(document_of(facts))
             order = fit.desk.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
@@ -179,7 +178,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     )
 
 
-def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
+def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 

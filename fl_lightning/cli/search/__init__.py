@@ -39,7 +39,7 @@ from fl_lightning.nas.search.proxies import (
     noise_batch,
 )
 from fl_lightning.nas.spaces.named import NAMES
-from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.screen import markdown
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import Column, name_of
-from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.shards import FlatShards
 
 MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any visible effect
 
@@ -100,7 +100,7 @@ class NaturalPartition(Partition):
     Example:
         >>> writers = np.array(["bo", "al", "bo", "cy"])
         >>> list(NaturalPartition(attribute="writer").assign(writers, num_clients=3, seed=0))
-        [array([1]), array([0, 2]), array([3])]
+        [tensor([1]), tensor([0, 2]), tensor([3])]
     """
 
     attribute: Column
@@ -170,7 +170,7 @@ def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
 
     Example:
         >>> list(shards_of(np.array([1, 0, 1]), num_clients=2))
-        [array([1]), array([0, 2])]
+        [tensor([1]), tensor([0, 2])]
     """
     sizes = np.bincount(owner, minlength=num_clients)
     return FlatShards(np.argsort(owner, kind="stable"), sizes)
@@ -187,7 +187,7 @@ def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> F
     Example:
         >>> counts = np.array([[2, 0], [0, 1]])
         >>> list(deal(counts, np.array([0, 1, 0]), np.random.default_rng(0)))
-        [array([0, 2]), array([1])]
+        [tensor([0, 2]), tensor([1])]
     """
     num_clients, num_classes = counts.shape
     shuffled = rng.permutation(len(classes))

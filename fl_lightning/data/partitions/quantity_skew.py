@@ -23,7 +23,6 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
     Partition,
     check_at_least,
@@ -31,6 +30,7 @@ from fl_lightning.data.partitions.partition import (
     check_sizes,
     shards_of,
 )
+from fl_lightning.data.shards import FlatShards
 
 
 @final

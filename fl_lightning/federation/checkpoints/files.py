@@ -2,24 +2,21 @@
 
 Lightning writes to the system's temporary folder and moves the file. Where that folder lies on
 another file system, as on most clusters, moving means copying: a process killed meanwhile leaves
-half of ``last.ckpt`` in place of the whole one before it.
+half of ``last.ckpt`` in place of the whole one before it. Here a file is written beside the old one,
+reaches the disk, and takes its name.
 
-No kill can split what is written here, but a disk can lose it: beside ``last.ckpt`` stays
-``previous.ckpt``, the one before.
-
-Large client memories are files beside the checkpoints that refer to them, in ``client_memory``. They are
-hard links to those that the run works with, so that nothing is copied and what did not change is not
-written again. ``references.json`` says which checkpoint needs which files; what none needs is deleted.
+Large client memories are files in a folder beside the checkpoint that refers to them, ``last.ckpt.client_memory``.
+They are hard links to those that the run works with, so that nothing is copied and what did not change is
+not written again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -29,13 +26,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
-from fl_lightning.client.memory import SUFFIX, VectorFile
+from fl_lightning.client.memory import VectorFile
 from fl_lightning.core.errors import CheckpointFailure, ConfigurationError
 
 LAST = "last.ckpt"
-PREVIOUS = "previous.ckpt"
-FOLDER = "client_memory"
-_REFERENCES = "references.json"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -58,8 +52,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self.files: Callable[[], Sequence[VectorFile]] = tuple
         self.saved_step: int | None = None
-        self._whole: dict[Path, Any] = {}
-        self._cleared: set[Path] = set()
 
     @override
     def save_checkpoint(
@@ -75,39 +67,61 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 )
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
+        target, folder = Path(path), memory_folder(path)
         with _in_a_sentence(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            referred = names_of(target)
-            place(files, target)
-            if target.parent not in self._cleared:
-                remove_left(target.parent, ".")
-                self._cleared.add(target.parent)
+            for file in files:
+                _link(file.path, folder / file.path.name)
             unfinished = _unfinished(target)
-            with unfinished.open("wb") as file:
-                torch.save(checkpoint, file)
-            step = checkpoint.get("global_step")
-            if target.name == LAST and self._whole.get(target, step) != step:
-                _keep_previous(target, referred)
+            with unfinished.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())  # else a name without content is left where power fails
             os.replace(unfinished, target)
-            tidy(target, [file.path.name for file in files])
-        self._whole[target] = step
+            _keep_only(folder, {file.path.name for file in files})
         if "optimizer_states" in checkpoint:
-            self.saved_step = step
+            self.saved_step = checkpoint.get("global_step")
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as Lightning does, and know that this checkpoint is whole."""
+        """Load as Lightning does, and note the checkpoint's step."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        self._whole[Path(path)] = self.saved_step = checkpoint.get("global_step")
+        self.saved_step = checkpoint.get("global_step")
         return checkpoint
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, and the files that no other one of its folder needs."""
+        """Remove a checkpoint and its folder."""
         super().remove_checkpoint(path)
         if "://" not in str(path):
-            tidy(Path(path))
+            shutil.rmtree(memory_folder(path), ignore_errors=True)
+
+
+def memory_folder(checkpoint: str | Path) -> Path:
+    """Return the folder of the files to which a checkpoint refers."""
+    return Path(f"{checkpoint}.client_memory")
+
+
+def _link(source: Path, target: Path) -> None:
+    if target.exists():
+        return
+    target.parent.mkdir(exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        unfinished = _unfinished(target)
+        shutil.copyfile(source, unfinished)
+        os.replace(unfinished, target)
+
+
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Delete what the checkpoint that has just been replaced needed, or what a killed run has left."""
+    if not names:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -117,24 +131,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _unfinished(target: Path) -> Path:
-    """Return where a file is written before it takes its name; it says whose it is, see `remove_left`."""
-    return target.with_name(f"{owned('.')}{target.name}.unfinished")
-
-
-def _keep_previous(last: Path, names: Sequence[str]) -> None:
-    """Give a whole ``last.ckpt``, about to be replaced, and the files it needs its second name."""
-    previous = last.with_name(PREVIOUS)
-    unfinished = _unfinished(previous)
-    hold(previous, names)
-    unfinished.unlink(missing_ok=True)
-    try:
-        os.link(last, unfinished)
-    except FileNotFoundError:  # somebody has removed it
-        return
-    except OSError:  # a file system without links: for a moment there is no last.ckpt
-        unfinished = last
-    os.replace(unfinished, previous)
-    tidy(previous, names)
+    """Return where a file is written before it takes its name."""
+    return target.with_name(f".{target.name}.unfinished")
 
 
 @contextmanager
@@ -160,41 +158,32 @@ def _free_megabytes(folder: Path) -> str:
         return "there is no such folder"
 
 
-def owned(prefix: str) -> str:
-    """Return the beginning of a name that says which process it belongs to, for `remove_left`."""
-    return f"{prefix}{socket.gethostname()}_{os.getpid()}_"
-
-
-def remove_left(parent: Path, prefix: str) -> None:
-    """Remove the files and folders that killed processes of this machine have left, see `owned`."""
-    host = f"{prefix}{socket.gethostname()}_"  # no name of a machine has a _
-    for left in parent.glob(f"{host}*"):
-        process, *_ = left.name.removeprefix(host).split("_")
-        if process.isdigit() and not _is_running(int(process)):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-
-
 class WorkingFolder:
     """Folder of one process, removed with this or after a ``with``; a killed one's by the next."""
 
     def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
-        self._parent, self._prefix = parent, prefix
+        self._parent, self._prefix = parent, f"{prefix}{socket.gethostname()}_"
         self._path: Path | None = None
         self._remove: Callable[[], Any] | None = None
 
     def __call__(self) -> Path:
         """Return the folder, made when first asked for."""
         if self._path is None:
-            remove_left(self._parent, self._prefix)
+            self._remove_left()
             self._parent.mkdir(parents=True, exist_ok=True)
             # one process may have several runs
-            self._path = Path(tempfile.mkdtemp(prefix=owned(self._prefix), dir=self._parent))
+            mine = f"{self._prefix}{os.getpid()}_"
+            self._path = Path(tempfile.mkdtemp(prefix=mine, dir=self._parent))
             # unlike weakref's and atexit's it also runs where a forked process ends
             self._remove = Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
         return self._path
+
+    def _remove_left(self) -> None:
+        """Remove the folders that killed processes of this machine have left."""
+        for left in self._parent.glob(f"{self._prefix}*"):  # no name of a machine has a _
+            process, *_ = left.name.removeprefix(self._prefix).split("_")
+            if process.isdigit() and not _is_running(int(process)):
+                shutil.rmtree(left, ignore_errors=True)
 
     __enter__ = __call__
 
@@ -211,74 +200,3 @@ def _is_running(process: int) -> bool:
         return False
     except OSError:  # somebody else's, or a system without /proc
         return True
-
-
-def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
-    """Place files beside a checkpoint that is about to be written.
-
-    Until `tidy` those of the checkpoint that it replaces stay.
-    """
-    folder = checkpoint.parent / FOLDER
-    names = {file.path.name for file in files}
-    references = _read_references(folder)
-    if not names and not references:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    hold(checkpoint, names)
-    for file in files:
-        _link(file.path, folder / file.path.name)
-
-
-def names_of(checkpoint: Path) -> list[str]:
-    """Return the names of the files to which a checkpoint refers."""
-    return _read_references(checkpoint.parent / FOLDER).get(checkpoint.name, [])
-
-
-def hold(checkpoint: Path, names: Iterable[str]) -> None:
-    """Keep files, besides its own, for a checkpoint that will refer to them; see `tidy`."""
-    folder = checkpoint.parent / FOLDER
-    references = _read_references(folder)
-    if wanted := {*names, *references.get(checkpoint.name, [])}:
-        _write_references(folder, references | {checkpoint.name: sorted(wanted)})
-
-
-def tidy(checkpoint: Path, names: Iterable[str] = ()) -> None:
-    """Delete the files that no checkpoint of the folder needs any more."""
-    folder = checkpoint.parent / FOLDER
-    if not folder.is_dir():
-        return
-    references = _read_references(folder) | {checkpoint.name: sorted(names)}
-    kept = {name: files for name, files in references.items() if files}
-    kept = {name: files for name, files in kept.items() if (checkpoint.parent / name).exists()}
-    _write_references(folder, kept)
-    needed = {file for files in kept.values() for file in files}
-    for path in folder.glob(f"*{SUFFIX}"):
-        if path.name not in needed:
-            path.unlink(missing_ok=True)
-    for unfinished in folder.glob("*.unfinished"):  # of a run that was killed
-        unfinished.unlink(missing_ok=True)
-
-
-def _link(source: Path, target: Path) -> None:
-    if target.exists():
-        return
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        unfinished = target.with_suffix(".unfinished")
-        shutil.copyfile(source, unfinished)
-        os.replace(unfinished, target)
-
-
-def _read_references(folder: Path) -> dict[str, list[str]]:
-    path = folder / _REFERENCES
-    if not path.is_file():
-        return {}
-    references: dict[str, list[str]] = json.loads(path.read_text())
-    return references
-
-
-def _write_references(folder: Path, references: dict[str, list[str]]) -> None:
-    unfinished = folder / f".{_REFERENCES}.unfinished"
-    unfinished.write_text(json.dumps(references, indent=0))
-    os.replace(unfinished, folder / _REFERENCES)

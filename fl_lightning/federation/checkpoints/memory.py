@@ -11,7 +11,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from fl_lightning.client.memory import ClientMemory, VectorFile
-from fl_lightning.federation.checkpoints.files import FOLDER, AtomicCheckpointIO, WorkingFolder
+from fl_lightning.federation.checkpoints.files import (
+    AtomicCheckpointIO,
+    WorkingFolder,
+    memory_folder,
+)
 from fl_lightning.federation.processes.ranks import Ranks
 
 
@@ -99,4 +103,4 @@ def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMem
 
 
 def _folder(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path).parent / FOLDER
+    return None if path is None else memory_folder(Path(path).resolve())  # it may be a link

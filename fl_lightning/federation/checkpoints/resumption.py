@@ -23,13 +23,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS, remove_unfinished
+from fl_lightning.federation.checkpoints.files import remove_unfinished
 from fl_lightning.federation.checkpoints.run_folder import (
     EarlierRun,
     choose,
     differences,
     refuse,
-    remove_empty,
     run_of,
 )
 
@@ -116,10 +115,9 @@ def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
 
 
 def clean_up_after(run: EarlierRun) -> None:
-    """Remove what a run left behind when it was killed, and folders of others that came to nothing."""
+    """Remove what a run left behind when it was killed."""
     remove_unfinished(run.checkpoint.parent)
     remove_unfinished(run.folder)
-    remove_empty(run.folder)
 
 
 def _new_folder(root: Path) -> Path:
@@ -200,15 +198,6 @@ def check_checkpoint(path: Path) -> int:
     problem, checkpoint = _read(path)
     if problem is None:
         return int(checkpoint.get("global_step", 0))
-    previous = path.with_name(PREVIOUS)
-    if path.name == LAST and previous.exists():
-        reason, checkpoint = _read(previous)
-        if reason is None:
-            rounds = checkpoint["global_step"]
-            raise ConfigurationError(
-                f"ckpt_path: {path} {problem}. The one before it is whole, global step {rounds}: go "
-                f"on with --ckpt_path {previous}"
-            )
     raise ConfigurationError(f"ckpt_path: {path} {problem}. Give the path of a .ckpt file, or last")
 
 

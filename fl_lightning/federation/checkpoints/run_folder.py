@@ -12,9 +12,7 @@ folders deep, where every logger of Lightning has its runs (``save_dir/name/vers
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import LOADER
-from fl_lightning.federation.checkpoints.files import LAST, PREVIOUS
+from fl_lightning.federation.checkpoints.files import LAST
 
 CHECKPOINTS = "checkpoints"
 
@@ -127,8 +125,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the last checkpoint in a folder: the one named so, or else the newest."""
     by_time = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     named = [path for path in by_time if path.name.startswith(Path(LAST).stem)]
-    others = [path for path in by_time if path.name == PREVIOUS]
-    return next(reversed(named or others or by_time), None)
+    return next(reversed(named or by_time), None)
 
 
 def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
@@ -188,16 +185,6 @@ def refuse(run: EarlierRun, found: Sequence[str]) -> None:
         f"{'; '.join(found[:_MOST_SHOWN])}{more}. Give the options of that run, or start without "
         "ckpt_path; --resume_changed true goes on with what is different"
     )
-
-
-def remove_empty(folder: Path, seconds: float = 5.0) -> None:
-    """Remove the folders of runs beside one that were killed before they wrote anything."""
-    for other in folder.parent.glob("version_*"):
-        is_new = time.time() - other.stat().st_mtime < seconds  # its run may be about to write
-        if other.is_dir() and not is_new and not any(p.is_file() for p in other.rglob("*")):
-            with suppress(OSError):  # its run lives, and has just written
-                for path in sorted([other, *other.rglob("*")], reverse=True):
-                    path.rmdir()
 
 
 def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:

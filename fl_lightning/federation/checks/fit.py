@@ -28,7 +28,6 @@ from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.client_masks import OWN_MASKS, client_masks
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import as_aggregator
 
 _CALLBACKS = {
     callbacks.GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
@@ -229,17 +228,15 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
         )
 
 
-def check_cohort_size(
-    most: int, min_replies: int, aggregator: Aggregator | RobustRule | None
-) -> None:
+def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None) -> None:
     """Refuse cohorts that can never be large enough."""
     if min_replies > most:
         raise ConfigurationError(
             f"federation.min_replies is {min_replies}, but a round has at most {most} "
             "clients: lower it, or raise the cohort's size"
         )
-    rule = as_aggregator(aggregator).robust_rule
-    if rule is not None and rule.min_updates > most:
+    rule = aggregator
+    if isinstance(rule, RobustRule) and rule.min_updates > most:
         raise ConfigurationError(
             f"federation.aggregator {rule} needs at least "
             f"{rule.min_updates} updates, but a round has at most {most}: raise the "
@@ -247,12 +244,10 @@ def check_cohort_size(
         )
 
 
-def check_trusted(
-    aggregator: Aggregator | RobustRule | None, cohort: Cohort, num_clients: int
-) -> None:
+def check_trusted(aggregator: Aggregator | None, cohort: Cohort, num_clients: int) -> None:
     """Refuse rounds without the client that `FLTrust` judges by, which would end the run."""
-    rule = as_aggregator(aggregator).robust_rule
-    if rule is None or rule.trusted_client is None:
+    rule = aggregator
+    if not isinstance(rule, RobustRule) or rule.trusted_client is None:
         return
     is_drawn = cohort.is_uniform or cohort.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:
@@ -280,7 +275,7 @@ def check_data_fits(trainer: Trainer) -> None:
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):
         return
-    indices = torch.from_numpy(data.clients.flat.indices)
+    indices = torch.from_numpy(data.clients.indices)
     if not len(indices):
         return
     chosen = indices[:: max(1, len(indices) // _EXAMPLES)].long()

@@ -103,18 +103,6 @@ class ExampleRounds(PrivateStage):
             facts["privacy/noise_stddev"] = noise * self.privacy.clip_norm
         self.ledger.note(record, self.ledger.spent() | facts)
 
-    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
-        """Return the privacy spent."""
-        return self.ledger.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
-        self.ledger.load_state_dict(state)
-
-    def count_on(self, earlier: ExampleRounds) -> None:
-        """Count what rounds of an earlier fit have spent."""
-        self.load_state_dict(earlier.state_dict())
-
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
     ) -> tuple[Tensor, list[int]]:

@@ -31,7 +31,6 @@ from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 # under which checkpoints hold what is no stage's
@@ -64,7 +63,7 @@ def stages_of(
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
-    transport = Transport(options.updates, options.download, options.seed)
+    transport = Transport.of(options.updates, options.download, options.seed)
     if correction is not None:
         # rules that see all updates give the same bits over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges
@@ -122,7 +121,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
 
 
 def run_aggregator(
-    trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
+    trainer: Trainer, given: Aggregator | None, attackers: Attackers | None
 ) -> Aggregator:
     """Return the aggregator of a run's updates.
 

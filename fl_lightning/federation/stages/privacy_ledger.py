@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checks.privacy import check_monitors
 from fl_lightning.federation.plan import DrawsBatches
 from fl_lightning.federation.round_record import RoundRecord
@@ -279,9 +280,13 @@ class PrivateStage(AroundFit):
     def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
 
-    @abstractmethod
-    def count_on(self, earlier: Any) -> None:
-        """Count the rounds of an earlier fit of the same kind."""
+    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
+        """Return the privacy spent."""
+        return self.ledger.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
+        """Restore what a checkpoint, or an earlier fit, has spent, see `PrivacyLedger.load_state_dict`."""
+        self.ledger.load_state_dict(state)
 
     def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
         """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model."""
@@ -305,7 +310,7 @@ class PrivateStage(AroundFit):
                 "without privacy, and what that cost is not known here: keep to one Federation, go on "
                 "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
             )
-        self.count_on(earlier)
+        self.load_state_dict(earlier.state_dict(with_round=False))
 
     def training_begins(self, trainer: Trainer) -> None:
         """Say what is promised and what is not; stop where nothing is left."""

@@ -6,6 +6,12 @@ Sum and noise are whole steps of a grid, see `Grid`; what is done with them afte
 
 A round counts as released the moment its noise is drawn: where clients draw it, when the round opens,
 because they send one after the other. Of several processes the first draws.
+
+    cohort of round r:  drawn from BLAKE2b(secret, "cohort", r), where its sampling amplifies
+
+Sampling amplifies privacy towards those who do not know who took part. So these cohorts do not follow from
+``federation.seed``, which is in checkpoints and configurations, but from 256 bits of the operating system that
+nobody keeps. Rounds are drawn independently, so that a resumed run draws from a new secret at the same ε.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.core.seeds import Integers
+from fl_lightning.core.seeds import Integers, secret_seed
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.checkpoints.state import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
@@ -48,12 +54,10 @@ class PrivateRounds(PrivateStage):
     Attributes:
         aggregator: the fold over the round's updates.
         draws: None: clients' batches are as without privacy.
-        cohorts: the secret that they are drawn from where their sampling amplifies; else None.
     """
 
     is_private = restarts = True
     draws: None = None
-    cohorts: SecretCohorts | None = None
 
     def __init__(
         self,
@@ -99,15 +103,13 @@ class PrivateRounds(PrivateStage):
     def enter(self, run: Run) -> None:
         """Draw cohorts whose sampling amplifies from a secret."""
         if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
-            self.cohorts = SecretCohorts(run)
+            run.groups.seed = run.ranks.gather(secret_seed())[0]
             self.hides_cohorts = True
 
     def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
-        if self.cohorts is not None:
-            rank_zero_info(self.cohorts.announcement())
         warn_of_releases(
             trainer,
             self._privacy,
@@ -218,26 +220,11 @@ class PrivateRounds(PrivateStage):
         """Put what was spent into a round's record, and take out what may not be seen."""
         self.ledger.note(record, self.ledger.spent() | self._facts)
 
+    @override
     def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
-        """Return the budget spent and the state on which later rounds depend."""
-        secret = None if self.cohorts is None else self.cohorts.saved()
-        return self._spent() | {"cohorts_from": secret}
+        return super().state_dict() | {"clip_norm": self._clip_norm}
 
-    def _spent(self) -> dict[str, Any]:
-        return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
-
+    @override
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Restore a checkpoint's state, see `PrivacyLedger.load_state_dict`."""
-        self._count_on(state)
-        if self.cohorts is not None:
-            self.cohorts.resume(state.get("cohorts_from"))
-
-    def _count_on(self, state: dict[str, Any]) -> None:
-        self.ledger.load_state_dict(state)
+        super().load_state_dict(state)
         self._clip_norm = state["clip_norm"]
-
-    def count_on(self, earlier: PrivateRounds) -> None:
-        """Count the rounds of an earlier fit, and draw from its secret."""
-        self._count_on(earlier._spent())
-        if self.cohorts is not None and earlier.cohorts is not None:
-            self.cohorts.use(earlier.cohorts.secret)

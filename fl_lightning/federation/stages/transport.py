@@ -18,7 +18,7 @@ from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
-from fl_lightning.updates.message import bytes_up
+from fl_lightning.updates.message import bytes_down, bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import Transform
 
@@ -26,7 +26,7 @@ _FEEDBACK = "error feedback"
 
 
 class Transport(Stage):
-    """Sends models and updates.
+    """Sends models and updates as they are.
 
     Attributes:
         path: of updates.
@@ -40,6 +40,12 @@ class Transport(Stage):
         self.traits = reduce(or_, (step.traits for step in updates), of_download)
         self.path = UpdatePath(updates, seed)
         self.broadcast = Broadcast(download, seed)
+
+    @staticmethod
+    def of(updates: Sequence[Step], download: Sequence[Transform], seed: int) -> Transport:
+        """Return the stage, which does nothing in a round where nothing is transformed."""
+        kind = TransformingTransport if updates or download else Transport
+        return kind(updates, download, seed)
 
     def enter(self, run: Run) -> None:
         """Learn whose clients remember what did not arrive, with error feedback."""
@@ -56,27 +62,6 @@ class Transport(Stage):
             self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
-
-    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the model as clients receive it."""
-        model = start.model
-        sent = self.broadcast.send(model.params, model.buffers, self._run.round_index)
-        if sent.params is not model.params:
-            model = GlobalModel(sent.params, model.buffers)
-        return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
-
-    def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive: one by one, if transforms change them."""
-        if self.path.is_empty:
-            return (upload._replace(num_bytes=upload.num_bytes + bytes_up(upload.arrived)),)
-        return self._one_by_one(upload)
-
-    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
-        start, began = upload.start, self._run.round_index - upload.start.staleness
-        for made, update in zip(upload.made, upload.arrived, strict=True):
-            arrival = self.sent(update, began)
-            num_bytes, arrived = upload.num_bytes + arrival.num_bytes, Updates.of(arrival.update)
-            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
         """Send a client's update, and have it keep what does not arrive."""
@@ -99,3 +84,29 @@ class Transport(Stage):
     def check(self, state: Any) -> None:
         """Refuse a run in which something else happened."""
         check_same("updates", state, self.state_dict(with_round=False))
+
+
+class TransformingTransport(Transport):
+    """Sends what transforms make of models and updates."""
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return the model as clients receive it."""
+        model, round_index = start.model, self._run.round_index
+        sent = self.broadcast.send(model.params, model.buffers, round_index)
+        more = sent.num_bytes - bytes_down(model.params, model.buffers)
+        if sent.params is not model.params:
+            model = GlobalModel(sent.params, model.buffers)
+        return [(start._replace(model=model, num_bytes=start.num_bytes + more), work)]
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Return updates as they arrive: one by one, if transforms change them."""
+        return (upload,) if self.path.is_empty else self._one_by_one(upload)
+
+    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
+        start, began = upload.start, self._run.round_index - upload.start.staleness
+        whole = bytes_up(upload.arrived)
+        for made, update in zip(upload.made, upload.arrived, strict=True):
+            arrival = self.sent(update, began)
+            num_bytes = upload.num_bytes + arrival.num_bytes - whole
+            arrived = Updates.of(arrival.update)
+            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import model_tensors, of_stage
-from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.correspondence import Correspondence, by_site
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.sparsity.sensitivity.protocol import Scores
 
@@ -96,10 +96,9 @@ class CalibrationAtSites:
                 raise ConfigurationError(
                     f"calibration: site {reply.site}: {reply.reason}. Start the run again"
                 )
-            for answer in reply.answer.clients:
-                if answer.failure is None:
-                    sums = of_stage(f"{answer.client}/{SUMS}", reply.answer.tensors)
-                    came[answer.client] = answer.num_examples, sums
+            for part in reply.parts:
+                if part.answer is not None:
+                    came[part.client] = part.answer.num_examples, of_stage(SUMS, part.tensors)
             while waiting and waiting[0] in came:
                 client = waiting.pop(0)
                 yield client, *came.pop(client)
@@ -109,25 +108,16 @@ class CalibrationAtSites:
     def _orders(
         self, options: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Mapping[int, int]
     ) -> dict[str, Order]:
-        by_site: dict[str, dict[int, int]] = {}
-        for client, num_examples in asked.items():
-            by_site.setdefault(self._site_of[client], {})[client] = num_examples
-        num_clients = len(self._site_of)
+        about = {**options, "num_clients": len(self._site_of)}
         return {
-            site: Order(
-                kind="calibrate",
-                run=self._greeting.counted.run,
-                configuration=self._greeting.digest,
-                round=self._trainer.current_epoch,
-                clients=tuple(some),
-                options={
-                    **options,
-                    "num_clients": num_clients,
-                    "examples": [[client, number] for client, number in some.items()],
-                },
-                tensors=tensors,
+            site: self._greeting.write(
+                "calibrate",
+                some,
+                about | {"examples": [[client, asked[client]] for client in some]},
+                tensors,
+                self._trainer.current_epoch,
             )
-            for site, some in by_site.items()
+            for site, some in by_site(asked, self._site_of).items()
         }
 
     def _of(self, client: int, what: str) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
-from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary
-from fl_lightning.data.training_set import TrainingSet
 
 _AT_SITES = (
     "clients' examples are at sites, and something of this configuration wants to read them at the server "
@@ -57,7 +55,7 @@ class DataElsewhere(FederatedDataModule):
         self._size, self._drops = batch_size, drop_last
 
     @property
-    def _examples(self) -> TrainingSet:
+    def _loader(self) -> NoReturn:
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
@@ -69,16 +67,16 @@ class DataElsewhere(FederatedDataModule):
         return refuse
 
     @property
-    def clients(self) -> ClientShards:
+    def clients(self) -> FlatShards:
         """How many examples each has; whose indices they are only the sites know."""
         return self._shards
 
     @property
-    def held_out(self) -> ClientShards:
+    def held_out(self) -> FlatShards:
         """How many examples each holds out for validation, at its site."""
         return self.held_out_for("validation")
 
-    def held_out_for(self, stage: str) -> ClientShards:
+    def held_out_for(self, stage: str) -> FlatShards:
         """Return how many examples each holds out for ``validation`` or ``test``, at its site."""
         return self._held_out[stage]
 
@@ -103,10 +101,10 @@ class DataElsewhere(FederatedDataModule):
 
     def summary(self) -> PartitionSummary:
         """Return sizes; classes are not known here."""
-        return PartitionSummary.of(self.clients.flat, None, max_clients=MAX_CLIENTS_COUNTED)
+        return PartitionSummary.of(self.clients, None, max_clients=MAX_CLIENTS_COUNTED)
 
 
-def _shards_of(sizes: Mapping[int, int]) -> ClientShards:
+def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
     """Return shards of so many examples; which ones, only sites know."""
     lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
-    return ClientShards(FlatShards(np.arange(lengths.sum()), lengths))
+    return FlatShards(np.arange(lengths.sum()), lengths)

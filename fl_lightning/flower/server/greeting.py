@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -15,7 +16,7 @@ from torch import Tensor
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation import RoundRecord, Stage
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Kind, Order
 from fl_lightning.flower.packing import RunMask, mask_message, model_tensors
 from fl_lightning.sparsity.masks.mask import Mask
 
@@ -76,12 +77,26 @@ class Greeting:
             options |= more
             options["num_clients"] = len(self._trainer.datamodule.clients)  # type: ignore[attr-defined]
             tensors |= model_tensors(self._trainer.lightning_module)
+        order = self.write("hello", (), options, tensors, self._trainer.current_epoch)
+        return replace(order, counted=self.counted.rounds)
+
+    def write(
+        self,
+        kind: Kind,
+        clients: tuple[int, ...],
+        options: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        round_index: int,
+    ) -> Order:
+        """Return an order of the run."""
+        rounds = self.counted.rounds
         return Order(
-            kind="hello",
+            kind=kind,
             run=self.counted.run,
             configuration=self.digest,
-            round=self._trainer.current_epoch,
-            counted=self.counted.rounds,
+            round=round_index,
+            clients=clients,
+            counted={client: rounds.get(client, -1) for client in clients},
             options=options,
             tensors=tensors,
         )

@@ -27,8 +27,7 @@ from fl_lightning.federation import (
     set_round,
     take_over,
 )
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.packing import told_mask
 from fl_lightning.flower.policy import Policy

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
-from fl_lightning.nas.spaces.elastic import ElasticDepth
-from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace
+from fl_lightning.nas.spaces.choices import Number
+from fl_lightning.nas.spaces.elastic import Repeat
+from fl_lightning.nas.spaces.sizes import NamedSize, Part, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 # a network and the kinds of its blocks
@@ -158,7 +159,7 @@ class SizeBlocks(Blocks):
     def kinds(self) -> list[str]:
         """Return every kind that there is."""
         kinds: list[str] = []
-        before_sizes: tuple[Size, ...] = ()
+        before_sizes: tuple[NamedSize, ...] = ()
         for part in self.space.parts:
             befores = list(product(*(size.options for size in before_sizes)))
             owns = product(*(size.options for size in part.own))
@@ -190,7 +191,7 @@ class SizeBlocks(Blocks):
             covered = self.of(architecture)
             missing -= set(covered)
             network = self.space.build(architecture, **self.options)
-            stages = [module for module in network.modules() if isinstance(module, ElasticDepth)]
+            stages = [module for module in network.modules() if isinstance(module, Repeat)]
             blocks = [block for stage in stages for block in stage]
             yield network, dict(zip(blocks, covered, strict=True))
 
@@ -205,7 +206,7 @@ class SizeBlocks(Blocks):
 
 _CANDIDATES = 100  # random networks, of which one is timed
 # sizes and what is chosen of them
-_Chosen = tuple[Sequence[Size], Sequence[Number]]
+_Chosen = tuple[Sequence[NamedSize], Sequence[Number]]
 
 
 def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None) -> str:
@@ -217,6 +218,6 @@ def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Ch
     return " ".join(word for word in (*words, _text(part.block, block)) if word)
 
 
-def _text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
+def _text(sizes: Sequence[NamedSize], numbers: Sequence[Number]) -> str:
     pairs = zip(sizes, numbers, strict=True)
     return "".join(f"{size.letter}{number:g}" for size, number in pairs)

@@ -22,11 +22,10 @@ Sources: Bergstra et al. 2011 (TPE); Deb et al. 2002 (NSGA-II); Akiba et al. 201
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from typing_extensions import override
@@ -57,10 +56,11 @@ if TYPE_CHECKING:
 MOST_IN_VAIN = 300
 
 
-class Strategy(ABC):
-    """A search; the same problem, budget and seed give the same result."""
+class Strategy:
+    """Base of the searches; the same problem, budget and seed give the same result."""
 
-    @abstractmethod
+    stream: ClassVar[str] = "random search"  # of random numbers
+
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
         """Score up to ``budget`` different architectures that meet the constraints.
 
@@ -74,6 +74,29 @@ class Strategy(ABC):
         Raises:
             ConfigurationError: if no architecture meets the constraints.
         """
+        evaluations = Evaluations(problem, budget)
+        generator = torch_generator(seed, self.stream)
+        at_random = partial(draw, problem.space, problem.excess, generator)
+        while evaluations.left > 0:
+            scored = evaluations.result().evaluated
+            proposals = partial(self.propose, scored, generator)
+            found = new(lambda: proposals() or at_random(), evaluations)  # noqa: B023
+            found = found or new(at_random, evaluations)  # all children were scored before
+            if found is None:
+                break
+            evaluations.of(found)
+        return evaluations.result()
+
+    def propose(
+        self, scored: Sequence[Evaluated], generator: torch.Generator
+    ) -> Architecture | None:
+        """Return an architecture to score next, or None for a random one, as always by default.
+
+        Args:
+            scored: architectures so far, in their order.
+            generator: of the draws.
+        """
+        return None
 
 
 def new(
@@ -107,17 +130,6 @@ class RandomSearch(Strategy):
         20
     """
 
-    @override
-    def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        evaluations = Evaluations(problem, budget)
-        generator = torch_generator(seed, "random search")
-        while evaluations.left > 0:
-            drawn = _drawn(evaluations, generator)
-            if drawn is None:
-                break
-            evaluations.of(drawn)
-        return evaluations.result()
-
 
 @final
 @dataclass(frozen=True)
@@ -128,6 +140,8 @@ class RegularizedEvolution(Strategy):
         population: P, how many members there are, at least 2.
         tournament: S, of how many the best has a child, in 1 to P.
     """
+
+    stream: ClassVar[str] = "regularized evolution"
 
     population: int = 10
     tournament: int = 3
@@ -140,22 +154,15 @@ class RegularizedEvolution(Strategy):
             )
 
     @override
-    def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        evaluations = Evaluations(problem, budget)
-        generator = torch_generator(seed, "regularized evolution")
-        alive = deque(_first(evaluations, self.population, generator), maxlen=self.population)
-
-        def child() -> Architecture:
-            drawn = torch.randperm(len(alive), generator=generator)[: self.tournament]
-            parent = max((alive[i] for i in drawn.tolist()), key=lambda one: one.score)
-            return with_one_change(parent.architecture, generator)
-
-        while evaluations.left > 0:
-            born = _child(child, evaluations, generator)
-            if born is None:
-                break
-            alive.append(evaluations.of(born))  # the oldest leaves
-        return evaluations.result()
+    def propose(
+        self, scored: Sequence[Evaluated], generator: torch.Generator
+    ) -> Architecture | None:
+        if len(scored) < self.population:
+            return None
+        alive = scored[-self.population :]
+        drawn = torch.randperm(len(alive), generator=generator)[: self.tournament]
+        parent = max((alive[i] for i in drawn.tolist()), key=lambda one: one.score)
+        return with_one_change(parent.architecture, generator)
 
 
 @final
@@ -177,6 +184,8 @@ class Evolution(Strategy):
         6.0
     """
 
+    stream: ClassVar[str] = "evolution"
+
     population: int = 40
     parents: float = 0.25
     mutants: float = 0.5
@@ -192,59 +201,23 @@ class Evolution(Strategy):
             )
 
     @override
-    def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        evaluations = Evaluations(problem, budget)
-        generator = torch_generator(seed, "evolution")
+    def propose(
+        self, scored: Sequence[Evaluated], generator: torch.Generator
+    ) -> Architecture | None:
+        if len(scored) < self.population:
+            return None
         num_parents = max(2, round(self.parents * self.population))
-        known = _first(evaluations, self.population, generator)
         num_children = self.population - min(num_parents, self.population - 1)
-        num_mutants = round(self.mutants * num_children)
-        while evaluations.left > 0:
-            parents = sorted(known, key=lambda one: -one.score)[:num_parents]
-            children: list[Evaluated] = []
-            for number in range(min(num_children, evaluations.left)):
-                propose = self._proposal(parents, number < num_mutants, generator)
-                born = _child(propose, evaluations, generator)
-                if born is None:
-                    return evaluations.result()
-                children.append(evaluations.of(born))
-            known = parents + children
-        return evaluations.result()
+        generation, number = divmod(len(scored) - self.population, num_children)
+        before = scored[: self.population + generation * num_children]
+        parents = sorted(before, key=lambda one: -one.score)[:num_parents]
 
-    def _proposal(
-        self, parents: list[Evaluated], mutates: bool, generator: torch.Generator
-    ) -> Callable[[], Architecture]:
         def drawn() -> Architecture:
             return parents[int(torch.randint(len(parents), (), generator=generator))].architecture
 
-        if mutates:
-            return lambda: mutated(drawn(), self.mutation, generator)
-        return lambda: crossed(drawn(), drawn(), generator)
-
-
-def _drawn(evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
-    problem = evaluations.problem
-    return new(lambda: draw(problem.space, problem.excess, generator), evaluations)
-
-
-def _first(
-    evaluations: Evaluations, population: int, generator: torch.Generator
-) -> list[Evaluated]:
-    """Score a population of random architectures, as far as the budget goes."""
-    members: list[Evaluated] = []
-    for _ in range(min(population, evaluations.left)):
-        drawn = _drawn(evaluations, generator)
-        if drawn is None:
-            break
-        members.append(evaluations.of(drawn))
-    return members
-
-
-def _child(
-    propose: Callable[[], Architecture], evaluations: Evaluations, generator: torch.Generator
-) -> Architecture | None:
-    """Return a new child; a random architecture where all children were scored before."""
-    return new(propose, evaluations) or _drawn(evaluations, generator)
+        if number < round(self.mutants * num_children):
+            return mutated(drawn(), self.mutation, generator)
+        return crossed(drawn(), drawn(), generator)
 
 
 _PROPOSALS_IN_VAIN = 20

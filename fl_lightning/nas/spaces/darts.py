@@ -13,7 +13,7 @@ side work.
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,7 +23,6 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import (
     Candidate,
     CellSpace,
@@ -139,9 +138,7 @@ class DARTS(CellSpace):
 
     def parse(self, text: str) -> Architecture:
         """Return the pair of cells of a string of ours, or of a published ``Genotype(normal=…)``."""
-        text = " ".join(text.split())  # a genotype may go over several lines
-        if text.startswith("Genotype("):
-            return self.of_inputs(_Genotype(text).cells())
+        text = _published("".join(text.split()))
         reader, cells = ArchitectureReader(text, self.name), {}
         for cell in CELLS:
             reader.expect(f"{cell}:" if cell == CELLS[0] else f";{cell}:")
@@ -219,6 +216,25 @@ class DARTS(CellSpace):
             ]
             cells[self.rows[first].cell].append((entries[0], entries[1]))
         return self.of_inputs({cell: tuple(nodes) for cell, nodes in cells.items()})
+
+
+_ENTRY = r"\('\w+',\d+\)"
+_CELL = rf"=\[({_ENTRY}(?:,{_ENTRY})*)\]"
+_OUTPUT = r"_concat=(?:\[2,3,4,5\]|range\(2,6\)|list\(range\(2,6\)\))"
+_GENOTYPE = re.compile(rf"Genotype\(normal{_CELL},normal{_OUTPUT},reduce{_CELL},reduce{_OUTPUT}\)")
+
+
+def _published(text: str) -> str:
+    """Return the string of ours for a genotype as papers print it; other texts as they are."""
+    found = _GENOTYPE.fullmatch(text)
+    if found is None:
+        return text
+    cells = []
+    for name, entries in zip(CELLS, found.groups(), strict=True):
+        edges = [f"{name}~{source}|" for name, source in re.findall(r"'(\w+)',(\d+)", entries)]
+        nodes = ("|" + "".join(edges[start : start + 2]) for start in range(0, len(edges), 2))
+        cells.append(f"{name}:" + "+".join(nodes))
+    return ";".join(cells)
 
 
 @cache
@@ -361,79 +377,3 @@ class DARTSNetwork(nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
         return self.classifier
-
-
-@dataclass(frozen=True)
-class _Genotype:
-    """A genotype as papers print it; what cannot be read is refused with its place."""
-
-    text: str
-
-    def cells(self) -> dict[str, Inputs]:
-        """Return the pairs of operation and input of each cell."""
-        try:
-            call = ast.parse(self.text, mode="eval").body
-        except SyntaxError as error:
-            raise self._refusal((error.offset or 1) - 1, "it is no Python") from None
-        if not isinstance(call, ast.Call):
-            raise self._refusal(0, "expected Genotype(…) and nothing else")
-        given = {word.arg: word.value for word in call.keywords}
-        cells = {}
-        for cell, name in zip(CELLS, ("normal", "reduce"), strict=True):
-            if name not in given:
-                raise self._refusal(0, f"it lacks {name}=[…]")
-            cells[cell] = self._nodes(given[name])
-            self._check_output(given.get(f"{name}_concat"))
-        return cells
-
-    def _nodes(self, cell: ast.expr) -> Inputs:
-        entries = cell.elts if isinstance(cell, ast.List) else []
-        if len(entries) != 8:
-            reason = (
-                "expected a list of 8 pairs (operation, source), two for each of the nodes 2 to 5"
-            )
-            raise self._refusal(cell.col_offset, reason)
-        nodes = []
-        for node, one, other in zip(NODES, entries[::2], entries[1::2], strict=True):
-            first, second = self._entry(one, node), self._entry(other, node)
-            if first[1] == second[1]:
-                reason = (
-                    f"node {node} reads two different nodes in this space, got {first[1]} twice"
-                )
-                raise self._refusal(other.col_offset, reason)
-            nodes.append((first, second))
-        return tuple(nodes)
-
-    def _entry(self, entry: ast.expr, node: int) -> tuple[str, int]:
-        value, names = _literal(entry), DARTS.operations[1:]
-        if not (isinstance(value, tuple) and len(value) == 2):
-            raise self._refusal(entry.col_offset, "expected a pair (operation, source)")
-        name, source = value
-        if name not in names:
-            raise self._refusal(entry.col_offset, f"expected an operation: {', '.join(names)}")
-        if not isinstance(source, int) or not 0 <= source < node:
-            reason = f"node {node} reads an earlier one, 0 to {node - 1}"
-            raise self._refusal(entry.col_offset, reason)
-        return name, source
-
-    def _check_output(self, output: ast.expr | None) -> None:
-        """Raise ConfigurationError if a cell outputs other nodes than all four, the default."""
-        if output is None or ast.unparse(output) in ("range(2, 6)", "list(range(2, 6))"):
-            return
-        value = _literal(output)
-        if not isinstance(value, list | tuple) or list(value) != list(NODES):
-            reason = "cells of this space put out the nodes [2, 3, 4, 5]"
-            raise self._refusal(output.col_offset, reason)
-
-    def _refusal(self, place: int, reason: str) -> ConfigurationError:
-        here = f"at character {place + 1} ({self.text[place : place + 30]!r})"
-        return ConfigurationError(
-            f"not an architecture of {DARTS.name}: {here} of the genotype: {reason}"
-        )
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None

@@ -1,10 +1,10 @@
-"""Elastic layers, which can run with their first channels, blocks or heads, or a smaller kernel.
+"""Elastic layers, whose sizes may be choices: they run with their first channels, blocks or heads, or a smaller kernel.
 
     y = W[:channels out, :channels in] x + b[:channels out]
 
-The number of input channels is that of the input; the number of output channels is an argument. Slices
-share the memory of a parameter, and their gradients add up in it. Called without sizes on a full input, a
-layer equals PyTorch's, bit for bit.
+The number of input channels is that of the input; the number of output channels is the present value of the
+layer's size. Slices share the memory of a parameter, and their gradients add up in it. At full size a layer
+equals PyTorch's, bit for bit.
 
 A depthwise convolution runs with smaller kernels too:
 
@@ -21,8 +21,9 @@ Yu & Huang 2019 (slimmable networks); Chen et al. 2021, ICCV (AutoFormer), secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import islice, pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -30,34 +31,54 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.spaces.choices import Size, ValueChoice, is_open, most, now, size_of
+
+
+def fitting(elastic: type[nn.Module], *sizes: Any, **options: Any) -> Any:
+    """Return an elastic layer if one of its sizes is a choice, else PyTorch's layer."""
+    kind: Any = elastic if is_open(*sizes) else elastic.__base__
+    return kind(*sizes, **options)
 
 
 class ElasticConv2d(nn.Conv2d):
-    """A convolution over the channels that come in, to the first ``channels_out``; one group.
+    """A convolution over the channels that come in; one group. Channels may be choices.
 
     Example:
         >>> import torch
-        >>> layer = ElasticConv2d(8, 6, 1, bias=False)
-        >>> layer(torch.zeros(1, 4, 5, 5), 3).shape
+        >>> width = ValueChoice([3, 6], label="width")
+        >>> layer = ElasticConv2d(8, width, 1, bias=False)
+        >>> width.index = 0
+        >>> layer(torch.zeros(1, 4, 5, 5)).shape
         torch.Size([1, 3, 5, 5])
     """
 
-    def forward(self, x: Tensor, channels_out: int | None = None) -> Tensor:
-        """Return (batch, channels_out, height, width); without a number, of all of them."""
-        weight, bias = _first(self.weight, self.bias, channels_out, x.shape[1])
+    def __init__(self, in_channels: Size, out_channels: Size, *args: Any, **options: Any) -> None:
+        super().__init__(most(in_channels), most(out_channels), *args, **options)
+        self._out = out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, channels out, height, width)."""
+        weight, bias = _first(self.weight, self.bias, now(self._out), x.shape[1])
         return functional.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
 
 class ElasticLinear(nn.Linear):
-    """An affine map of the features that come in, to the first ``features_out``."""
+    """An affine map of the features that come in. Features may be choices."""
 
-    def forward(self, x: Tensor, features_out: int | None = None) -> Tensor:
-        """Return (..., features_out); without a number, all of them."""
-        return functional.linear(x, *_first(self.weight, self.bias, features_out, x.shape[-1]))
+    def __init__(self, in_features: Size, out_features: Size, bias: bool = True) -> None:
+        super().__init__(most(in_features), most(out_features), bias)
+        self._out = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., features out)."""
+        return functional.linear(x, *_first(self.weight, self.bias, now(self._out), x.shape[-1]))
 
 
 class ElasticLayerNorm(nn.LayerNorm):
-    """Layer norm over the features that come in."""
+    """Layer norm over the features that come in, whose number may be a choice."""
+
+    def __init__(self, features: Size, eps: float = 1e-5) -> None:
+        super().__init__(most(features), eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same shape."""
@@ -67,12 +88,15 @@ class ElasticLayerNorm(nn.LayerNorm):
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of the channels that come in, with the first of the running statistics.
+    """Batch norm of the channels that come in, whose number may be a choice, with the first statistics.
 
     Training moves those, as it would in the sub-network alone. Sub-networks share them though, and
     the statistics of one are not those of another: recalibrate before you evaluate one
     (`fl_lightning.nas.sub_networks.recalibration`).
     """
+
+    def __init__(self, num_features: Size, **options: Any) -> None:
+        super().__init__(most(num_features), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same shape."""
@@ -103,20 +127,19 @@ class ElasticSqueezeExcite(nn.Module):
         y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
 
     Args:
-        channels: at most.
+        channels: number of channels.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: Size) -> None:
         super().__init__()
-        squeezed = squeezed_channels(channels)
+        squeezed = size_of(squeezed_channels, channels)
         self.conv_reduce = ElasticConv2d(channels, squeezed, 1)
         self.conv_expand = ElasticConv2d(squeezed, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same shape."""
-        channels = x.shape[1]
-        squeezed = self.conv_reduce(x.mean((2, 3), keepdim=True), squeezed_channels(channels))
-        return x * functional.hardsigmoid(self.conv_expand(squeezed.relu(), channels))
+        squeezed = self.conv_reduce(x.mean((2, 3), keepdim=True))
+        return x * functional.hardsigmoid(self.conv_expand(squeezed.relu()))
 
 
 def squeezed_channels(channels: int) -> int:
@@ -136,24 +159,32 @@ def multiple_of_8(channels: float) -> int:
 
 
 def _first(
-    weight: Tensor, bias: Tensor | None, out: int | None, into: int
+    weight: Tensor, bias: Tensor | None, out: int, into: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return views of the first rows and columns; the same tensors if those are all."""
     if weight.shape[1] != into:
         weight = weight[:, :into]
-    if out is None or out == weight.shape[0]:
+    if out == weight.shape[0]:
         return weight, bias
     return weight[:out], None if bias is None else bias[:out]
 
 
-class ElasticDepth(nn.ModuleList):
-    """Blocks, one after the other."""
+class Repeat(nn.ModuleList):
+    """Blocks, one after the other, whose number may be a choice.
 
-    def forward(self, x: Tensor, chosen: Sequence[tuple[Any, ...]] | None = None) -> Tensor:
-        """Run the first ``len(chosen)`` blocks, each with its sizes; without any, all blocks whole."""
-        sizes = [()] * len(self) if chosen is None else chosen
-        for block, own in zip(self, sizes, strict=False):
-            x = block(x, *own)
+    Args:
+        blocks: at least as many as the largest depth; a generator makes no more.
+        depth: number of blocks that run.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], depth: Size) -> None:
+        super().__init__(islice(blocks, most(depth)))
+        self._depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the first blocks."""
+        for block in islice(self, now(self._depth)):
+            x = block(x)
         return x
 
 
@@ -161,15 +192,15 @@ class ElasticDepthwise(nn.Conv2d):
     """A convolution of each channel by itself that keeps the side (at stride 1), without bias.
 
     Args:
-        channels: at most.
-        kernels: the sizes to choose from, odd.
+        channels: number of channels.
+        kernel: odd, or a choice of odd numbers.
         stride: of the convolution.
 
     Raises:
-        ConfigurationError: if a size is even.
+        ConfigurationError: if a kernel is even.
 
     Example:
-        >>> layer = ElasticDepthwise(2, [3, 5, 7])
+        >>> layer = ElasticDepthwise(2, ValueChoice([3, 5, 7], "kernel"))
         >>> sum(matrix.numel() for matrix in layer.matrices.values())
         706
         >>> with torch.no_grad():
@@ -178,22 +209,21 @@ class ElasticDepthwise(nn.Conv2d):
         [16, 17, 18, 23, 24, 25, 30, 31, 32]
     """
 
-    def __init__(self, channels: int, kernels: Sequence[int], stride: int = 1) -> None:
-        self.kernels = tuple(sorted(set(kernels), reverse=True))
-        if not self.kernels or any(kernel % 2 == 0 for kernel in self.kernels):
-            raise ConfigurationError(f"kernels must be odd numbers, got {tuple(kernels)}")
-        largest = self.kernels[0]
-        super().__init__(
-            channels, channels, largest, stride, largest // 2, groups=channels, bias=False
-        )
+    def __init__(self, channels: Size, kernel: int | ValueChoice, stride: int = 1) -> None:
+        options: Any = kernel.options if isinstance(kernel, ValueChoice) else (kernel,)
+        self.kernels: tuple[int, ...] = options[::-1]
+        if any(option % 2 == 0 for option in options):
+            raise ConfigurationError(f"kernels must be odd numbers, got {options}")
+        largest, number = self.kernels[0], most(channels)
+        super().__init__(number, number, largest, stride, largest // 2, groups=number, bias=False)
+        self._kernel = kernel
         self.matrices = nn.ParameterDict(
             {str(kernel): nn.Parameter(torch.eye(kernel**2)) for kernel in self.kernels[1:]}
         )
 
-    def forward(self, x: Tensor, kernel: int | None = None) -> Tensor:
-        """Return as many channels as come in, convolved with this kernel or the largest."""
-        kernel = kernel or self.kernels[0]
-        channels = x.shape[1]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many channels as come in, convolved with the present kernel."""
+        kernel, channels = now(self._kernel), x.shape[1]
         weight = self.kernel(kernel, channels)
         return functional.conv2d(x, weight, None, self.stride, kernel // 2, self.dilation, channels)
 
@@ -245,21 +275,20 @@ class ElasticQKV(nn.Linear):
     """Queries, keys and values of the first heads, one after the other.
 
     Args:
-        features: that come in, at most.
-        heads: at most.
+        features: number of features that come in.
+        heads: number of heads.
         head_features: of a head.
     """
 
-    def __init__(self, features: int, heads: int, head_features: int) -> None:
-        super().__init__(features, 3 * heads * head_features)
-        self.heads, self.head_features = heads, head_features
+    def __init__(self, features: Size, heads: Size, head_features: int) -> None:
+        super().__init__(most(features), 3 * most(heads) * head_features)
+        self._heads, self._head_features = heads, head_features
 
-    def forward(self, x: Tensor, heads: int | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, 3 · heads · head_features)."""
-        features = x.shape[-1]
-        if heads is None or heads == self.heads:
+        features, rows = x.shape[-1], now(self._heads) * self._head_features
+        if 3 * rows == self.out_features:
             return functional.linear(x, self.weight[:, :features], self.bias)
-        rows = heads * self.head_features
         # three products: the blocks' rows are apart, and one matrix of them would be a copy
         blocks = zip(self.weight.chunk(3), self.bias.chunk(3), strict=True)
         return torch.cat(
@@ -289,30 +318,25 @@ class Attention(nn.Module):
     """Softmax attention, as timm's, with heads of a fixed size.
 
     Args:
-        features: that come in and go out, at most.
-        heads: at most.
+        features: number of features that come in and go out.
+        heads: number of heads.
         head_features: of a head.
-        elastic: whether parts of it can run.
     """
 
-    def __init__(self, features: int, heads: int, head_features: int, *, elastic: bool) -> None:
+    def __init__(self, features: Size, heads: Size, head_features: int) -> None:
         super().__init__()
-        inner = heads * head_features
+        inner = size_of(mul, heads, head_features)
         self.head_features = head_features
         self.qkv = (
             ElasticQKV(features, heads, head_features)
-            if elastic
-            else nn.Linear(features, 3 * inner)
+            if is_open(features, heads)
+            else nn.Linear(features, 3 * inner)  # type: ignore[arg-type]
         )
-        self.proj = (ElasticLinear if elastic else nn.Linear)(inner, features)
+        self.proj = fitting(ElasticLinear, inner, features)
 
-    def forward(self, x: Tensor, heads: int | None = None) -> Tensor:
-        """Return the shape of x, (batch, tokens, features); of the first heads, or all."""
-        qkv = self.qkv(x) if heads is None else self.qkv(x, heads)
-        query, key, value = qkv.unflatten(-1, (3, -1, self.head_features)).permute(2, 0, 3, 1, 4)
-        mixed = (
-            functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        )
-        if heads is None:
-            return self.proj(mixed)  # type: ignore[no-any-return]
-        return self.proj(mixed, x.shape[-1])  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the shape of x, (batch, tokens, features)."""
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_features))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

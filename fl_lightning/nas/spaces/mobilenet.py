@@ -23,16 +23,26 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
+from fl_lightning.nas.spaces.cells import depthwise
+from fl_lightning.nas.spaces.choices import is_open, size_of
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
-    ElasticDepth,
     ElasticDepthwise,
     ElasticSqueezeExcite,
+    Repeat,
+    fitting,
     multiple_of_8,
     squeezed_channels,
 )
-from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, finish_settings
+from fl_lightning.nas.spaces.sizes import (
+    NamedSize,
+    Part,
+    PartSizes,
+    SizedNetwork,
+    SizeSpace,
+    finish_settings,
+)
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
@@ -91,8 +101,11 @@ class MobileNet(SizeSpace):
     @property
     def parts(self) -> tuple[Part, ...]:
         """The stages."""
-        block = (Size("kernel", "k", self.kernels), Size("expansion", "e", self.expansions))
-        depth = Size("depth", "", self.depths)
+        block = (
+            NamedSize("kernel", "k", self.kernels),
+            NamedSize("expansion", "e", self.expansions),
+        )
+        depth = NamedSize("depth", "", self.depths)
         return tuple(
             Part(f"stage {number}", (), depth, block) for number in range(1, len(self.widths) - 3)
         )
@@ -103,26 +116,25 @@ class MobileNet(SizeSpace):
         first, second = self.widths[:2]
         return Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
 
-    def blocks(self, architecture: Architecture) -> list[list[Block]]:
+    def blocks(self, sizes: Sequence[PartSizes]) -> list[list[Block]]:
         """Return the shapes of the blocks, stage by stage."""
         stages = []
-        for number, stage in enumerate(self.sizes(architecture), 1):
+        for number, stage in enumerate(sizes, 1):
             before, width = self.widths[number : number + 2]
             kind = self.squeeze[number], self.swish[number]
             blocks: list[Block] = []
             for kernel, expansion in stage.blocks:
                 stride = 1 if blocks else self.strides[number]
-                blocks.append(Block(before, width, stride, *kind, int(kernel), float(expansion)))
+                blocks.append(Block(before, width, stride, *kind, kernel, expansion))
                 before = width
             stages.append(blocks)
         return stages
 
     @override
     def network(
-        self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
+        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
     ) -> MobileNetNetwork:
-        kernels = self.kernels if elastic else None
-        return MobileNetNetwork(self, self.blocks(architecture), num_classes, in_channels, kernels)
+        return MobileNetNetwork(self, sizes, num_classes, in_channels)
 
     @override
     def cost(
@@ -134,10 +146,11 @@ class MobileNet(SizeSpace):
         num_classes: int = 10,
     ) -> Cost:
         last, wide, mixed = self.widths[-3:]
+        stages = self.blocks(self.sizes(architecture))
         pieces: list[Piece] = [
             (stem, in_channels, self.widths[0], self.strides[0]),
             (InvertedResidual, self.first),
-            *((InvertedResidual, block) for stage in self.blocks(architecture) for block in stage),
+            *((InvertedResidual, block) for stage in stages for block in stage),
             (head, last, wide, mixed, num_classes),
         ]
         return chain_cost(pieces, (in_channels, side, side))
@@ -153,21 +166,16 @@ def small_mobilenet() -> MobileNet:
 
 @dataclass(frozen=True)
 class Block:
-    """The shape of an inverted residual."""
+    """The shape of an inverted residual; kernel and expansion may be choices."""
 
     channels_in: int
     channels_out: int
     stride: int
     squeeze: bool
     swish: bool
-    kernel: int
-    expansion: float
+    kernel: Any
+    expansion: Any
     expands: bool = True
-
-    @property
-    def hidden(self) -> int:
-        """Number of inner channels."""
-        return hidden_channels(self.channels_in, self.expansion)
 
 
 def hidden_channels(channels: int, expansion: float) -> int:
@@ -180,44 +188,36 @@ class InvertedResidual(nn.Module):
 
     Args:
         shape: of the block.
-        kernels: to choose from, in a supernet; None: plain layers of the block's own kernel.
         affine: whether its plain batch norms scale and shift.
     """
 
-    def __init__(
-        self, shape: Block, kernels: Sequence[int] | None = None, *, affine: bool = True
-    ) -> None:
+    def __init__(self, shape: Block, *, affine: bool = True) -> None:
         super().__init__()
-        hidden, width, stride = shape.hidden, shape.channels_out, shape.stride
-        elastic = kernels is not None
-        convolution_ = partial(ElasticConv2d if elastic else nn.Conv2d, kernel_size=1, bias=False)
-        norm = ElasticBatchNorm2d if elastic else partial(nn.BatchNorm2d, affine=affine)
+        width, stride = shape.channels_out, shape.stride
+        hidden = size_of(hidden_channels, shape.channels_in, shape.expansion)
+        convolution = partial(fitting, ElasticConv2d, bias=False)
+        norm = partial(fitting, ElasticBatchNorm2d, affine=affine)
         activation = nn.Hardswish if shape.swish else nn.ReLU
-        self.channels_in = shape.channels_in
         self.adds = stride == 1 and shape.channels_in == width
         if shape.expands:
-            self.conv_pw = convolution_(shape.channels_in, hidden)
+            self.conv_pw = convolution(shape.channels_in, hidden, 1)
             self.bn1 = norm(hidden)
             self.act1 = activation()
-        self.conv_dw = (
-            _depthwise(hidden, shape.kernel, stride)
-            if kernels is None
-            else ElasticDepthwise(hidden, kernels, stride)
-        )
+        is_elastic = is_open(hidden, shape.kernel)
+        depthwise_ = ElasticDepthwise if is_elastic else depthwise
+        self.conv_dw = depthwise_(hidden, shape.kernel, stride)
         self.bn2 = norm(hidden)
         self.act2 = activation()
-        self.se: nn.Module = _squeeze(hidden, elastic) if shape.squeeze else nn.Identity()
-        self.conv_pwl = convolution_(hidden, width)
+        self.se: nn.Module = _squeeze(hidden) if shape.squeeze else nn.Identity()
+        self.conv_pwl = convolution(hidden, width, 1)
         self.bn3 = norm(width)
 
-    def forward(self, x: Tensor, kernel: int | None = None, expansion: float = 0) -> Tensor:
-        """Return the block's output; with sizes, that of the part of a supernet's block."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
         inside: Tensor = x
         if hasattr(self, "conv_pw"):
-            width = () if kernel is None else (hidden_channels(self.channels_in, expansion),)
-            inside = self.act1(self.bn1(self.conv_pw(x, *width)))
-        inside = self.conv_dw(inside) if kernel is None else self.conv_dw(inside, kernel)
-        inside = self.se(self.act2(self.bn2(inside)))
+            inside = self.act1(self.bn1(self.conv_pw(x)))
+        inside = self.se(self.act2(self.bn2(self.conv_dw(inside))))
         inside = self.bn3(self.conv_pwl(inside))
         return x + inside if self.adds else inside
 
@@ -239,12 +239,8 @@ class InvertedResidual(nn.Module):
         return [ranked, Channels(squeezed, (expand.weight, 1))]
 
 
-def _depthwise(channels: int, kernel: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False)
-
-
-def _squeeze(channels: int, elastic: bool) -> nn.Module:
-    if elastic:
+def _squeeze(channels: Any) -> nn.Module:
+    if is_open(channels):
         return ElasticSqueezeExcite(channels)
     squeezed = squeezed_channels(channels)
     # timm takes a second to load, and the command line asks spaces for their names alone
@@ -277,44 +273,27 @@ def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequentia
     )
 
 
-class MobileNetNetwork(nn.Module):
-    """A network of the MobileNet space, built for one architecture.
-
-    Args:
-        space: it is of.
-        stages: the shapes of its blocks.
-        num_classes: of the classifier.
-        in_channels: of the images.
-        kernels: to choose from, in a supernet; None: a plain network.
-    """
+class MobileNetNetwork(SizedNetwork):
+    """A network of the MobileNet space."""
 
     def __init__(
-        self,
-        space: Any,
-        stages: Sequence[Sequence[Block]],
-        num_classes: int,
-        in_channels: int,
-        kernels: Sequence[int] | None,
+        self, space: MobileNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int
     ) -> None:
-        super().__init__()
-        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+        super().__init__(space, num_classes, in_channels)
         self.stem = stem(in_channels, space.widths[0], space.strides[0])
         self.first = InvertedResidual(space.first)
         self.stages = nn.ModuleList(
-            ElasticDepth([InvertedResidual(shape, kernels) for shape in stage]) for stage in stages
+            Repeat((InvertedResidual(shape) for shape in stage), part.depth)
+            for stage, part in zip(space.blocks(sizes), sizes, strict=True)
         )
         last, wide, mixed = space.widths[-3:]
         self.head = head(last, wide, mixed, num_classes)
 
-    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
+    @override
+    def logits(self, x: Tensor) -> Tensor:
         x = self.first(self.stem(x))
-        if architecture is None:
-            for stage in self.stages:
-                x = stage(x)
-        else:
-            for stage, sizes in zip(self.stages, self.space.sizes(architecture), strict=True):
-                x = stage(x, sizes.blocks)
+        for stage in self.stages:
+            x = stage(x)
         return self.head(x)  # type: ignore[no-any-return]
 
     def get_classifier(self) -> nn.Module:

@@ -199,7 +199,8 @@ class LayeredNetwork(nn.Module):
         super().__init__()
         self.stem = stem(in_channels, shapes.widths[0], shapes.strides[0])
         self.first = InvertedResidual(shapes.first)
-        blocks = [block for stage in shapes.blocks(shapes.largest) for block in stage]
+        sizes = shapes.sizes(shapes.largest)
+        blocks = [block for stage in shapes.blocks(sizes) for block in stage]
         self.layers = nn.ModuleList()
         for row, block in enumerate(blocks):
             kind = block.squeeze, block.swish, affine

@@ -20,14 +20,23 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
+from fl_lightning.nas.spaces.choices import Number, Size, size_of
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
-    ElasticDepth,
     ElasticLinear,
+    Repeat,
+    fitting,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace, finish_settings
+from fl_lightning.nas.spaces.sizes import (
+    NamedSize,
+    Part,
+    PartSizes,
+    SizedNetwork,
+    SizeSpace,
+    finish_settings,
+)
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
@@ -66,6 +75,10 @@ class ResNet(SizeSpace):
 
     def __post_init__(self) -> None:
         finish_settings(self)
+        if len(self.stem_strides) != 2:
+            raise ConfigurationError(
+                f"{self.name}: stem_strides are two numbers, got {self.stem_strides}"
+            )
         if not len(self.channels) == len(self.strides) == len(self.depths) >= 1:
             raise ConfigurationError(
                 f"{self.name}: channels, strides and depths are for the same stages, got "
@@ -76,10 +89,10 @@ class ResNet(SizeSpace):
     @property
     def parts(self) -> tuple[Part, ...]:
         """The stages."""
-        own = (Size("width", "w", self.widths),)
-        block = (Size("expansion", "e", self.expansions),)
+        own = (NamedSize("width", "w", self.widths),)
+        block = (NamedSize("expansion", "e", self.expansions),)
         return tuple(
-            Part(f"stage {number}", own, Size("depth", "", depths), block)
+            Part(f"stage {number}", own, NamedSize("depth", "", depths), block)
             for number, depths in enumerate(self.depths, 1)
         )
 
@@ -87,24 +100,25 @@ class ResNet(SizeSpace):
         """Return the channels of a stage of this width, a multiple of 8."""
         return multiple_of_8(self.channels[stage] * width)
 
-    def blocks(self, architecture: Architecture) -> list[list[Bottleneck]]:
-        """Return the shapes of the blocks, stage by stage."""
-        before, stages = self.stem, []
-        for stage, part in enumerate(self.sizes(architecture)):
-            width = self.stage_channels(stage, part.own[0])
-            blocks = []
+    def blocks(self, sizes: Sequence[PartSizes]) -> list[list[tuple[Any, ...]]]:
+        """Return the arguments of each `Bottleneck`, stage by stage."""
+        stages: list[list[tuple[Any, ...]]] = []
+        before: Any = self.stem
+        for stage, part in enumerate(sizes):
+            width = size_of(partial(self.stage_channels, stage), part.own[0])
+            blocks: list[tuple[Any, ...]] = []
             for number, (expansion,) in enumerate(part.blocks):
                 stride = self.strides[stage] if number == 0 else 1
-                blocks.append(Bottleneck(before, width, stride, expansion, opens=number == 0))
+                blocks.append((before, width, stride, expansion, number == 0))
                 before = width
             stages.append(blocks)
         return stages
 
     @override
     def network(
-        self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
+        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
     ) -> ResNetNetwork:
-        return ResNetNetwork(self, self.blocks(architecture), num_classes, in_channels, elastic)
+        return ResNetNetwork(self, sizes, num_classes, in_channels)
 
     @override
     def cost(
@@ -115,13 +129,13 @@ class ResNet(SizeSpace):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> Cost:
-        blocks = [block for stage in self.blocks(architecture) for block in stage]
+        stages = self.blocks(self.sizes(architecture))
         pieces: list[Piece] = [
             (stem, in_channels, self.stem, self.stem_strides),
-            *((BottleneckBlock, block) for block in blocks),
+            *((Bottleneck, *block) for stage in stages for block in stage),
             (nn.AdaptiveAvgPool2d, 1),
             (nn.Flatten,),
-            (nn.Linear, blocks[-1].channels_out, num_classes),
+            (nn.Linear, stages[-1][-1][1], num_classes),
         ]
         return chain_cost(pieces, (in_channels, side, side))
 
@@ -138,64 +152,51 @@ def small_resnet() -> ResNet:
     )
 
 
-@dataclass(frozen=True)
-class Bottleneck:
-    """The shape of a block.
-
-    Attributes:
-        channels_in: of its input.
-        channels_out: of its output.
-        stride: of its 3×3 convolution.
-        expansion: share of the output's channels that there are inside.
-        opens: whether it is the first of a stage, with a convolution as its shortcut.
-    """
-
-    channels_in: int
-    channels_out: int
-    stride: int
-    expansion: float
-    opens: bool
-
-    @property
-    def hidden(self) -> int:
-        """Number of inner channels."""
-        return hidden_channels(self.channels_out, self.expansion)
-
-
 def hidden_channels(channels: int, expansion: float) -> int:
     """Return this share of the channels, as a multiple of 8 that is not much less."""
     return multiple_of_8(round(channels * expansion))
 
 
-class BottleneckBlock(nn.Module):
-    """A block; its parameters are named as in timm's `Bottleneck`."""
+class Bottleneck(nn.Module):
+    """A block; its parameters are named as in timm's `Bottleneck`.
 
-    def __init__(self, shape: Bottleneck, *, elastic: bool = False) -> None:
+    Args:
+        channels_in: channels of its input.
+        channels_out: channels of its output.
+        stride: stride of its 3×3 convolution.
+        expansion: share of the output's channels that there are inside.
+        opens: whether it is the first of a stage, with a convolution as its shortcut.
+    """
+
+    def __init__(
+        self, channels_in: Size, channels_out: Size, stride: int, expansion: Size, opens: bool
+    ) -> None:
         super().__init__()
-        convolution_ = partial(ElasticConv2d if elastic else nn.Conv2d, bias=False)
-        norm = ElasticBatchNorm2d if elastic else nn.BatchNorm2d
-        before, width, hidden = shape.channels_in, shape.channels_out, shape.hidden
-        self.conv1, self.bn1, self.act1 = convolution_(before, hidden, 1), norm(hidden), nn.ReLU()
-        self.conv2 = convolution_(hidden, hidden, 3, shape.stride, padding=1)
+        convolution = partial(fitting, ElasticConv2d, bias=False)
+        norm = partial(fitting, ElasticBatchNorm2d)
+        hidden = size_of(hidden_channels, channels_out, expansion)
+        self.conv1, self.bn1 = convolution(channels_in, hidden, 1), norm(hidden)
+        self.act1 = nn.ReLU()
+        self.conv2 = convolution(hidden, hidden, 3, stride, padding=1)
         self.bn2, self.act2 = norm(hidden), nn.ReLU()
-        self.conv3, self.bn3, self.act3 = convolution_(hidden, width, 1), norm(width), nn.ReLU()
-        self.downsample: nn.ModuleList | None = None
-        if shape.opens:
+        self.conv3, self.bn3 = convolution(hidden, channels_out, 1), norm(channels_out)
+        self.act3 = nn.ReLU()
+        self.downsample: nn.Sequential | None = None
+        if opens:
             pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
-            averaged = nn.Identity() if shape.stride == 1 else pool
-            self.downsample = nn.ModuleList([averaged, convolution_(before, width, 1), norm(width)])
+            self.downsample = nn.Sequential(
+                nn.Identity() if stride == 1 else pool,
+                convolution(channels_in, channels_out, 1),
+                norm(channels_out),
+            )
 
-    def forward(self, x: Tensor, expansion: float | None = None, width: int = 0) -> Tensor:
-        """Return the block's output; with sizes, that of the part of a supernet's block."""
-        inner = () if expansion is None else (hidden_channels(width, expansion),)
-        outer = () if expansion is None else (width,)
-        inside = self.act1(self.bn1(self.conv1(x, *inner)))
-        inside = self.act2(self.bn2(self.conv2(inside, *inner)))
-        inside = self.bn3(self.conv3(inside, *outer))
-        if self.downsample is not None:
-            pool, convolved, norm = self.downsample
-            x = norm(convolved(pool(x), *outer))
-        return self.act3(x + inside)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        inside = self.act1(self.bn1(self.conv1(x)))
+        inside = self.act2(self.bn2(self.conv2(inside)))
+        inside = self.bn3(self.conv3(inside))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.act3(shortcut + inside)  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors with the inner channels before and after the 3×3 convolution."""
@@ -219,41 +220,29 @@ def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequen
     )
 
 
-class ResNetNetwork(nn.Module):
+class ResNetNetwork(SizedNetwork):
     """A network of the space."""
 
     def __init__(
-        self,
-        space: Any,
-        stages: Sequence[Sequence[Bottleneck]],
-        num_classes: int,
-        in_channels: int,
-        elastic: bool,
+        self, space: ResNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int
     ) -> None:
-        super().__init__()
-        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+        super().__init__(space, num_classes, in_channels)
+        stages = space.blocks(sizes)
         self.stem = stem(in_channels, space.stem, space.stem_strides)
         self.stages = nn.ModuleList(
-            ElasticDepth([BottleneckBlock(shape, elastic=elastic) for shape in stage])
-            for stage in stages
+            Repeat((Bottleneck(*block) for block in stage), part.depth)
+            for stage, part in zip(stages, sizes, strict=True)
         )
         self.pool = nn.AdaptiveAvgPool2d(1)
-        width = stages[-1][-1].channels_out
-        self.head = (ElasticLinear if elastic else nn.Linear)(width, num_classes)
+        self.head = fitting(ElasticLinear, stages[-1][-1][1], num_classes)
 
-    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
+    @override
+    def logits(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        parts = [None] * len(self.stages)
-        parts = parts if architecture is None else self.space.sizes(architecture)
-        for number, (stage, part) in enumerate(zip(self.stages, parts, strict=True)):
-            if part is None:
-                x = stage(x)
-                continue
-            width = self.space.stage_channels(number, part.own[0])
-            x = stage(x, [(expansion, width) for (expansion,) in part.blocks])
+        for stage in self.stages:
+            x = stage(x)
         return self.head(self.pool(x).flatten(1))  # type: ignore[no-any-return]
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
-        return self.head
+        return self.head  # type: ignore[no-any-return]

@@ -7,26 +7,25 @@ architectures, and `size` counts each once.
 In strings, parts are joined by ``|``, the sizes of a part precede ``:``, its blocks are joined by ``-``, and a
 size is a letter and a number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
 
-Settings of such a space are checked by their annotations: integers are sizes or counts, at least 1; other
-numbers are above 0; or lists of these, or of lists. Lists of a YAML file become tuples.
+A supernet has choices for sizes, which its layers follow; a plain network has numbers.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
-from numbers import Integral, Real
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.spaces import subnetwork
+from fl_lightning.nas.spaces.choices import Number, ValueChoice, most
 from fl_lightning.nas.spaces.space import (
     MOST_ENUMERATED,
     Architecture,
@@ -35,11 +34,9 @@ from fl_lightning.nas.spaces.space import (
     SearchSpace,
 )
 
-Number = int | float
-
 
 @dataclass(frozen=True)
-class Size:
+class NamedSize:
     """A size to choose.
 
     Attributes:
@@ -53,12 +50,7 @@ class Size:
     options: tuple[Number, ...]
 
     def __post_init__(self) -> None:
-        if not self.options or list(self.options) != sorted(set(self.options)):
-            raise ConfigurationError(
-                f"the options of {self.name} must be different numbers that rise, got {self.options}"
-            )
-        if self.options[0] <= 0:
-            raise ConfigurationError(f"{self.name} must be above 0, got {self.options[0]:g}")
+        ValueChoice(self.options, self.name)  # refuses options that do not rise
 
 
 @dataclass(frozen=True)
@@ -73,12 +65,12 @@ class Part:
     """
 
     name: str
-    own: tuple[Size, ...]
-    depth: Size
-    block: tuple[Size, ...]
+    own: tuple[NamedSize, ...]
+    depth: NamedSize
+    block: tuple[NamedSize, ...]
 
     @property
-    def sizes(self) -> tuple[tuple[str, Size], ...]:
+    def sizes(self) -> tuple[tuple[str, NamedSize], ...]:
         """All there is to choose, with the names of decisions, in their order."""
         head = [*self.own, self.depth]
         blocks = range(1, int(self.depth.options[-1]) + 1)
@@ -93,11 +85,13 @@ class PartSizes:
 
     Attributes:
         own: of the whole stage.
-        blocks: of each of the blocks that there are.
+        depth: number of blocks.
+        blocks: of each of the blocks that there may be.
     """
 
-    own: tuple[Number, ...]
-    blocks: tuple[tuple[Number, ...], ...]
+    own: tuple[Any, ...]
+    depth: Any
+    blocks: tuple[tuple[Any, ...], ...]
 
 
 def most_blocks(part: Part) -> int:
@@ -113,8 +107,8 @@ def depths_of(part: Part) -> Iterator[int]:
 class SizeSpace(SearchSpace):
     """A space of sizes.
 
-    A member writes `parts`, `network` and `cost`; the rest follows. A supernet is the network of the
-    largest architecture with elastic layers; its ``forward(x, architecture=None)`` runs a part of it.
+    A member writes `parts`, `network` and `cost`; the rest follows. A supernet is the network whose sizes are
+    choices; its ``forward(x, architecture=None)`` runs a part of it.
     """
 
     @property
@@ -124,9 +118,9 @@ class SizeSpace(SearchSpace):
 
     @abstractmethod
     def network(
-        self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
-    ) -> nn.Module:
-        """Return the network of an architecture, of plain layers or of elastic ones."""
+        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
+    ) -> SizedNetwork:
+        """Return the network of these sizes, which are numbers or choices."""
 
     @abstractmethod
     def cost(
@@ -147,7 +141,7 @@ class SizeSpace(SearchSpace):
         """
 
     @cached_property
-    def named_sizes(self) -> tuple[tuple[str, Size], ...]:
+    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
         """Sizes to choose, with their names, in the order of the decisions."""
         return tuple(named for part in self.parts for named in part.sizes)
 
@@ -197,23 +191,28 @@ class SizeSpace(SearchSpace):
         Raises:
             ConfigurationError: if the architecture is of another space.
         """
+        self.check_own(architecture)
+        return self._sizes(architecture.choices)
+
+    def check_own(self, architecture: Architecture) -> None:
+        """Raise ConfigurationError for an architecture of another space."""
         if architecture.space is not self and architecture.space != self:
             raise ConfigurationError(
                 f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
             )
-        return self._sizes(architecture.choices)
 
     def _sizes(self, choices: Sequence[int]) -> tuple[PartSizes, ...]:
-        taken = (
-            size.options[choice]
-            for (_, size), choice in zip(self.named_sizes, choices, strict=True)
-        )
-        stages = []
+        pairs = zip(self.named_sizes, choices, strict=True)
+        return self._grouped(size.options[choice] for (_, size), choice in pairs)
+
+    def _grouped(self, values: Iterable[Any]) -> tuple[PartSizes, ...]:
+        """Return values of all sizes, in the order of the decisions, by parts."""
+        taken, stages = iter(values), []
         for part in self.parts:
             own = tuple(next(taken) for _ in part.own)
-            depth = int(next(taken))
+            depth = next(taken)
             blocks = [tuple(next(taken) for _ in part.block) for _ in range(most_blocks(part))]
-            stages.append(PartSizes(own, tuple(blocks[:depth])))
+            stages.append(PartSizes(own, depth, tuple(blocks[: most(depth)])))
         return tuple(stages)
 
     def text(self, choices: Sequence[int]) -> str:
@@ -245,18 +244,18 @@ class SizeSpace(SearchSpace):
 
     def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
         """Return the largest network; its ``forward(x, architecture=None)`` runs any of the space."""
-        return self.network(
-            self.largest, num_classes=num_classes, in_channels=in_channels, elastic=True
-        )
+        choices = [ValueChoice(size.options, name) for name, size in self.named_sizes]
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        network = self.network(self._grouped(choices), **shape)
+        network.choices = choices
+        return network
 
     def build(
         self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
     ) -> nn.Module:
         """Return the network of an architecture, of PyTorch's layers, freshly drawn."""
-        self.sizes(architecture)  # refuses one of another space
-        return self.network(
-            architecture, num_classes=num_classes, in_channels=in_channels, elastic=False
-        )
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        return self.network(self.sizes(architecture), **shape)
 
     def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
         """Return the network of an architecture with the supernet's weights: the same outputs."""
@@ -271,6 +270,37 @@ class SizeSpace(SearchSpace):
             a step of the sub-network can move are in it, and no other.
         """
         return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
+
+
+class SizedNetwork(nn.Module):
+    """Base of the networks of a space of sizes; subclasses define `logits`.
+
+    Args:
+        space: space of the network.
+        num_classes: number of classes.
+        in_channels: channels of the images.
+
+    Attributes:
+        choices: choices that the layers follow, in the order of the space's decisions; none in a plain network.
+    """
+
+    def __init__(self, space: SizeSpace, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+        self.choices: list[ValueChoice] = []
+
+    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits (B, num_classes) of the largest network, or of a part of a supernet."""
+        if self.choices:
+            chosen = self.space.largest if architecture is None else architecture
+            self.space.check_own(chosen)
+            for choice, index in zip(self.choices, chosen.choices, strict=True):
+                choice.index = index
+        return self.logits(x)
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (B, num_classes) under the present choices."""
 
 
 def _shape(supernet: nn.Module) -> dict[str, int]:
@@ -299,7 +329,7 @@ def part_text(part: Part, chosen: PartSizes) -> str:
     return f"{own}:{blocks}" if own else blocks
 
 
-def _sizes_text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
+def _sizes_text(sizes: Sequence[NamedSize], numbers: Sequence[Number]) -> str:
     pairs = zip(sizes, numbers, strict=True)
     return "".join(f"{size.letter}{number:g}" for size, number in pairs)
 
@@ -325,7 +355,7 @@ def _read_block(reader: ArchitectureReader, part: Part) -> list[int]:
     return [_read_size(reader, part.name, size) for size in part.block]
 
 
-def _read_size(reader: ArchitectureReader, part: str, size: Size) -> int:
+def _read_size(reader: ArchitectureReader, part: str, size: NamedSize) -> int:
     """Pass a letter and a number; the longest that fits, so that 3.5 is not read as 3."""
     reader.expect(size.letter)
     options = [f"{option:g}" for option in size.options]
@@ -336,22 +366,14 @@ def _read_size(reader: ArchitectureReader, part: str, size: Size) -> int:
     return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")
 
 
-# in the singular, in the plural
-_WORDS = {
-    int: ("a whole number of at least 1", "whole numbers of at least 1"),
-    float: ("a number above 0", "numbers above 0"),
-    bool: ("true or false", "true or false"),
-}
-
-
 def finish_settings(space: SearchSpace) -> None:
-    """Make the settings of a space, a frozen dataclass, what its annotations say.
+    """Check the numbers of a space's settings, and turn lists, as of a YAML file, into tuples.
 
     Args:
-        space: whose fields are of ``int``, ``float``, ``bool`` and tuples of them.
+        space: a frozen dataclass of numbers, which must be above 0, and lists of them.
 
     Raises:
-        ConfigurationError: for a setting that is something else.
+        ConfigurationError: for a number out of range.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import ResNet
@@ -360,16 +382,13 @@ def finish_settings(space: SearchSpace) -> None:
         >>> ResNet(stem=0)
         Traceback (most recent call last):
         ...
-        fl_lightning.core.errors.ConfigurationError: resnet: stem must be a whole number of at \
-least 1, got 0
+        fl_lightning.core.errors.ConfigurationError: resnet: numbers in stem must be above 0, got 0
     """
-    kinds: dict[str, Any] = get_type_hints(type(space))
     for field in fields(space):  # type: ignore[arg-type]
-        given, kind = getattr(space, field.name), kinds[field.name]
-        value = _frozen(given)
-        if not _is_of(value, kind):
+        value = _frozen(getattr(space, field.name))
+        if any(not 0 < number < math.inf for number in _numbers(value)):
             raise ConfigurationError(
-                f"{space.name}: {field.name} must be {_words(kind)[0]}, got {given!r}"
+                f"{space.name}: numbers in {field.name} must be above 0, got {value}"
             )
         object.__setattr__(space, field.name, value)
 
@@ -378,25 +397,9 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is tuple:
-        inside = get_args(kind)
-        if not isinstance(value, tuple):
-            return False
-        if inside[-1] is Ellipsis:
-            return all(_is_of(one, inside[0]) for one in value)
-        return len(value) == len(inside) and all(map(_is_of, value, inside))
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, Integral) and int(value) >= 1
-    return isinstance(value, Real) and 0 < float(value) < math.inf
-
-
-def _words(kind: Any) -> tuple[str, str]:
-    if get_origin(kind) is not tuple:
-        return _WORDS[kind]
-    inside = get_args(kind)
-    number = "" if inside[-1] is Ellipsis else f"{len(inside)} "
-    entries = _words(inside[0])[1]
-    return f"a list of {number}{entries}", f"lists of {number}{entries}"
+def _numbers(value: Any) -> Iterator[Number]:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, tuple):
+            yield from _numbers(one)
+        elif not isinstance(one, bool):
+            yield one

@@ -11,8 +11,10 @@ Differs: without relative positions; the class token is read, as in the original
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +22,23 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, chain_cost
+from fl_lightning.nas.spaces.choices import Size, most, size_of
 from fl_lightning.nas.spaces.elastic import (
     Attention,
     ElasticConv2d,
-    ElasticDepth,
     ElasticLayerNorm,
     ElasticLinear,
+    Repeat,
+    fitting,
 )
-from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace, finish_settings
+from fl_lightning.nas.spaces.sizes import (
+    NamedSize,
+    Part,
+    PartSizes,
+    SizedNetwork,
+    SizeSpace,
+    finish_settings,
+)
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels
 
@@ -74,23 +85,22 @@ class ViT(SizeSpace):
         self.named_sizes  # noqa: B018 - refuses options that do not rise
 
     @property
+    def patches(self) -> int:
+        """Number of patches of an image."""
+        return (self.image_side // self.patch) ** 2
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """One: all blocks have the same features."""
-        own = (Size("features", "d", self.features),)
-        block = (Size("heads", "h", self.heads), Size("ratio", "m", self.ratios))
-        return (Part("network", own, Size("depth", "", self.depths), block),)
-
-    def shape(self, architecture: Architecture) -> Shape:
-        """Return the sizes of a network."""
-        (part,) = self.sizes(architecture)
-        blocks = tuple((int(heads), float(ratio)) for heads, ratio in part.blocks)
-        return Shape(self.image_side, self.patch, int(part.own[0]), self.head_features, blocks)
+        own = (NamedSize("features", "d", self.features),)
+        block = (NamedSize("heads", "h", self.heads), NamedSize("ratio", "m", self.ratios))
+        return (Part("network", own, NamedSize("depth", "", self.depths), block),)
 
     @override
     def network(
-        self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
+        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
     ) -> ViTNetwork:
-        return ViTNetwork(self, self.shape(architecture), num_classes, in_channels, elastic=elastic)
+        return ViTNetwork(self, sizes[0], num_classes, in_channels)
 
     def cost(
         self,
@@ -109,15 +119,15 @@ class ViT(SizeSpace):
             raise ConfigurationError(
                 f"{self.name} is for images of {self.image_side} pixels, got {side}: set image_side"
             )
-        shape = self.shape(architecture)
-        width, tokens = shape.features, shape.patches + 1
+        (part,) = self.sizes(architecture)
+        (width,), tokens = part.own, self.patches + 1
         blocks = [
-            (TransformerBlock, width, heads, shape.head_features, hidden(width, ratio))
-            for heads, ratio in shape.blocks
+            (TransformerBlock, width, heads, self.head_features, ratio)
+            for heads, ratio in part.blocks
         ]
         return (
             chain_cost(
-                [(PatchEmbedding, in_channels, width, shape.patch)], (in_channels, side, side)
+                [(PatchEmbedding, in_channels, width, self.patch)], (in_channels, side, side)
             )
             + Cost(0, width * (1 + tokens), 0)  # class token and positions
             + chain_cost([*blocks, (nn.LayerNorm, width)], (tokens, width))
@@ -139,54 +149,35 @@ def small_vit() -> ViT:
 _EPSILON = 1e-6  # of norms, as in timm's
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a network; `blocks` has heads and MLP ratio of each."""
-
-    image_side: int
-    patch: int
-    features: int
-    head_features: int
-    blocks: tuple[tuple[int, float], ...]
-
-    @property
-    def patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_side // self.patch) ** 2
-
-
 class Mlp(nn.Module):
     """Two affine maps with a GELU between."""
 
-    def __init__(self, features: int, hidden: int, *, elastic: bool = False) -> None:
+    def __init__(self, features: Size, hidden: Size) -> None:
         super().__init__()
-        layer = ElasticLinear if elastic else nn.Linear
-        self.fc1, self.act, self.fc2 = layer(features, hidden), nn.GELU(), layer(hidden, features)
+        self.fc1 = fitting(ElasticLinear, features, hidden)
+        self.act = nn.GELU()
+        self.fc2 = fitting(ElasticLinear, hidden, features)
 
-    def forward(self, x: Tensor, hidden: int | None = None) -> Tensor:
-        """Return the shape of x; through the first ``hidden`` features, or all."""
-        if hidden is None:
-            return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
-        return self.fc2(self.act(self.fc1(x, hidden)), x.shape[-1])  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the shape of x."""
+        return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):
     """Attention and MLP, each after a norm and beside a shortcut."""
 
-    def __init__(
-        self, features: int, heads: int, head_features: int, hidden: int, *, elastic: bool = False
-    ) -> None:
+    def __init__(self, features: Size, heads: Size, head_features: int, ratio: Size) -> None:
         super().__init__()
-        make_norm = ElasticLayerNorm if elastic else nn.LayerNorm
-        self.norm1 = make_norm(features, eps=_EPSILON)
-        self.attn = Attention(features, heads, head_features, elastic=elastic)
-        self.norm2 = make_norm(features, eps=_EPSILON)
-        self.mlp = Mlp(features, hidden, elastic=elastic)
+        norm = partial(fitting, ElasticLayerNorm, eps=_EPSILON)
+        self.norm1 = norm(features)
+        self.attn = Attention(features, heads, head_features)
+        self.norm2 = norm(features)
+        self.mlp = Mlp(features, size_of(hidden, features, ratio))
 
-    def forward(self, x: Tensor, heads: int | None = None, ratio: float = 0) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the shape of x, (batch, tokens, features)."""
-        x = x + self.attn(self.norm1(x), heads)
-        return x + self.mlp(self.norm2(x), None if heads is None else hidden(x.shape[-1], ratio))  # type: ignore[no-any-return]
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors with the heads and the MLP's inner features."""
@@ -206,38 +197,33 @@ def hidden(features: int, ratio: float) -> int:
 class PatchEmbedding(nn.Module):
     """Non-overlapping patches as tokens."""
 
-    def __init__(self, channels: int, features: int, patch: int, *, elastic: bool = False) -> None:
+    def __init__(self, channels: int, features: Size, patch: int) -> None:
         super().__init__()
-        self.proj = (ElasticConv2d if elastic else nn.Conv2d)(channels, features, patch, patch)
+        self.proj = fitting(ElasticConv2d, channels, features, patch, stride=patch)
 
-    def forward(self, x: Tensor, features: int | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return (batch, patches, features)."""
-        patches = self.proj(x) if features is None else self.proj(x, features)
-        return patches.flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+        return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class ViTNetwork(nn.Module):
+class ViTNetwork(SizedNetwork):
     """A network of the space."""
 
-    def __init__(
-        self, space: Any, shape: Shape, num_classes: int, in_channels: int, *, elastic: bool
-    ) -> None:
-        super().__init__()
-        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
-        width = shape.features
-        self.patch_embed = PatchEmbedding(in_channels, width, shape.patch, elastic=elastic)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, shape.patches + 1, width))
-        self.blocks = ElasticDepth(
-            [
-                TransformerBlock(
-                    width, heads, shape.head_features, hidden(width, ratio), elastic=elastic
-                )
-                for heads, ratio in shape.blocks
-            ]
+    def __init__(self, space: ViT, sizes: PartSizes, num_classes: int, in_channels: int) -> None:
+        super().__init__(space, num_classes, in_channels)
+        (width,) = sizes.own
+        self.patch_embed = PatchEmbedding(in_channels, width, space.patch)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, most(width)))
+        self.pos_embed = nn.Parameter(torch.zeros(1, space.patches + 1, most(width)))
+        self.blocks = Repeat(
+            (
+                TransformerBlock(width, heads, space.head_features, ratio)
+                for heads, ratio in sizes.blocks
+            ),
+            sizes.depth,
         )
-        self.norm = (ElasticLayerNorm if elastic else nn.LayerNorm)(width, eps=_EPSILON)
-        self.head = (ElasticLinear if elastic else nn.Linear)(width, num_classes)
+        self.norm = fitting(ElasticLayerNorm, width, eps=_EPSILON)
+        self.head = fitting(ElasticLinear, width, num_classes)
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
@@ -245,18 +231,14 @@ class ViTNetwork(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.normal_(self.cls_token, std=1e-6)
 
-    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits, (batch, num_classes), of the whole or of a part of a supernet."""
-        if architecture is None:
-            width, blocks = None, None
-        else:
-            (part,) = self.space.sizes(architecture)
-            width, blocks = int(part.own[0]), part.blocks
-        tokens = self.patch_embed(x, width)
+    @override
+    def logits(self, x: Tensor) -> Tensor:
+        tokens = self.patch_embed(x)
+        width = tokens.shape[2]
         first = self.cls_token[..., :width].expand(len(x), -1, -1)
         tokens = torch.cat([first, tokens], 1) + self.pos_embed[..., :width]
-        return self.head(self.norm(self.blocks(tokens, blocks))[:, 0])  # type: ignore[no-any-return]
+        return self.head(self.norm(self.blocks(tokens))[:, 0])  # type: ignore[no-any-return]
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
-        return self.head
+        return self.head  # type: ignore[no-any-return]

@@ -41,7 +41,6 @@ from fl_lightning.nas.sub_networks.methods import Predict
 from fl_lightning.nas.sub_networks.recalibration import (
     Sums,
     TrainingExamples,
-    apply_sums,
     collect_sums,
     has_norms,
     has_statistics,
@@ -289,8 +288,7 @@ def _counted(
         for images, labels in map(visit.prepared, _own_batches(ranks, examples)):
             total += len(labels)
             for number, (architecture, sums) in enumerate(parts):
-                apply_sums(network, sums)
-                with trainer.precision_plugin.forward_context():
+                with trainer.precision_plugin.forward_context(), normalised_by(network, sums):
                     answers = network(images, architecture).argmax(1)
                 right[number] += int((answers == labels).sum())
     told = ranks.gather((right, total))
@@ -313,8 +311,7 @@ class SubNetworkScore:
     """The accuracy as an objective of a search; an architecture always has the same score.
 
     Attributes:
-        network: of all sizes, trained, whose ``forward(images, architecture)`` runs a part; its statistics
-            become those of the last one that was scored.
+        network: of all sizes, trained, whose ``forward(images, architecture)`` runs a part.
         training: batches of at least two examples for the statistics; a list, or what can be gone
             through again. Without batch norms none are read.
         validation: batches of examples that nothing was trained on, and no test uses.
@@ -336,19 +333,12 @@ class SubNetworkScore:
                 self.network, lambda batch: self._logits(batch[0], architecture), self.training
             )
         right = total = 0
-        with torch.no_grad(), self._normalised(sums):
+        with torch.no_grad(), normalised_by(self.network, sums):
             for images, labels in self.validation:
                 right += int((self._logits(images, architecture).argmax(1) == labels).sum())
                 total += len(labels)
         self.network.train(was_training)
         return right / total
-
-    def _normalised(self, sums: Sums) -> AbstractContextManager[Any]:
-        """Apply statistics to the network; to one without running statistics only inside the block."""
-        if not has_statistics(self.network):
-            return normalised_by(self.network, sums)
-        apply_sums(self.network, sums)
-        return nullcontext()
 
     def _logits(self, images: Tensor, architecture: Architecture) -> Tensor:
         with self.context():

@@ -30,7 +30,7 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import evaluation_reader, loader_option
+from fl_lightning.data.training_set import example_reader, loader_option
 from fl_lightning.federation import Federation, Ranks, shares, visiting
 
 # of each batch norm by name: n, Σx, Σx², float64 of shape (3, channels)
@@ -198,16 +198,17 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Use the statistics of sums inside the block, in evaluation mode, for batch norms without running ones.
+    """Use the statistics of sums inside the block, in evaluation mode.
 
     Args:
-        network: whose layers the sums name; others go on with the statistics of the batch.
+        network: whose layers the sums name; others go on with their own, or with those of the batch.
         sums: over all examples.
 
     Raises:
         ConfigurationError: if a layer saw fewer than two numbers a channel.
     """
     layers: dict[str, Any] = {name: network.get_submodule(name) for name in sums}
+    before = {name: (layer.running_mean, layer.running_var) for name, layer in layers.items()}
     like = next(network.parameters())
     try:
         for name, layer in layers.items():
@@ -215,8 +216,8 @@ def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
             layer.running_mean, layer.running_var = mean.to(like), variance.to(like)
         yield
     finally:
-        for layer in layers.values():
-            layer.running_mean = layer.running_var = None
+        for name, layer in layers.items():
+            layer.running_mean, layer.running_var = before[name]
 
 
 def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
@@ -336,4 +337,4 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
     everything = [torch.arange(len(loader.dataset))]
-    return everything, evaluation_reader(loader), loader_option(loader, "batch_size") or 32
+    return everything, example_reader(loader), loader_option(loader, "batch_size") or 32

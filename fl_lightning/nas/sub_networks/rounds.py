@@ -33,13 +33,7 @@ from fl_lightning.nas.sub_networks.accuracy import RunPredictor
 from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import limits, reach
 from fl_lightning.nas.sub_networks.methods import Predict, ProgressiveShrinking, Shrinking
-from fl_lightning.nas.sub_networks.recalibration import (
-    Sums,
-    apply_sums,
-    check_personal,
-    has_statistics,
-    recalibrated,
-)
+from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics
 
 
 class ClientAtWork(NamedTuple):
@@ -103,7 +97,6 @@ class SubNetworkRounds(Callback):
         self._current: CurrentClient | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
-        self._sums: dict[str, Sums] = {}
         self._predictor: RunPredictor | None = None
 
     @property
@@ -124,7 +117,7 @@ class SubNetworkRounds(Callback):
                 meets, or personal models whose statistics would not be recalibrated.
         """
         module: Any = pl_module
-        self._space, self._network, self._sums = module.space, module.network, {}
+        self._space, self._network = module.space, module.network
         self._current = self._limits = self._predictor = None
         self._masks = {}
         if has_statistics(module.network):
@@ -188,7 +181,8 @@ class SubNetworkRounds(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recalibrate the statistics of the evaluated sub-networks."""
-        self._recalibrate(trainer, pl_module)
+        module: Any = pl_module
+        module.recalibrate()
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -202,38 +196,7 @@ class SubNetworkRounds(Callback):
     ) -> None:
         """Recalibrate at the end of a round without validation, before checkpoints."""
         if trainer.is_last_batch and not trainer.enable_validation:
-            self._recalibrate(trainer, pl_module)
-
-    def _recalibrate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module: Any = pl_module
-        if not has_statistics(module.network) or trainer.sanity_checking:
-            return
-        found = recalibrated(
-            trainer,
-            module.network,
-            list(module.shown.values()),
-            max_examples=module.recalibration_examples,
-            seed=module.seed,
-        )
-        if found is None:
-            self._sums = {}
-            return
-        self._sums = dict(zip(module.shown, found.sums, strict=True))
-        self.use("largest")
-        if any(isinstance(c, Federation) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
-
-    @property
-    def has_statistics(self) -> bool:
-        """True if the statistics of all evaluated sub-networks are known, or none are needed."""
-        assert self._network is not None
-        return bool(self._sums) or not has_statistics(self._network)
-
-    def use(self, name: str) -> None:
-        """Write the statistics of an evaluated sub-network into the network."""
-        assert self._network is not None
-        if name in self._sums:
-            apply_sums(self._network, self._sums[name])
+            self.on_validation_epoch_start(trainer, pl_module)
 
 
 _NO_WIDTH = ("kernel", "depth")

@@ -41,7 +41,7 @@ from fl_lightning.server.robust.rule import AgainstAttackers, RuleContext
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Krum(AgainstAttackers):
     """The one update that is nearest to its n - f - 2 nearest others.
 
@@ -61,7 +61,7 @@ class Krum(AgainstAttackers):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class MultiKrum(AgainstAttackers):
     """The mean of the updates with the lowest scores of `Krum`.
 
@@ -114,7 +114,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Bulyan(AgainstAttackers):
     """The mean of Krum's choices around their median, coordinate by coordinate.
 
