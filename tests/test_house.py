@@ -55,7 +55,7 @@ CAPS = {
     "experiments": (2864, 12),
     "federation": (11530, 61),
     "flower": (8673, 50),
-    "kernels": (1544, 10),
+    "kernels": (1635, 11),
     "models": (1449, 8),
     "nas": (11050, 46),
     "privacy": (2499, 13),

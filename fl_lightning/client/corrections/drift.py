@@ -81,8 +81,6 @@ class FedProx(Correction):
         return self.mu
 
 
-_PIECE = 1 << 15
-
 _OF_RATES = Traits(
     needs={Trait.ONE_RATE: "takes the mean gradient from the length of a client's steps"},
     instead={Trait.ONE_RATE: "set Scaffold's option to I"},
@@ -154,19 +152,18 @@ class Scaffold(Correction):
         """Return the new c_i; where the learning rate is 0 nothing is learnt."""
         if self.option == "I":
             return outcome.gradient()
-        delta, none = outcome.delta, outcome.delta.new_zeros(())
-        before = torch.zeros_like(delta) if memory is None else memory
+        before = torch.zeros_like(outcome.delta) if memory is None else memory
         travel = torch.as_tensor(outcome.travel(), dtype=before.dtype, device=before.device)
-        renewed = torch.empty_like(delta)
-        values = (renewed, delta, travel, before, none if mean is None else mean)
-        # piece by piece, so that a processor's cache holds what is written until it is complete
-        size = _PIECE if delta.is_cpu else max(1, len(delta))
-        pieces = (value.expand_as(delta).split(size) for value in values)
-        for new, moved, how_far, old, common in zip(*pieces, strict=True):
-            torch.div(moved, how_far, out=new).add_(old).sub_(common)
-        if delta.is_cpu and bool(travel.all()):
-            return renewed
-        return torch.where(travel == 0, before, renewed)
+        renewed = torch.empty_like(before)
+        common = before.new_zeros(1) if mean is None else mean
+        values = (renewed, outcome.delta, travel, before, common)
+        # piece by piece: what is written stays in a processor's cache until it is complete
+        size = 2**15 if before.is_cpu else max(1, len(before))
+        pieces = (value.expand_as(before).split(size) for value in values)
+        for new, moved, how_far, old, shared in zip(*pieces, strict=True):
+            torch.div(moved, how_far, out=new).add_(old).sub_(shared)
+        has_moved = before.is_cpu and bool(travel.all())
+        return renewed if has_moved else torch.where(travel == 0, before, renewed)
 
 
 @final

@@ -317,9 +317,9 @@ def _compiled_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -
 
 @contextmanager
 def small_attention() -> Iterator[None]:
-    """Let the compiler see attention over a few tokens as sums while the block runs.
+    """Shows attention over a few tokens to the compiler as sums, while the block runs.
 
-    It fuses these with what is around them. A library's matrix products of some ten numbers, one for
+    It fuses them with what is around them. A library's matrix products of some ten numbers, one for
     each example and head, took half the time of a TabTransformer's step in slots.
     """
     F.scaled_dot_product_attention = _compiled_attention  # type: ignore[assignment]
