@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
@@ -40,6 +40,7 @@ from benchmarks.process import peak_mb
 from benchmarks.workloads import WORKLOADS, Workload
 
 FEW, MANY = 7_850, 7_850_000  # parameters of the two models that are compared
+CROWD = 200_000  # clients whose memory is told from that of a few
 ROUNDS = 4
 CHECKED = "U-mlp", "U-lenet5", "T-mlp", "T-transformer", "W3"
 
@@ -156,11 +157,11 @@ def measured() -> Constants:
     step = (of_more - more) / 12 / 2
     number = ((more - few) / 8 - step - client) / MANY
     server = max(0.0, few - 4 * (more - few) / 8) / MANY
-    _, million_mb = alone(trained, linear(FEW, 100, population=1_000_000))
+    _, crowd_mb = alone(trained, linear(FEW, 100, population=CROWD))
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         exchange = max(pool.map(exchanged, (0, 1), (MANY, MANY), (29_611, 29_611))) / MANY
     copies = (many_mb - base_mb) * 1e6 / 4 / MANY
-    of_client = (million_mb - base_mb) * 1e6 / 1e6
+    of_client = (crowd_mb - base_mb) * 1e6 / CROWD
     return Constants(client, number, server, exchange, base_mb, copies, of_client)
 
 
@@ -168,8 +169,7 @@ def checked(name: str, constants: Constants) -> str:
     """Return the line of a workload: a round as estimated from one of two clients, and as trained."""
     work = WORKLOADS[name]
     parameters = sum(p.numel() for p in work.network().parameters())
-    two = Workload(**{**vars(work), "cohort": 2})
-    of_two, _ = alone(trained, two)
+    of_two, _ = alone(trained, replace(work, cohort=2))
     rest = constants.seconds(2, parameters, 0.0)
     estimate = constants.seconds(work.cohort, parameters, max(0.0, of_two - rest) / 2)
     found, _ = alone(trained, work)
