@@ -55,7 +55,7 @@ CAPS = {
     "experiments": (2750, 12),
     "federation": (11501, 61),
     "flower": (8408, 40),
-    "kernels": (1544, 10),
+    "kernels": (1635, 11),
     "models": (1490, 8),
     "nas": (11050, 46),
     "privacy": (2499, 13),
