@@ -103,8 +103,8 @@ class UpdateRows(Rows):
         self._in_memory: list[Floats] = []
         self._file: FileIO | None = None
 
-    @property  # type: ignore[misc]
-    def num_examples(self) -> Floats:
+    @property
+    def num_examples(self) -> Floats:  # type: ignore[override]
         """Number of examples behind each row, shape (n,)."""
         return np.array([self._updates[i].num_examples for i in self._order()], dtype=np.float64)
 
