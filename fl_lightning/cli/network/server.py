@@ -20,17 +20,15 @@ from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
-from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import SCALED, check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import DataElsewhere
-from fl_lightning.flower.server.greeting import Counted, Greeting
-from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
+from fl_lightning.flower.server.elsewhere import SCALED, DataElsewhere, check_over_network
+from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
 from fl_lightning.flower.sums import check_encrypted
+from fl_lightning.flower.transport.apps import CONFIGURATION
+from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads import OneExchange

@@ -30,14 +30,13 @@ from fl_lightning.federation import visiting
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
-from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
-from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
 from fl_lightning.flower.server.calibration import SUMS, VALUES
-from fl_lightning.flower.server.checks import of_transforms
+from fl_lightning.flower.server.elsewhere import of_transforms
+from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
-from fl_lightning.flower.site_facts import STAGES, SiteFacts
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.sparsity.heads import OneExchange
 
