@@ -22,9 +22,13 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.server.asynchronous import sites_for
-from fl_lightning.flower.server.calibration import CalibrationAtSites
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import SCALED, DataElsewhere, check_over_network
+from fl_lightning.flower.server.elsewhere import (
+    SCALED,
+    CalibrationAtSites,
+    DataElsewhere,
+    check_over_network,
+)
 from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
 from fl_lightning.flower.sums import check_encrypted
 from fl_lightning.flower.transport.apps import CONFIGURATION

@@ -31,8 +31,7 @@ from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
-from fl_lightning.flower.server.calibration import SUMS, VALUES
-from fl_lightning.flower.server.elsewhere import of_transforms
+from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
