@@ -16,13 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import (
-    is_of_test,
-    keep_once,
-    logged_once,
-    own_run_folder,
-    run_folder,
-)
+from fl_lightning.federation import is_of_test, keep_once, logged_once, own_run_folder, run_folder
+from fl_lightning.models.causal_lm import ANSWERS
 from fl_lightning.reports.board import Charts, lay_out, show_results
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
@@ -31,7 +26,7 @@ from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.progress import federation_of
-from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_sections
+from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
 _CONFIG = "config.yaml"
@@ -244,6 +239,10 @@ def write_report(folder: str | Path) -> Path:
         page.heading(section.title)
         page.text(section.caption)
         page.charts(section.charts, folder / FIGURES)
+    if len(answers := read_table(folder / ANSWERS)):
+        answers = answers.fillna("").drop_duplicates("prompt", keep="last")
+        page.heading("Answers of the language model")
+        page.table(list(answers.columns), answers.astype(str).to_numpy().tolist())
     page.heading("Numbers")
     _numbers(page, folder, history, once)
     if (folder / _CONFIG).exists():

@@ -7,7 +7,7 @@ Told before it starts, all at once, with the way out. What an option may be is c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -94,7 +94,10 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
         averaging = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
-        if isinstance(callback, averaging) and _is_lightnings(callback.should_update):
+        is_lightnings = isinstance(callback, averaging) and (
+            callback.should_update.__module__.startswith("lightning.")
+        )
+        if is_lightnings:
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
@@ -132,10 +135,6 @@ def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether an optimizer goes up."""
     groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)
-
-
-def _is_lightnings(method: Callable[..., Any]) -> bool:
-    return method.__module__.startswith("lightning.")
 
 
 BY_HAND = Traits(

@@ -30,7 +30,7 @@ import numpy as np
 from typing_extensions import override
 
 from fl_lightning.core.errors import check_range
-from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows
 from fl_lightning.server.robust.passes import (
     combined,
     median_weights,
@@ -132,7 +132,7 @@ class Bulyan(AgainstAttackers):
         f = self.num_attackers
         chosen = krum_choices(squared_distances(rows), len(rows) - 2 * f, f)
         result = np.empty(rows.num_columns, rows.dtype)
-        for columns, ordered, block in sorted_blocks(ChosenRows(rows, chosen), 0, len(chosen)):
+        for columns, ordered, block in sorted_blocks(chosen_rows(rows, chosen), 0, len(chosen)):
             result[columns] = mean_around_median(block, ordered, len(chosen) - 2 * f)
         return result
 

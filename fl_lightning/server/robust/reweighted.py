@@ -42,7 +42,7 @@ import numpy as np
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
-from fl_lightning.server.robust.matrix import Floats, Rows, RowsAndOne
+from fl_lightning.server.robust.matrix import Floats, Rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, row_norms, squared_distances
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
@@ -74,7 +74,7 @@ class CentredClipping(RobustRule):
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, which is remembered for the next round."""
         centre = context.memory.get(_CENTRE, np.zeros(rows.num_columns, rows.dtype))
-        points = RowsAndOne(rows, centre)
+        points = rows_and_one(rows, centre)
         shares = clipped_shares(squared_distances(points), self.radius, self.num_iterations)
         centre = context.memory[_CENTRE] = combined(points, shares)
         return centre

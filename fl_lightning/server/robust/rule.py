@@ -40,7 +40,7 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_ran
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.server.aggregator import KeptUpdates
-from fl_lightning.server.robust.matrix import Floats, MixedRows, Rows, UpdateRows
+from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows, mixed_rows
 from fl_lightning.server.robust.passes import (
     median_weights,
     sorted_sum,
@@ -254,7 +254,7 @@ class NearestNeighbourMixing(RobustRule):
         nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
         matrix = np.zeros((len(rows), len(rows)))
         np.put_along_axis(matrix, nearest, 1 / count, axis=1)
-        return self.rule.combine(MixedRows(rows, matrix), context)
+        return self.rule.combine(mixed_rows(rows, matrix), context)
 
 
 @final
@@ -294,7 +294,7 @@ class Bucketing(RobustRule):
         buckets = np.empty(len(rows), np.int64)
         buckets[generator.permutation(len(rows))] = np.arange(len(rows)) // self.bucket_size
         matrix = (np.arange(buckets.max() + 1)[:, None] == buckets).astype(float)
-        return self.rule.combine(MixedRows(rows, matrix / matrix.sum(1, keepdims=True)), context)
+        return self.rule.combine(mixed_rows(rows, matrix / matrix.sum(1, keepdims=True)), context)
 
 
 def check_mixable(rule: RobustRule) -> None:
