@@ -97,8 +97,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
             options = self._get(self.config_init, "trainer")
-            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
-            calibrates = calibrations[0] if calibrations else None
+            calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
             at_site = AtSite(
                 federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
             )
