@@ -121,7 +121,7 @@ class StopAtCollapse(Callback):
 
     def _examples(self, trainer: Trainer, module: Supernet) -> Any:
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        indices = data.clients.flat.indices
+        indices = data.clients.indices
         places = np.linspace(0, len(indices) - 1, min(self._num_examples, len(indices)))
         batch = data.train_batch(torch.from_numpy(indices[places.astype(np.int64)]))["search"]
         converted = trainer.precision_plugin.convert_input(batch)

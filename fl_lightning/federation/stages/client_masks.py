@@ -31,7 +31,7 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Turn, Upload
 from fl_lightning.server.adapters import AdapterAggregator, Pair
 from fl_lightning.server.server import fedavg_optimizer
-from fl_lightning.updates.message import bytes_down
+from fl_lightning.updates.message import bytes_down, bytes_up
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
 # module holds the model that the client is sent.
@@ -192,11 +192,10 @@ class AdapterRounds(Stage):
         )
         if kept is None:
             return (upload,)
-        return (
-            upload._replace(
-                arrived=replace(upload.arrived, active=[kept] * len(upload.arrived.client_ids))
-            ),
-        )
+        whole = upload.arrived
+        arrived = replace(whole, active=[kept] * len(whole.client_ids))
+        num_bytes = upload.num_bytes + bytes_up(arrived) - bytes_up(whole)
+        return (upload._replace(arrived=arrived, num_bytes=num_bytes),)
 
     def stepped(self, params: Tensor) -> None:
         """Change the frozen weights of the layers."""
