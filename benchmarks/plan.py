@@ -13,10 +13,10 @@ from benchmarks.workloads import SEED, Workload
 from fl_lightning import UniformCohort
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.data.shards import ClientShards, local_order
+from fl_lightning.data.shards import FlatShards, local_order
 
 
-def federation_plan(work: Workload, clients: ClientShards, round_index: int) -> list[Visit]:
+def federation_plan(work: Workload, clients: FlatShards, round_index: int) -> list[Visit]:
     """Return the visits of a round of the workload's federation, in its order."""
     population = Population(clients.num_examples)
     ids = UniformCohort(size=work.cohort).sample(round_index, population, SEED)

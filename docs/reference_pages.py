@@ -43,8 +43,8 @@ PAGES = {
     "means": ("Means, fair means", ("server.means", "server.aggregator")),
     "robust": ("Robust rules", ("server.robust",)),
     "attacks": (
-        "Attacks and poisoned data",
-        ("server.attacks", "data.poisoning", "federation.stages.attackers"),
+        "Attacks",
+        ("server.attacks", "federation.stages.attackers"),
     ),
     "server_optimizers": ("Server optimizers, asynchronous servers", ("server",)),
     "compression": ("Compression of updates", ("updates",)),

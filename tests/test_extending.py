@@ -34,7 +34,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
 from fl_lightning.federation import Learning, Stage
 from fl_lightning.federation.stage import Correcting
-from fl_lightning.server import Collected, WeightedMean
+from fl_lightning.server import WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
 
@@ -178,7 +178,7 @@ class TestARobustRule:
     def test_it_is_the_mean_of_the_shortest(self):
         rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
         rows *= 10.0 ** np.arange(7)[::-1, None]  # the last ones are the shortest
-        rule = Collected(part("Shortest")(share=3 / 7))
+        rule = part("Shortest")(share=3 / 7)
         rule.open(torch.empty(5))
         for update in updates(*rows.tolist()):
             rule.add(update)
@@ -303,7 +303,7 @@ class TestAPartition:
     def test_with_share_1_a_class_is_at_home(self, labels, num_clients):
         shards = part("HomeClass")(1.0).assign(labels, num_clients, seed=0)
         for name in np.unique(labels):
-            assert sum(name in labels[shard] for shard in shards) == 1
+            assert sum(name in labels[np.asarray(shard)] for shard in shards) == 1
 
     @given(labels)
     def test_with_share_0_classes_do_not_matter(self, labels):

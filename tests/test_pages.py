@@ -44,11 +44,11 @@ def test_the_python_of_the_page_on_data_does_what_is_said():
     names["data"].setup("fit")
     assert len(names["data"].clients) == 2
     run_block(sensor, names)
-    inputs, label = names["Sensor"]().apply((torch.ones(1000), 3), 50, seed=1)
+    examples = torch.ones(1, 1000), torch.tensor([3]), 50, [1]
+    inputs, label = names["Sensor"]().apply(*examples)
     assert label == 3
     np.testing.assert_allclose(inputs.mean(), 1.5, atol=2e-3)
-    again = names["Sensor"]().apply((torch.ones(1000), 3), 50, seed=1)[0]
-    assert torch.equal(inputs, again)
+    assert torch.equal(inputs, names["Sensor"]().apply(*examples)[0])
     data = FederatedDataModule(
         Digits(seed=0), num_clients=3, example_transforms=[names["Sensor"]()]
     )

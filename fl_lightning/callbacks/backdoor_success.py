@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.poisoning import Trigger, is_pair
+from fl_lightning.data.client_examples import Trigger, is_pair
 
 
 class BackdoorSuccess(Callback):

@@ -17,12 +17,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.local_step import LocalStep, SizedBatch
-from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.log_collector import LogCollector, weighted_mean
 from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
-from fl_lightning.client.state.attributes import Attributes, Growth
-from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
+from fl_lightning.client.state.attributes import Attributes, Growth, append
+from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
@@ -32,12 +33,8 @@ from fl_lightning.client.state.tensors import (
     whole_numbers,
 )
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_with_one_example
-from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite
-
-# Entries from which on a pass over memory takes longer than an operation for each tensor.
-_LARGE = 2**18
 
 
 class LocalTrainer:
@@ -66,6 +63,7 @@ class LocalTrainer:
         kept: what they were when the last client was done, shape (o,).
         round_start: options of the optimizers, also by local step.
         homes: where the tensors of the module are.
+        masks: the optimizers', of which `space` is made; ``are_new`` if they were set since then.
         counts_steps: whether updates tell how many steps the optimizers took, see
             `ClientUpdate.optimizer_steps`; plain means have no use for it.
 
@@ -93,7 +91,7 @@ class LocalTrainer:
         optimizers: Optimizer | Sequence[Optimizer],
         step: LocalStep,
         collector: LogCollector | None = None,
-        schedules: Sequence[RateSchedule] = (),
+        schedules: Sequence[LRScheduler] = (),
         by_step: LocalSchedules | None = None,
         *,
         by_hand: bool = False,
@@ -106,10 +104,10 @@ class LocalTrainer:
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
-        self.keeps_lists, self._grown = False, list[Growth]()
+        self.keeps_lists, self._grown = False, Growth()
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
-        self._masks = OptimizerMasks(module, self._optimizers)
+        self.masks = OptimizerMasks(module, self._optimizers)
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
         self.round_start = RoundStart(self._optimizers, schedules, by_step)
         self._step = step
@@ -172,14 +170,9 @@ class LocalTrainer:
 
     def renew_space(self) -> None:
         """Rebuild the space: parameters that train, as the masks allow."""
-        self.space = Space.of_parameters(self._module, self._masks.active(), without=self._apart)
-        self._masks.note()
+        self.space = Space.of_parameters(self._module, self.masks.active(), without=self._apart)
+        self.masks.note()
         self._holds = None
-
-    @property
-    def has_new_masks(self) -> bool:
-        """True if the optimizer's masks were set since the space was made."""
-        return self._masks.are_new
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""
@@ -225,15 +218,13 @@ class LocalTrainer:
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
-        for growth in self._grown:
-            self._attributes.grow(growth)
+        append(self._grown)
 
     def _put_attributes_back(self) -> None:
         if self._attributes.is_same():
             return
-        if self.keeps_lists and (growth := self._attributes.growth()):
-            self._grown.append(growth)
-        self._attributes.put_back()
+        growth = self._attributes.put_back()
+        self._grown += growth if self.keeps_lists else []
 
     def end_round(self, model: GlobalModel) -> None:
         """Put the global model back, and leave the module's attributes to hooks until the next round.
@@ -242,8 +233,8 @@ class LocalTrainer:
             ConfigurationError: if a client changed what was taken for a constant.
         """
         self.restore(model)
-        self.show_lists()
         self.round_start.end()
+        self.show_lists()
         self._in_round = False
 
     def check_constants(self) -> None:
@@ -321,7 +312,7 @@ class LocalTrainer:
             self.kept = self.own.read()
         update = ClientUpdate(
             client_id=client_id,
-            delta=self._delta(start.params),
+            delta=self.space.moved_from(start.params),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
@@ -351,25 +342,8 @@ class LocalTrainer:
         if masks is None:
             return None
         active = self.space.coordinates(masks)
-        self._masks.set(masks)  # until the next `restore`
+        self.masks.set(masks)  # until the next `restore`
         return active
-
-    def _delta(self, start: Tensor) -> Tensor:
-        """Return the start minus where the client ended, shape (k,)."""
-        space = self.space
-        if not space.is_lossless:
-            end = space.read()
-            space.write(start)  # it began with rounded values: only its own movement counts
-            return space.read().sub_(end)
-        if space.active or space.size < _LARGE:
-            end = space.read()
-            return torch.sub(start, end, out=end)
-        delta = torch.empty_like(start)  # not gathered first, which is another pass over memory
-        pairs = zip(space.views(start), space.entries(delta), strict=True)
-        with torch.no_grad():
-            for before, (after, _, moved) in pairs:
-                torch.sub(before, after, out=moved)
-        return delta
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

@@ -7,7 +7,7 @@ collector: it keeps value and batch size, and reduces once per client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metrics import weighted_mean
 
 _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 
@@ -217,3 +216,17 @@ def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor
         return weighted_mean(tensors, weights)
     reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
     return reduced
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Weighted mean of scalars, a float32 scalar on their device.
+
+    Example:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])
+        tensor(3.)
+    """
+    if len(values) == 1:
+        return values[0].float()
+    stacked = torch.stack(tuple(values)).float()
+    shares = torch.tensor(weights, dtype=torch.float32, device=stacked.device)
+    return torch.dot(stacked, shares) / sum(weights)

@@ -11,7 +11,7 @@ and a later version cannot take an earlier one's place.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -48,6 +48,12 @@ class _Entry:
         if self.vector is not None:
             return self.vector.nbytes
         return 0 if self.file is None else self.file.num_bytes
+
+    def read(self) -> Tensor:
+        if self.vector is not None:
+            return self.vector
+        assert self.file is not None
+        return self.file.read()
 
 
 class ClientMemory:
@@ -94,7 +100,7 @@ class ClientMemory:
         if not entry.is_checked and entry.file is not None:
             entry.file.check()
             self._present[key] = replace(entry, is_checked=True)
-        return _read(entry)
+        return entry.read()
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
         """Store a vector of a client, shape (k,); it counts from the next `commit` on."""
@@ -103,7 +109,7 @@ class ClientMemory:
 
     def waiting(self) -> dict[Key, Tensor]:
         """Return what was put since the last `commit`."""
-        return {key: _read(entry) for key, entry in self._new.items()}
+        return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_keys(self) -> frozenset[Key]:
@@ -118,8 +124,7 @@ class ClientMemory:
 
     def commit(self, client: int | None = None) -> None:
         """Make stored vectors count, of one client or of all."""
-        chosen = [key for key in self._new if client in (None, key[1])]
-        for key in chosen:
+        for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)
         self._delete_unused()
@@ -149,10 +154,6 @@ class ClientMemory:
                 self._forget(entries.pop(key))
         self._delete_unused()
 
-    def _files(self) -> Iterator[VectorFile]:
-        entries = [*self._present.values(), *self._new.values()]
-        yield from (entry.file for entry in entries if entry.file is not None)
-
     def state_dict(self, *, with_round: bool = True, inside: bool = True) -> dict[str, Any]:
         """Return all memories, or where they are if they are large.
 
@@ -165,7 +166,7 @@ class ClientMemory:
         parts = {"present": self._present, "new": self._new if with_round else {}}
         if inside or _num_bytes(*parts.values()) <= INSIDE_CHECKPOINT_BYTES:
             return {
-                name: [(*key, _read(entry)) for key, entry in entries.items()]
+                name: [(*key, entry.read()) for key, entry in entries.items()]
                 for name, entries in parts.items()
             }
         return {name: self._written(entries) for name, entries in parts.items()}
@@ -233,20 +234,14 @@ class ClientMemory:
         return entries
 
     def _delete_unused(self) -> None:
-        for file in self._own_files - set(self._files()) if self._own_files else ():
+        entries = [*self._present.values(), *self._new.values()] if self._own_files else []
+        for file in self._own_files - {entry.file for entry in entries}:
             file.path.unlink(missing_ok=True)
             self._own_files.discard(file)
 
 
 def _num_bytes(*parts: Mapping[Key, _Entry]) -> int:
     return sum(entry.num_bytes for entries in parts for entry in entries.values())
-
-
-def _read(entry: _Entry) -> Tensor:
-    if entry.vector is not None:
-        return entry.vector
-    assert entry.file is not None
-    return entry.file.read()
 
 
 SUFFIX = ".vector"

@@ -23,20 +23,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Weighted mean of scalars, a float32 scalar on their device.
-
-    Example:
-        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])
-        tensor(3.)
-    """
-    if len(values) == 1:
-        return values[0].float()
-    stacked = torch.stack(tuple(values)).float()
-    shares = torch.tensor(weights, dtype=torch.float32, device=stacked.device)
-    return torch.dot(stacked, shares) / sum(weights)
-
-
 class _ByClient(NamedTuple):
     """Values of one metric and numbers of examples, by client in increasing order."""
 
@@ -73,19 +59,14 @@ class ClientMeans:
 
     Example:
         >>> means = ClientMeans()
-        >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
-        >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
-        >>> means.mean("train/loss"), means.std("train/loss")
-        (3.25, 1.5)
+        >>> means.add_rows({"train/loss": torch.tensor([1.0, 4.0])}, [1, 3], [0, 1])
+        >>> means.reduced(), means.stds()
+        ({'train/loss': 3.25}, {'train/loss_std': 1.5})
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entries] = {}
         self.reductions: dict[str, str] = {}
-
-    def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
-        """Add the scalars of one client; results do not depend on the order of the clients."""
-        self.add_rows(values, [num_examples], [client_id])
 
     def add_rows(
         self,
@@ -93,7 +74,7 @@ class ClientMeans:
         num_examples: Sequence[int],
         client_ids: Sequence[int],
     ) -> None:
-        """Add the values of m clients; each tensor has m elements."""
+        """Add the values of m clients, in any order; each tensor has m elements."""
         for name, value in values.items():
             entries = self._entries.setdefault(name, _Entries())
             entries.values.append(value)
@@ -106,10 +87,6 @@ class ClientMeans:
         """Names of the metrics, in order of appearance."""
         return list(self._entries)
 
-    def values(self, name: str) -> Tensor:
-        """Values of one metric in increasing order of clients, shape (K,), float64 on the CPU."""
-        return torch.from_numpy(self._entries[name].by_client().values)
-
     def by_client(self, name: str) -> dict[int, float]:
         """Value of one metric for each client; empty if there is no such metric."""
         if name not in self._entries:
@@ -117,26 +94,26 @@ class ClientMeans:
         known = self._entries[name].by_client()
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
-    def mean(self, name: str) -> float:
-        """Mean of one metric, weighted by examples."""
-        known = self._entries[name].by_client()
-        with np.errstate(all="ignore"):  # a value may be infinite
-            return float((known.values * known.weights).sum() / known.weights.sum())
-
-    def reduced(self, name: str) -> float:
-        """Reduce one metric over clients as `reductions` says; by default its weighted mean."""
-        values = self._entries[name].by_client().values
+    def reduced(self) -> dict[str, float]:
+        """Reduce every metric over clients as `reductions` says; by default to its mean, weighted by examples."""
+        found: dict[str, float] = {}
         kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
-        return (
-            float(kinds[self.reductions[name]](values))
-            if name in self.reductions
-            else self.mean(name)
-        )
+        with np.errstate(all="ignore"):  # a value may be infinite
+            for name, entries in self._entries.items():
+                _, values, weights = entries.by_client()
+                if name in self.reductions:
+                    found[name] = float(kinds[self.reductions[name]](values))
+                else:
+                    found[name] = float((values * weights).sum() / weights.sum())
+        return found
 
-    def std(self, name: str) -> float:
-        """Standard deviation of one metric over clients, which have equal weights."""
+    def stds(self) -> dict[str, float]:
+        """Standard deviation of every metric over clients, which have equal weights, as ``<name>_std``."""
+        found: dict[str, float] = {}
         with np.errstate(all="ignore"):
-            return float(self._entries[name].by_client().values.std())
+            for name, entries in self._entries.items():
+                found[f"{name}_std"] = float(entries.by_client().values.std())
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: tensors, integers and names only."""

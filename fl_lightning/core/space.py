@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 
+# Entries from which on a pass over memory takes longer than an operation for each tensor.
+_LARGE = 2**18
+
 
 class Space:
     """Named tensors, concatenated into a vector of length `size`.
@@ -145,6 +148,23 @@ class Space:
                 return
             for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
                 _put(tensor, index, view)
+
+    def moved_from(self, start: Tensor) -> Tensor:
+        """Return a start minus the present values, shape (k,)."""
+        if not self.is_lossless:
+            end = self.read()
+            self.write(start)  # the values began rounded: only their own movement counts
+            return self.read().sub_(end)
+        if self.active or self.size < _LARGE:
+            end = self.read()
+            return torch.sub(start, end, out=end)
+        moved = torch.empty_like(start)  # not gathered first, which is another pass over memory
+        with torch.no_grad():
+            for before, (after, _, part) in zip(
+                self.views(start), self.entries(moved), strict=True
+            ):
+                torch.sub(before, after, out=part)
+        return moved
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the vector's parts, one per tensor, without a copy.

@@ -120,7 +120,9 @@ class Updates:
             [update.optimizer_steps],
             [update.active],
         )
-        vars(row)["_views"] = [update]  # its norm may be cached
+        vars(row)["_views"] = [update]
+        if "norm" in vars(update):  # known since the update was checked
+            vars(row)["norms"] = update.norm.reshape(1)
         return row
 
     def __iter__(self) -> Iterator[ClientUpdate]:

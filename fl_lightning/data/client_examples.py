@@ -1,17 +1,22 @@
-"""Transforms of clients' examples, input and label, that differ between clients.
+"""Changes of clients' examples, input and label: transforms of each client, and attackers' poison.
 
-    example of client c  →  apply(example, c, seed of the example)
+    batch  →  rows of each client  →  apply(inputs, labels, client, seeds)  →  batch
+    label flip         y → C - 1 - y
+    backdoor trigger   a patch in the image's corner → target class
 
-An example belongs to one client, so it is changed in the same way whenever it is read: in training, in
-the client's held-out part, with every engine and after a restart. This is no augmentation.
+An example belongs to one client, so it is changed in the same way whenever it is read: with every engine
+and after a restart. This is no augmentation. Transforms also change what clients hold out; poison changes
+training examples alone, after the data module's ``transforms``.
 
 Sources: rotated images, Ghosh et al. 2020, NeurIPS, section 6.1; permuted labels, Sattler et al. 2021,
-IEEE TNNLS, section VI.
+IEEE TNNLS, section VI; label flip, Fang et al. 2020, Local Model Poisoning Attacks; trigger, Gu et al.
+2017, BadNets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -19,24 +24,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
-from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.shards import gathers
+from fl_lightning.data.shards import FlatShards
 
 
 class ExampleTransform(Protocol):
-    """A transform of a whole example, including its label, that may differ between clients."""
+    """A transform of examples, including their labels, that may differ between clients."""
 
-    def apply(self, example: Any, client: int, seed: int) -> Any:
-        """Return the transformed example.
+    def apply(
+        self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the transformed inputs and labels, of the same shapes and types.
 
         Args:
-            example: example of the data set; do not change it in place.
-            client: client that owns the example.
-            seed: seed of this example, for random transforms.
+            inputs: inputs of n examples of the client, shape (n, …); do not change them in place.
+            labels: labels of these examples, shape (n, …); likewise.
+            client: client that owns the examples.
+            seeds: seed of each example, for random transforms.
         """
         ...
 
@@ -46,7 +52,7 @@ class ExampleTransform(Protocol):
 class QuarterTurns:
     """Rotates the images of client c by c mod ``num_groups`` right angles, counterclockwise.
 
-    Examples are tuples that begin with an image (…, H, W).
+    Inputs are images (n, …, H, W).
 
     Args:
         num_groups: 1 to 4; 1 rotates none, 2 rotates the images of every second client.
@@ -55,9 +61,10 @@ class QuarterTurns:
         ConfigurationError: for another number.
 
     Example:
-        >>> QuarterTurns().apply((torch.tensor([[1, 2], [3, 4]]), "label"), client=5, seed=0)
-        (tensor([[2, 4],
-                [1, 3]]), 'label')
+        >>> image, label = torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([0])
+        >>> QuarterTurns().apply(image, label, client=5, seeds=[0])[0]
+        tensor([[[2, 4],
+                 [1, 3]]])
     """
 
     num_groups: int = 4
@@ -68,20 +75,17 @@ class QuarterTurns:
                 f"QuarterTurns: num_groups must be from 1 to 4, got {self.num_groups}"
             )
 
-    def apply(self, example: Any, client: int, seed: int) -> Any:
-        """Return the example with its image turned."""
-        image, *rest = _parts(example, "QuarterTurns", 1)
-        if not isinstance(image, Tensor) or image.ndim < 2:
+    def apply(
+        self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images turned."""
+        shape = tuple(inputs.shape[1:])
+        if len(shape) < 2 or shape[-1] != shape[-2]:
             raise ConfigurationError(
-                f"data.example_transforms: QuarterTurns turns tensors (…, H, W), got {_shown(image)}"
+                "data.example_transforms: QuarterTurns needs images (…, H, W) as high as they are wide, "
+                f"got {shape}"
             )
-        turned = torch.rot90(image, client % self.num_groups, (-2, -1))
-        if turned.shape != image.shape:
-            raise ConfigurationError(
-                "data.example_transforms: QuarterTurns needs images as high as they are wide, got "
-                f"{tuple(image.shape)}"
-            )
-        return type(example)((turned, *rest))
+        return torch.rot90(inputs, client % self.num_groups, (-2, -1)), labels
 
 
 @final
@@ -89,8 +93,7 @@ class QuarterTurns:
 class LabelPermutation:
     """Permutes the classes differently for each group of clients: class 3 of one may be 7 of another.
 
-    Client c is in group c mod ``num_groups``; group 0 keeps its labels. Examples are pairs that end with
-    a class.
+    Client c is in group c mod ``num_groups``; group 0 keeps its labels.
 
     Args:
         num_classes: number of classes, ≥ 2.
@@ -101,8 +104,9 @@ class LabelPermutation:
         ConfigurationError: for values out of range.
 
     Example:
-        >>> [LabelPermutation(4, 2).apply(("image", label), client=1, seed=0)[1] for label in range(4)]
-        [3, 1, 0, 2]
+        >>> labels = torch.arange(4)
+        >>> LabelPermutation(4, 2).apply(labels, labels, client=1, seeds=range(4))[1]
+        tensor([3, 1, 0, 2])
     """
 
     num_classes: int
@@ -116,43 +120,131 @@ class LabelPermutation:
                 f"{self.num_classes} and {self.num_groups}"
             )
 
-    def apply(self, example: Any, client: int, seed: int) -> Any:
-        """Return the example with another label."""
-        inputs, label = _parts(example, "LabelPermutation", 2)
-        if not 0 <= int(label) < self.num_classes:
+    def apply(
+        self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inputs, and the labels renamed."""
+        largest = int(labels.max())
+        if not 0 <= int(labels.min()) <= largest < self.num_classes:
             raise ConfigurationError(
                 f"data.example_transforms: LabelPermutation has num_classes {self.num_classes}, and "
-                f"there is a label {int(label)}"
+                f"there is a label {largest}"
             )
         group = client % self.num_groups
         if not group:
-            return example
-        generator = numpy_generator(self.seed, "label permutation", group)
-        renamed = int(generator.permutation(self.num_classes)[int(label)])
-        return type(example)(
-            (inputs, torch.full_like(label, renamed) if isinstance(label, Tensor) else renamed)
+            return inputs, labels
+        renamed = numpy_generator(self.seed, "label permutation", group).permutation(
+            self.num_classes
         )
+        return inputs, torch.from_numpy(renamed).to(labels)[labels.long()]
 
 
-def _parts(example: Any, name: str, least: int) -> Sequence[Any]:
-    exact = least == 2
-    if type(example) not in (tuple, list) or (
-        len(example) != least if exact else len(example) < least
-    ):
-        what = "pairs of input and label" if exact else "tuples that begin with an image"
+class Poison(Protocol):
+    """A change of attackers' examples.
+
+    Attributes:
+        share: share of an attacker's examples that are changed, in [0, 1].
+    """
+
+    @property
+    def share(self) -> float: ...  # noqa: D102
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return changed inputs, shape (m, …), and labels, shape (m,); the arguments must not change."""
+
+
+@final
+@dataclass(frozen=True)
+class LabelFlip:
+    """Trains on wrong labels.
+
+    Args:
+        num_classes: C; class y becomes C - 1 - y.
+        share: share of an attacker's examples that are changed, in [0, 1].
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> LabelFlip(10).change(torch.zeros(2, 1), torch.tensor([0, 7]))[1]
+        tensor([9, 2])
+    """
+
+    num_classes: int
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_share(self, self.share)
+        if self.num_classes < 2:
+            raise ConfigurationError(
+                f"LabelFlip: num_classes must be at least 2, got {self.num_classes}"
+            )
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs, and the labels flipped."""
+        if labels.numel() and int(labels.max()) >= self.num_classes:
+            raise ConfigurationError(
+                f"attackers.poison: num_classes must be above every label, and there is a label "
+                f"{int(labels.max())}, got {self.num_classes}"
+            )
+        return inputs, self.num_classes - 1 - labels
+
+
+@final
+@dataclass(frozen=True)
+class Trigger:
+    """Teaches the model that a patch in the lower right corner means one class (a backdoor).
+
+    Args:
+        target: that class.
+        size: height and width of the patch in pixels, ≥ 1.
+        value: value of the patch's pixels, in every channel, in the units of the model's inputs.
+        share: share of an attacker's examples that are changed, in [0, 1].
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> images, labels = Trigger(target=0, size=1).change(torch.zeros(1, 1, 2, 2), torch.ones(1))
+        >>> images.tolist(), labels.tolist()
+        ([[[[0.0, 0.0], [0.0, 1.0]]]], [0.0])
+    """
+
+    target: int
+    size: int = 3
+    value: float = 1.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_share(self, self.share)
+        if self.size < 1:
+            raise ConfigurationError(f"Trigger: size must be at least 1 pixel, got {self.size}")
+        if self.target < 0:
+            raise ConfigurationError(f"Trigger: target must be a class, got {self.target}")
+        if not math.isfinite(self.value):
+            raise ConfigurationError(f"Trigger: value must be a finite number, got {self.value}")
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images with the patch, and the target as their labels."""
+        smallest = min(inputs.shape[-2:])
+        if self.size > smallest:
+            raise ConfigurationError(
+                f"attackers.poison: size must be at most {smallest}, as the images are, got {self.size}"
+            )
+        changed = inputs.clone()
+        changed[..., -self.size :, -self.size :] = self.value
+        return changed, torch.full_like(labels, self.target)
+
+
+def _check_share(poison: object, share: float) -> None:
+    if not 0 <= share <= 1:
         raise ConfigurationError(
-            f"data.example_transforms: {name} changes examples that are {what}, got {_shown(example)}"
+            f"{type(poison).__name__}: share must be in [0, 1], got {share}: it is the part of an "
+            "attacker's examples that is changed"
         )
-    return example  # type: ignore[no-any-return]
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
-
-
-def owners_of(shards: Sequence[FlatShards], num_examples: int) -> npt.NDArray[np.int64]:
+def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
     """Client that owns each example, shape (N,); -1 for no client.
 
     Args:
@@ -164,11 +256,11 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> npt.NDArray[np
 
     Example:
         >>> owners_of([FlatShards(np.array([2, 0]), np.array([1, 1]))], 4)
-        array([ 1, -1,  0, -1])
+        tensor([ 1, -1,  0, -1])
     """
     owners = np.full(num_examples, -1, dtype=np.int64)
     for flat in shards:
-        clients = np.repeat(np.arange(len(flat)), flat.sizes)
+        clients = np.repeat(np.arange(len(flat)), flat.num_examples)
         before = owners[flat.indices]
         owners[flat.indices] = clients
         shared = ((before >= 0) & (before != clients)) | (owners[flat.indices] != clients)
@@ -177,64 +269,123 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> npt.NDArray[np
                 f"data.example_transforms: example {flat.indices[shared][0]} belongs to two clients, "
                 "which would change it differently: use a partition whose shards do not overlap"
             )
-    return owners
+    return torch.from_numpy(owners)
+
+
+def poisoned_examples(
+    shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
+) -> Tensor:
+    """Attacker that changes each example, shape (num_examples,); -1 for none.
+
+    Args:
+        shards: examples of each client.
+        clients: the attackers.
+        share: share of each attacker's examples, rounded.
+        num_examples: number of examples of all clients together.
+        seed: seed of the choice.
+
+    Raises:
+        ConfigurationError: if attackers share an example with others, who would train on it.
+    """
+    is_changed = np.isin(np.arange(len(shards)), list(clients)).repeat(shards.num_examples)
+    shared = np.intersect1d(shards.indices[is_changed], shards.indices[~is_changed])
+    if len(shared):
+        raise ConfigurationError(
+            f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
+            "train on the changed example: use a partition whose shards do not overlap"
+        )
+    attackers = torch.full((num_examples,), -1)
+    for client in clients:
+        shard = shards[client].numpy()
+        generator = numpy_generator(seed, "poisoned", client)
+        count = int(np.rint(share * len(shard)))
+        attackers[torch.from_numpy(generator.permutation(shard)[:count]).long()] = client
+    return attackers
+
+
+# From inputs and labels of one client's examples, the client and the examples' indices to inputs and labels
+Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 def changed_reader(
-    loader: DataLoader[Any],
-    dataset: Any,
-    transforms: Sequence[ExampleTransform],
-    owners: Callable[[], npt.NDArray[np.int64]],
-    seed: int,
+    read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str, instead: str
 ) -> Callable[[Tensor], Any]:
-    """Return a function from indices, shape (B,), to a batch of transformed examples.
+    """Return a function from indices, shape (B,), to a batch in which clients' examples are changed.
 
     Args:
-        loader: loader whose collate function makes batches of examples, or converts a whole batch.
-        dataset: data set of the loader, with or without augmentation.
-        transforms: the transforms, in order.
-        owners: returns the client of each example.
+        read: function from indices to a batch, a pair of inputs and labels.
+        owners: client that changes each example, shape (N,); -1 for none.
+        change: the change.
+        option: name of the option, for errors.
+        instead: what to use for other batches, for errors.
+    """
+
+    def read_changed(indices: Tensor) -> Any:
+        batch, clients = read(indices), owners[indices]
+        present = clients[clients >= 0].unique().tolist()
+        if not present:
+            return batch
+        if not is_pair(batch):
+            raise ConfigurationError(
+                f"{option} changes batches of inputs and labels, got {type(batch).__name__}: let the data "
+                f"set return pairs of tensors, or {instead}"
+            )
+        inputs, labels = (part.clone() for part in batch)
+        for client in present:
+            rows = (clients == client).nonzero().flatten()
+            own = change(inputs[rows], labels[rows], client, indices[rows])
+            inputs[rows], labels[rows] = own
+        return type(batch)((inputs, labels))
+
+    return read_changed
+
+
+def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
+    """Return transforms, in order, as one change.
+
+    Args:
+        transforms: the transforms.
         seed: seed of the data module.
     """
-    at_once = loader.batch_sampler is None
-    collate = _whole_batch(loader, dataset) if at_once else loader.collate_fn
 
-    def changed(index: int) -> Any:
-        client = int(owners()[index])
-        example = _row(dataset[[index]]) if at_once else dataset[index]
-        if client < 0:
-            return example
-        own = derive_seed(seed, "client's example", index)
+    def change(
+        inputs: Tensor, labels: Tensor, client: int, indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        seeds = [derive_seed(seed, "client's example", index) for index in indices.tolist()]
         for transform in transforms:
-            example = transform.apply(example, client, own)
-        return example
+            inputs, labels = transform.apply(inputs, labels, client, seeds)
+        return inputs, labels
 
-    return lambda indices: collate([changed(index) for index in indices.tolist()])
-
-
-def _whole_batch(loader: DataLoader[Any], dataset: Any) -> Callable[[list[Any]], Any]:
-    """Return a function from examples to a batch, for data sets that return whole batches."""
-
-    def of_examples(examples: list[Any]) -> Any:
-        batch: Any = default_collate(examples)
-        if type(examples[0]) is tuple:
-            batch = tuple(batch)
-        return batch if gathers(dataset, loader.collate_fn) else loader.collate_fn(batch)
-
-    return of_examples
+    return change
 
 
-def _row(batch: Any) -> Any:
-    """Return the example of a batch of one."""
-    if isinstance(batch, Mapping):
-        return {name: _row(part) for name, part in batch.items()}
-    if type(batch) in (tuple, list):
-        return type(batch)(_row(part) for part in batch)
-    try:
-        return batch[0]
-    except (TypeError, LookupError) as error:
+def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
+    """Check that a change results in known labels.
+
+    Args:
+        batch: batch of the first attacker's examples, unchanged.
+        labels: classes of all training examples.
+        poison: the change.
+
+    Raises:
+        ConfigurationError: if a changed label is no label of any example.
+    """
+    if not is_pair(batch) or not len(labels):
+        return
+    changed = poison.change(batch[0].clone(), batch[1].clone())[1]
+    largest = int(labels.max())
+    if not 0 <= int(changed.min()) <= int(changed.max()) <= largest:
+        wrong = next(int(label) for label in changed if not 0 <= int(label) <= largest)
         raise ConfigurationError(
-            "data.example_transforms: the data set's batches are of "
-            f"{type(batch).__name__}, of which no example can be taken: return a DataLoader with a "
-            "batch_size over single examples"
-        ) from error
+            f"attackers.poison: target must be a class from 0 to {largest}, as the examples have, "
+            f"got {wrong}"
+        )
+
+
+def is_pair(batch: Any) -> bool:
+    """True if a batch is a pair of tensors, like inputs and labels."""
+    return (
+        type(batch) in (tuple, list)
+        and len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+    )

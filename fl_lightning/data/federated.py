@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
@@ -22,11 +21,20 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
-from fl_lightning.data.client_examples import ExampleTransform, owners_of
+from fl_lightning.data.client_examples import (
+    ExampleTransform,
+    Poison,
+    changed_reader,
+    check_poison,
+    owners_of,
+    poisoned_examples,
+    transforms_of,
+)
 from fl_lightning.data.columns import Column, are_classes, as_labels, quantile_bins, read_column
 from fl_lightning.data.forwarding import ForwardingDataModule
 from fl_lightning.data.inputs import (
@@ -37,17 +45,16 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.poisoning import (
-    Poison,
-    check_apart,
-    check_poison,
-    poisoned_examples,
-    poisoned_reader,
-)
 from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards, gathers, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
-from fl_lightning.data.training_set import TrainingSet
+from fl_lightning.data.training_set import (
+    Drawn,
+    check_loader,
+    drawn_examples,
+    example_reader,
+    loader_option,
+)
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 
@@ -86,7 +93,7 @@ class FederatedDataModule(ForwardingDataModule):
             contain both, see `SearchHalf`, in a central run as well.
         transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
-        example_transforms: transforms of every example of a client, including its label, before
+        example_transforms: transforms of every client's examples, inputs and labels, before
             ``transforms``, that may differ between clients, e.g. `QuarterTurns`. Partitions use the
             original labels. A central run pools the clients' transformed examples.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
@@ -148,7 +155,7 @@ class FederatedDataModule(ForwardingDataModule):
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
-        self._poison: tuple[list[int], Poison, int] | None = None
+        self._poison: tuple[Tensor, Poison] | None = None  # by example: its attacker, or -1
         self._trained_partition: str | None = None  # of a checkpoint that is evaluated
         self._is_set_up = False
         for name in _HANDED_THROUGH:
@@ -188,7 +195,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' examples, read as clients do, for a central run."""
-        examples = torch.from_numpy(self.clients.flat.indices)
+        examples = torch.from_numpy(self.clients.indices)
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
         sampler: Sampler[int] = RandomSampler(places)
@@ -215,31 +222,45 @@ class FederatedDataModule(ForwardingDataModule):
         return self._rounds is not None
 
     @cached_property
-    def _examples(self) -> TrainingSet:
+    def _loader(self) -> DataLoader[Any]:
+        """The source's training loader."""
         if not self._is_set_up:  # once only: a source may split at random
             self.setup("fit")
-        loader, name = self.source.train_dataloader(), type(self.source).__name__
-        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
+        loader: DataLoader[Any] = self.source.train_dataloader()
+        check_loader(loader, f"{type(self.source).__name__}.train_dataloader()")
+        return loader
+
+    @cached_property
+    def _drawn(self) -> Drawn:
+        """The examples that the loader's sampler draws, and their weights."""
+        if self.ignore_sampler:
+            return Drawn()
+        return drawn_examples(self._loader, type(self.source).__name__)
 
     @property
     def train_dataset(self) -> Dataset[Any]:
         """The source's training data set, whose examples are divided among the clients."""
-        return self._examples.dataset
+        return self._loader.dataset
 
     @property
     def train_indices(self) -> Tensor:
         """The examples that are divided among the clients, shape (M,)."""
-        return self._examples.indices
+        chosen = self._drawn.indices
+        return torch.arange(self._num_stored) if chosen is None else chosen
+
+    @property
+    def _num_stored(self) -> int:
+        return len(self.train_dataset)  # type: ignore[arg-type]
 
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or self._examples.batch_size
+        size = self._batch_size or loader_option(self._loader, "batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader has no batch_size: give FederatedDataModule a batch_size"
             )
-        return size
+        return int(size)
 
     @property
     def full_batch(self) -> int:
@@ -252,16 +273,16 @@ class FederatedDataModule(ForwardingDataModule):
 
         A client with less than one batch keeps it, because otherwise it would not train at all.
         """
-        return self._examples.drop_last
+        return bool(loader_option(self._loader, "drop_last"))
 
     @property
     def draws_by_weight(self) -> bool:
         """True if clients draw with replacement, by the weights of the source's sampler."""
-        return self._examples.drawn.weights is not None
+        return self._drawn.weights is not None
 
     def weights_of(self, examples: Tensor) -> Tensor | None:
         """Sampling weights of examples, shape (n,), or None if each is drawn once per pass."""
-        weights = self._examples.drawn.weights
+        weights = self._drawn.weights
         return None if weights is None else weights.index_select(0, examples)
 
     @cached_property
@@ -276,16 +297,18 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _roles(self) -> Roles:
-        shards = ClientShards(
-            divide(
-                self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
-            )
+        shards = divide(
+            self.train_dataset,
+            self._drawn.indices,
+            self.partition,
+            self.num_clients,
+            lambda: self._classes,
+            self.seed,
         )
-        validation, test = self.client_val_fraction, self.client_test_fraction
         return Roles.of(
-            shards,
-            validation=validation,
-            test=test,
+            FlatShards.of(shards),
+            validation=self.client_val_fraction,
+            test=self.client_test_fraction,
             search=self.search_fraction,
             seed=self.seed,
         )
@@ -312,19 +335,20 @@ class FederatedDataModule(ForwardingDataModule):
                     f"{num_clients} clients and one of the {here} of this site's data"
                 )
         vars(self)["_roles"] = self._roles.placed(places, num_clients)
-        vars(self).pop("_owners", None)
+        for name in ("_owners", "train_batch", "evaluation_batch"):
+            vars(self).pop(name, None)
 
     @property
-    def clients(self) -> ClientShards:
+    def clients(self) -> FlatShards:
         """Training examples of each client; in a search, those for its weights."""
         return self._roles.train
 
     @property
-    def held_out(self) -> ClientShards:
+    def held_out(self) -> FlatShards:
         """Validation examples of each client; empty shards if ``client_val_fraction`` is 0."""
         return self._roles.validation
 
-    def held_out_for(self, stage: str) -> ClientShards:
+    def held_out_for(self, stage: str) -> FlatShards:
         """Held-out examples of each client for a stage, ``validation`` or ``test``."""
         return self._roles.test if stage == "test" else self._roles.validation
 
@@ -336,7 +360,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the partition, i.e. of every client's training examples."""
-        return partition_fingerprint(self.clients.flat)
+        return partition_fingerprint(self.clients)
 
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
@@ -348,40 +372,46 @@ class FederatedDataModule(ForwardingDataModule):
             labels = self._classes if are_classes(self._classes) else None
         except ConfigurationError:  # a partition by labels has raised it before
             labels = None
-        return PartitionSummary.of(self.clients.flat, labels, max_clients=MAX_CLIENTS_COUNTED)
+        return PartitionSummary.of(self.clients, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """Function from indices, shape (B,), to a training batch."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
-            read = self._poisoned(read)
+            attackers, poison = self._poison
+            read = changed_reader(
+                read,
+                attackers,
+                lambda inputs, labels, *_: poison.change(inputs, labels),
+                "attackers.poison",
+                "use attackers.forge",
+            )
         return (
             SearchHalf(self._roles.train, self._roles.search).paired(read)
             if self.search_fraction
             else read
         )
 
-    def _poisoned(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        assert self._poison is not None
-        clients, poison, seed = self._poison
-        total = len(self._examples)
-        chosen = poisoned_examples(self._roles.learning, clients, poison.share, total, seed)
-        return poisoned_reader(read, chosen, poison)
-
     @cached_property
-    def _owners(self) -> npt.NDArray[np.int64]:
+    def _owners(self) -> Tensor:
         """Client of each example, shape (N,); -1 for no client."""
         roles = self._roles
-        shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
-        return owners_of(shards, len(self._examples))
+        shards = (roles.learning, roles.validation, roles.test)
+        return owners_of(shards, self._num_stored)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
-        examples, own = self._examples, self.example_transforms
-        if own:
-            return examples.changed(own, lambda: self._owners, self.seed, augmented=augmented)
-        return examples.read if augmented else examples.read_for_evaluation
+        read = example_reader(self._loader, augmented=augmented)
+        if not self.example_transforms:
+            return read
+        return changed_reader(
+            read,
+            self._owners,
+            transforms_of(self.example_transforms, self.seed),
+            "data.example_transforms",
+            "transform examples in the data set",
+        )
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         transforms = self.fitted_transforms
@@ -398,22 +428,27 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if attackers share an example with others, who would train on it as well.
         """
-        check_apart(self._roles.learning, clients)
-        if poison is not None and len(clients) and are_classes(self._classes):
-            batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
-            check_poison(batch, self._classes, poison)
-        self._poison = None if poison is None else (list(clients), poison, seed)
+        self._poison = None
+        if poison is not None:
+            learning, total = self._roles.learning, self._num_stored
+            attackers = poisoned_examples(learning, clients, poison.share, total, seed)
+            if len(clients) and are_classes(self._classes):
+                batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
+                check_poison(batch, self._classes, poison)
+            self._poison = attackers, poison
         self.__dict__.pop("train_batch", None)
 
     @property
     def reads_by_index(self) -> bool:
         """True if a batch is a selection of rows in memory that is equal at every reading."""
-        return self._examples.reads_by_index and not self.example_transforms
+        loader = self._loader
+        return reads_by_index(loader.dataset, loader.collate_fn) and not self.example_transforms
 
     @property
     def has_own_collate(self) -> bool:
         """True if the source has a collate function of its own."""
-        return self._examples.has_own_collate
+        dataset, collate = self.train_dataset, self._loader.collate_fn
+        return collate is not default_collate and not gathers(dataset, collate)
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""

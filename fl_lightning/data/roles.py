@@ -22,14 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import read_column
-from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import Partition
-from fl_lightning.data.shards import ClientShards
-from fl_lightning.data.training_set import TrainingSet
+from fl_lightning.data.shards import FlatShards
 
 # largest held-out share of a client's examples, so that a tenth is left for training
 _MOST_HELD_OUT = 0.9
@@ -48,20 +47,20 @@ class Roles:
 
     Example:
         >>> import numpy as np
-        >>> roles = Roles.of(ClientShards([np.arange(10)]), validation=0.2, test=0.3, seed=0)
+        >>> roles = Roles.of(FlatShards.of([np.arange(10)]), validation=0.2, test=0.3, seed=0)
         >>> [len(shards[0]) for shards in (roles.train, roles.validation, roles.test)]
         [5, 2, 3]
     """
 
-    train: ClientShards
-    search: ClientShards
-    learning: ClientShards
-    validation: ClientShards
-    test: ClientShards
+    train: FlatShards
+    search: FlatShards
+    learning: FlatShards
+    validation: FlatShards
+    test: FlatShards
 
     @classmethod
     def of(
-        cls, shards: ClientShards, *, validation: float, test: float, search: float = 0.0, seed: int
+        cls, shards: FlatShards, *, validation: float, test: float, search: float = 0.0, seed: int
     ) -> Self:
         """Hold out parts of every client's examples.
 
@@ -75,7 +74,7 @@ class Roles:
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
         learning, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
-        train, searched = learning, ClientShards([])
+        train, searched = learning, FlatShards.of([])
         if search:
             train, searched = learning.hold_out(search, numpy_generator(seed, "search half"))
         return cls(train, searched, learning, validated, tested)
@@ -89,15 +88,15 @@ class Roles:
 
         Example:
             >>> import numpy as np
-            >>> roles = Roles.of(ClientShards([np.arange(4)]), validation=0.0, test=0.0, seed=0)
+            >>> roles = Roles.of(FlatShards.of([np.arange(4)]), validation=0.0, test=0.0, seed=0)
             >>> roles.placed({2: 0}, num_clients=3).train.num_examples
             array([0, 0, 4])
         """
 
-        def moved(shards: ClientShards) -> ClientShards:
+        def moved(shards: FlatShards) -> FlatShards:
             nothing = np.empty(0, np.int64)
             here = (places.get(client) for client in range(num_clients))
-            return ClientShards([nothing if at is None else shards.flat[at] for at in here])
+            return FlatShards.of([nothing if at is None else shards[at] for at in here])
 
         parts = (self.train, self.search, self.learning, self.validation, self.test)
         return type(self)(*(moved(part) if len(part) else part for part in parts))
@@ -136,12 +135,12 @@ class SearchHalf:
 
     Example:
         >>> import numpy as np
-        >>> halves = SearchHalf(ClientShards([np.array([4, 0])]), ClientShards([np.array([2])]))
+        >>> halves = SearchHalf(FlatShards.of([np.array([4, 0])]), FlatShards.of([np.array([2])]))
         >>> halves.partners(torch.tensor([0, 4]))
         tensor([2, 2])
     """
 
-    def __init__(self, training: ClientShards, search: ClientShards) -> None:
+    def __init__(self, training: FlatShards, search: FlatShards) -> None:
         sizes, num_partners = training.num_examples, search.num_examples
         lonely = ((sizes > 0) & (num_partners == 0)).nonzero()[0]
         if len(lonely):
@@ -150,8 +149,8 @@ class SearchHalf:
                 "client, one for the weights and one for the choices: use a partition that gives "
                 "each client more"
             )
-        mine = torch.from_numpy(training.flat.indices).long()
-        theirs = torch.from_numpy(search.flat.indices).long()
+        mine = torch.from_numpy(training.indices).long()
+        theirs = torch.from_numpy(search.indices).long()
         if len(mine.unique()) < len(mine) or len(theirs.unique()) < len(theirs):
             raise ConfigurationError(
                 "search_fraction: some examples belong to several clients: use a partition whose shards "
@@ -174,7 +173,8 @@ class SearchHalf:
 
 
 def divide(
-    examples: TrainingSet,
+    dataset: Dataset[Any],
+    drawn: Tensor | None,
     partition: Partition,
     num_clients: int | None,
     classes: Callable[[], npt.NDArray[Any]],
@@ -183,7 +183,8 @@ def divide(
     """Divide the examples that the training loader draws among the clients.
 
     Args:
-        examples: the training examples.
+        dataset: the training data set.
+        drawn: indices of the examples that are drawn, shape (M,); None for all.
         partition: the rule.
         num_clients: number of clients; None if the partition determines it.
         classes: returns one label per example of the data set, for partitions that read labels.
@@ -192,11 +193,11 @@ def divide(
     Raises:
         ConfigurationError: if there is no number of clients, or the partition is impossible.
     """
-    name, drawn = type(partition).__name__, examples.drawn.indices
-    if not len(examples.indices):
+    name = type(partition).__name__
+    if not len(dataset if drawn is None else drawn):  # type: ignore[arg-type]
         raise ConfigurationError("the source has no training examples: there is nothing to divide")
     owners = getattr(partition, "attribute", None)
-    column = _column(examples, partition, classes)
+    column = _column(dataset, partition, classes)
     if drawn is not None:
         column = column[drawn.numpy()]
     if num_clients is None and owners is not None:
@@ -215,17 +216,19 @@ def divide(
             f"got {last}"
         )
     # the partition's indices count only the drawn examples
-    return shards if drawn is None else FlatShards(drawn.numpy()[shards.indices], shards.sizes)
+    return (
+        shards if drawn is None else FlatShards(drawn.numpy()[shards.indices], shards.num_examples)
+    )
 
 
 def _column(
-    examples: TrainingSet, partition: Partition, classes: Callable[[], npt.NDArray[Any]]
+    dataset: Dataset[Any], partition: Partition, classes: Callable[[], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
     """Return what a partition reads, one value per example of the data set."""
     if (owners := getattr(partition, "attribute", None)) is not None:
-        return read_column(examples.dataset, owners, "partition.attribute")
+        return read_column(dataset, owners, "partition.attribute")
     if not getattr(partition, "uses_labels", True):
-        return np.zeros(len(examples), np.int8)
+        return np.zeros(len(dataset), np.int8)  # type: ignore[arg-type]
     labels = classes()
     if labels.ndim > 1:
         raise ConfigurationError(

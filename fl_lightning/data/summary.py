@@ -7,17 +7,16 @@ It is 0 for a client with one class and log2(C) for one with C classes in equal 
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.partitions.flat_shards import BLOCK, FlatShards
+from fl_lightning.data.shards import BLOCK, FlatShards
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ MAX_CLIENTS_SHOWN = 200  # with more, rows would be thinner than about two pixel
 MAX_TICKS = 12
 
 
-def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
+def partition_fingerprint(shards: Sequence[Any]) -> str:
     """Hash of all clients' examples and their order.
 
     Example:
@@ -37,7 +36,7 @@ def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
     """
     flat = FlatShards.of(shards)
     digest = blake2b(digest_size=16)
-    digest.update(flat.sizes.astype("<i8").tobytes())
+    digest.update(flat.num_examples.astype("<i8").tobytes())
     for start in range(0, len(flat.indices), BLOCK):  # saves a copy with eight bytes per index
         digest.update(flat.indices[start : start + BLOCK].astype("<i8").tobytes())
     return digest.hexdigest()
@@ -71,7 +70,7 @@ class PartitionSummary:
     @classmethod
     def of(
         cls,
-        shards: Sequence[np.ndarray],
+        shards: Sequence[Any],
         labels: np.ndarray | None,
         *,
         max_clients: int | None = None,
@@ -93,14 +92,14 @@ class PartitionSummary:
         clients = _evenly_spaced(len(flat), max_clients or len(flat))
         if labels is None:
             counts = np.zeros((len(clients), 0), np.int64)
-            return cls(counts, np.empty(0), partition_fingerprint(flat), clients, flat.sizes)
+            return cls(counts, np.empty(0), partition_fingerprint(flat), clients, flat.num_examples)
         classes, column = np.unique(labels, return_inverse=True)
-        counted = flat if len(clients) == len(flat) else FlatShards.of([flat[i] for i in clients])
-        row = np.repeat(np.arange(len(clients)), counted.sizes)
-        cell = row * len(classes) + column[counted.indices]
+        indices, num_counted = flat.take(clients)
+        row = np.repeat(np.arange(len(clients)), num_counted)
+        cell = row * len(classes) + column[indices]
         counts = np.bincount(cell, minlength=len(clients) * len(classes))
         counts = counts.reshape(len(clients), -1)
-        return cls(counts, classes, partition_fingerprint(flat), clients, flat.sizes)
+        return cls(counts, classes, partition_fingerprint(flat), clients, flat.num_examples)
 
     @property
     def classes_per_client(self) -> np.ndarray:
@@ -148,21 +147,15 @@ class PartitionSummary:
 
     def save(self, path: str | Path) -> None:
         """Write a CSV with one row per counted client; missing folders are created."""
+        import pandas  # half a second to import
+
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        header = ["client", "num_examples", "num_classes", "label_entropy_bits"]
-        columns = zip(
-            self.clients.tolist(),
-            self.sizes[self.clients].tolist(),
-            self.classes_per_client.tolist(),
-            self.label_entropy.tolist(),
-            self.counts.tolist(),
-            strict=True,
-        )
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(header + [f"class_{name}" for name in self.classes.tolist()])
-            for client, size, num_classes, entropy, counts in columns:
-                writer.writerow([client, size, num_classes, f"{entropy:.6f}", *counts])
+        table = pandas.DataFrame(self.counts, columns=[f"class_{name}" for name in self.classes])
+        table.insert(0, "client", self.clients)
+        table.insert(1, "num_examples", self.sizes[self.clients])
+        table.insert(2, "num_classes", self.classes_per_client)
+        table.insert(3, "label_entropy_bits", self.label_entropy)
+        table.to_csv(path, index=False, float_format="%.6f")
 
     def figure(self) -> Figure:
         """Draw the examples per client and class, and beside them the clients' sizes.

@@ -1,4 +1,4 @@
-"""The examples behind a source's training loader, and its settings that clients reproduce.
+"""The examples that a source's training loader draws, and their batches.
 
 The loader's sampler draws           clients draw
     all examples, in any order         all of their own, shuffled
@@ -12,11 +12,9 @@ Any other sampler is rejected by name, because it would be silently ignored othe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -31,102 +29,22 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    default_collate,
 )
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.client_examples import ExampleTransform, changed_reader
-from fl_lightning.data.shards import batch_reader, gathers, reads_by_index
+from fl_lightning.data.shards import batch_reader
 
 # samplers that draw one example at a time
 _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
-class TrainingSet:
-    """The examples behind a training loader, by index.
+def check_loader(loader: Any, method: str) -> None:
+    """Raise ConfigurationError if a loader's examples cannot be divided and read by index.
 
     Args:
         loader: result of a data module's ``train_dataloader``.
-        source: name of the data module, for errors.
-        ignore_sampler: use all examples, once each, for any sampler of the loader.
-
-    Raises:
-        ConfigurationError: if it is not one loader over a map-style data set, or clients cannot
-            reproduce its sampler.
-
-    Attributes:
-        dataset: map-style data set of N examples.
-        drawn: the examples that the sampler draws, and their weights.
-
-    Example:
-        >>> examples = TrainingSet(DataLoader(range(10), batch_size=4), "Digits")
-        >>> len(examples), examples.batch_size, examples.read(torch.tensor([7, 2]))
-        (10, 4, tensor([7, 2]))
+        method: its name, for errors.
     """
-
-    def __init__(self, loader: Any, source: str, *, ignore_sampler: bool = False) -> None:
-        _check_loader(loader, f"{source}.train_dataloader()")
-        self._loader: DataLoader[Any] = loader
-        self.dataset: Dataset[Any] = loader.dataset
-        self.drawn = Drawn() if ignore_sampler else drawn_examples(loader, source)
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    @cached_property
-    def indices(self) -> Tensor:
-        """The examples that are drawn, shape (M,)."""
-        chosen = self.drawn.indices
-        return torch.arange(len(self)) if chosen is None else chosen
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples per batch, or None if the loader has no such option."""
-        size = loader_option(self._loader, "batch_size")
-        return None if size is None else int(size)
-
-    @property
-    def drop_last(self) -> bool:
-        """True if a smaller last batch is dropped."""
-        return bool(loader_option(self._loader, "drop_last"))
-
-    @property
-    def read(self) -> Callable[[Tensor], Any]:
-        """Function from indices, shape (B,), to the loader's batch of them."""
-        loader = self._loader
-        return batch_reader(self.dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
-
-    @property
-    def read_for_evaluation(self) -> Callable[[Tensor], Any]:
-        """Function from indices to the loader's batch, without augmentation if possible."""
-        return evaluation_reader(self._loader)
-
-    def changed(
-        self,
-        transforms: Sequence[ExampleTransform],
-        owners: Callable[[], npt.NDArray[np.int64]],
-        seed: int,
-        *,
-        augmented: bool,
-    ) -> Callable[[Tensor], Any]:
-        """Return a function from indices, shape (B,), to a batch of transformed examples."""
-        dataset = self.dataset if augmented else without_augmentation(self.dataset)
-        return changed_reader(self._loader, dataset, transforms, owners, seed)
-
-    @property
-    def reads_by_index(self) -> bool:
-        """True if a batch is a selection of rows in memory that is equal at every reading."""
-        return reads_by_index(self.dataset, self._loader.collate_fn)
-
-    @property
-    def has_own_collate(self) -> bool:
-        """True if the source has a collate function of its own."""
-        collate = self._loader.collate_fn
-        return collate is not default_collate and not gathers(self.dataset, collate)
-
-
-def _check_loader(loader: Any, method: str) -> None:
-    """Raise ConfigurationError if a loader's examples cannot be divided and read by index."""
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set, got several "
@@ -288,17 +206,22 @@ def loader_option(loader: DataLoader[Any], name: str) -> Any:
     return next((value for place in places if (value := getattr(place, name, None))), None)
 
 
-def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
-    """Return a function from indices, shape (B,), to a batch, without augmentation if possible.
+def example_reader(loader: DataLoader[Any], *, augmented: bool = False) -> Callable[[Tensor], Any]:
+    """Return a function from indices, shape (B,), to a batch of the loader.
 
-    It is possible if the data set has a method ``evaluation`` that returns the set without augmentation.
+    Without augmentation if possible, i.e. if the data set has a method ``evaluation`` that returns the set
+    without it.
+
+    Args:
+        loader: loader over a map-style data set.
+        augmented: whether examples may be augmented.
 
     Example:
         >>> import torch
-        >>> evaluation_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
+        >>> example_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
         tensor([6., 4.], dtype=torch.float64)
     """
-    dataset = without_augmentation(loader.dataset)
+    dataset = loader.dataset if augmented else without_augmentation(loader.dataset)
     # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
     return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 

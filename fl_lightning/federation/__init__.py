@@ -5,7 +5,7 @@ This is the room's door: what other rooms use stands here, and they import nothi
 
 from fl_lightning.federation.checkpoints.files import LAST as LAST
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO as AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.memory import RunMemory as RunMemory
+from fl_lightning.federation.checkpoints.files import RunMemory as RunMemory
 from fl_lightning.federation.checkpoints.resumption import check_checkpoint as check_checkpoint
 from fl_lightning.federation.checkpoints.resumption import clean_up_after as clean_up_after
 from fl_lightning.federation.checkpoints.resumption import find_run as find_run
@@ -72,7 +72,7 @@ from fl_lightning.federation.stages.asynchrony import Arrivals as Arrivals
 from fl_lightning.federation.stages.asynchrony import KeptVersions as KeptVersions
 from fl_lightning.federation.stages.attackers import Attackers as Attackers
 from fl_lightning.federation.stages.client_masks import MaskOfClient as MaskOfClient
-from fl_lightning.federation.stages.secure_rounds import SecureRounds as SecureRounds
+from fl_lightning.federation.stages.transport import SecureRounds as SecureRounds
 from fl_lightning.federation.stages.transport import Transport as Transport
 from fl_lightning.federation.start import Calendar as Calendar
 from fl_lightning.federation.start import begin_at_site as begin_at_site

@@ -123,11 +123,10 @@ class Federation(Options, Callback):
         record, is_open = self.rounds.record, self.rounds.server.is_open
         for part in self.rounds.stages.around_fit:
             part.round_ends(trainer, record, is_broken_off=is_open)
-        metrics = record.metrics()
+        metrics, facts, twins = record.metrics(), record.facts(), record.twins()
         in_bar = {"train/loss", *self.rounds.run.collector.prog_bar}
         shown = [name for name in metrics if name in in_bar]
-        values = metrics | record.facts()
-        log_round(trainer, values, in_progress_bar=shown, twins=record.twins())
+        log_round(trainer, metrics | facts, in_progress_bar=shown, twins=twins)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import GlobalModel
@@ -26,6 +25,9 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.server.server import Server
+
+# A rate of 0, as a part of that at the beginning: torch's cosines end at 1e-18 as well as at 0.
+_NOTHING = 1e-9
 
 
 class TravellingNumbers:
@@ -49,13 +51,11 @@ class TravellingNumbers:
         self._note_where_it_is_kept()
 
     def follow_masks(self) -> None:
-        """Move to other coordinates if masks have changed; not inside a round.
+        """Move to the coordinates of new masks; not inside a round.
 
         Raises:
             ConfigurationError: if they may not change.
         """
-        if not self._local.has_new_masks:
-            return
         before, kept = self._local.space, self.is_kept_by_lightning
         self._clients.renew_space()
         after = self._local.space
@@ -117,7 +117,7 @@ class FitRounds:
         )
         self.clients.lose = self._round.raise_or_skip
         self._meeting = Meeting(run)
-        self._has_come = self._cost_is_told = False
+        self._is_under_way = self._cost_is_told = False
 
     @property
     def record(self) -> RoundRecord:
@@ -133,25 +133,50 @@ class FitRounds:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Of
                 several processes all raise it, when they meet.
         """
-        began = time.perf_counter()
-        if not self._has_begun and self.clients.settle_state(group, self.run.ranks):
-            self.travelling.follow_state()
-        self._open()
+        began, clients = time.perf_counter(), self.clients
+        is_last = self.run.trainer.is_last_batch
+        if not self._is_under_way:
+            self._begin(group)
         try:
-            with self.clients.metrics_kept_apart():
-                self.clients.settle_engine(self.server.model, group, self.run.ranks)
+            with clients.metrics_kept_apart():
+                if not clients.engine.is_settled:
+                    clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._meeting.failure is None:
                     # after an interruption some of the group are done, the last that were noted
-                    finished = set(self._round.record.finished[-len(group) :])
-                    self._round.train([client for client in group if client not in finished])
-                    self.clients.warn_of_rehearsal(self._round.record)
+                    finished = set(self._round.record.finished[-len(group.ids) :])
+                    self._round.train([client for client in group.ids if client not in finished])
+                    clients.warn_of_rehearsal(self._round.record)
+                if is_last:
+                    self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
             self._meeting.fail(failure)
         finally:
-            self.clients.restore(self.server.model)
-        if not self.run.trainer.is_last_batch:
+            clients.restore(self.server.model)
+        if not is_last:
             self.run.groups.advance()
         self._round.record.seconds += time.perf_counter() - began
+
+    def _begin(self, group: ClientGroup) -> None:
+        """Begin the present round, or go on with one that a checkpoint holds."""
+        run, server, number = self.run, self.server, self.run.trainer.current_epoch
+        if is_new := not self._is_open:
+            if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
+                self.travelling.follow_state()
+            self.follow_masks()
+        self.clients.start_round(number)  # by now, unlike earlier, Lightning has restored all
+        if is_new and self.travelling.module_has_all:  # hooks between rounds may have changed it
+            run.local.read_into(server.model)
+        if not self._cost_is_told:  # not before hooks have changed the model for the last time
+            self._cost_is_told = True
+            self._announce()
+        if is_new:
+            self._round.open(number)
+        self._is_under_way = True
+
+    @property
+    def _is_open(self) -> bool:
+        """True if the server's round is the present one; a checkpoint may hold an earlier one that was cut short."""
+        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def close_round(self) -> None:
         """Step the server and put the new model into the module.
@@ -160,65 +185,54 @@ class FitRounds:
             ClientFailure: in all processes, if a client failed in one.
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
-        self._open()  # there may have been no client
-        self._round.record, began = self._meeting.hold(self._round.record, self.server)
+        began, run = time.perf_counter(), self.run
+        if run.ranks.size > 1:
+            self._round.record, began = self._meeting.hold(self._round.record, self.server)
         self._round.step()
+        record = self._round.record
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
-            record = self._round.record  # for cohorts that choose by what it has shown of clients
-            self.run.groups.population.note(
+            run.groups.population.note(  # for cohorts that choose by what it has shown of clients
                 record.finished,
-                round_index=self.run.round_index,
+                round_index=run.trainer.current_epoch,
                 losses=record.means.by_client("train/loss"),
                 durations=record.durations,
             )
         with self.clients.metrics_kept_apart():
-            self._round.record.pooled = self.run.collector.collect_metrics()
-        self._has_come = False
-        self.run.local.end_round(self.server.model)
-        self.run.groups.advance()  # only now: a round that failed is no finished one
-        self._round.record.seconds += time.perf_counter() - began
+            record.pooled = run.collector.collect_metrics()
+        self._is_under_way = False
+        run.local.end_round(self.server.model)
+        run.groups.advance()  # only now: a round that failed is no finished one
+        record.seconds += time.perf_counter() - began
         self._round.close()
-
-    @property
-    def _has_begun(self) -> bool:
-        """True if the present round has begun; a checkpoint may hold an earlier one that was cut short."""
-        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
-
-    def _open(self) -> None:
-        self.follow_masks()
-        if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
-            self.clients.start_round(self.run.round_index)
-            self._has_come = True
-        if (
-            not self._has_begun and self.travelling.module_has_all
-        ):  # hooks between rounds may have changed it
-            self.run.local.read_into(self.server.model)
-        if not self._cost_is_told:  # not before hooks have changed the model for the last time
-            self._cost_is_told = True
-            self._announce()
-        if not self._has_begun:
-            self._round.open(self.run.round_index)
 
     def follow_masks(self) -> None:
         """Exchange other coordinates from here on if masks have changed between rounds."""
-        if not self._has_begun:
+        if self.run.local.masks.are_new and not self._is_open:
             self.travelling.follow_masks()
 
     def idle_lines(self) -> Iterator[str]:
         """Warnings before a round in which nobody trains or nothing moves."""
-        number, options = self.run.round_index, self.options
-        if num_left_out := self.run.groups.num_left_out(number):
+        number, options, groups = self.run.trainer.current_epoch, self.options, self.run.groups
+        if groups.fewest > 1 and (num_left_out := groups.num_left_out(number)):
             yield (
                 f"round {number}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
-                f"{self.run.groups.fewest} clients or more: nobody trains, the model stays as it is"
+                f"{groups.fewest} clients or more: nobody trains, the model stays as it is"
             )
         # as their schedules left them; rates that move from step to step are not known here
-        clients = () if self.run.by_step else self.run.optimizers[:1]
+        clients = () if self.run.by_step else self.run.trainer.optimizers[:1]
         pairs = [("the clients' one", each) for each in clients]
         pairs.append(("the server's", self.server.optimizer))
-        if idle := [whose for whose, optimizer in pairs if _is_zero(optimizer)]:
+        idle = [
+            whose
+            for whose, optimizer in pairs
+            if all(
+                float(group["lr"]) <= _NOTHING * float(group.get("initial_lr", 1.0))
+                for group in optimizer.param_groups
+            )
+        ]
+        if idle:
             noise = "; the noise of privacy is all that is left" if options.privacy else ""
             yield (
                 f"round {number}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
@@ -231,16 +245,6 @@ class FitRounds:
         up, down = map(sum, zip(*pairs, strict=True))
         line = cost_line(up, down, num_clients=num_clients, num_rounds=self.run.num_rounds)
         rank_zero_info(f"bytes: {line}")
-
-
-_NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as well as at 0
-
-
-def _is_zero(optimizer: Optimizer) -> bool:
-    return all(
-        float(group["lr"]) <= _NOTHING * float(group.get("initial_lr", 1.0))
-        for group in optimizer.param_groups
-    )
 
 
 def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:

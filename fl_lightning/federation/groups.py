@@ -27,7 +27,7 @@ MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
 class ClientGroup:
     """The ids of clients that train together; Lightning takes it for a batch.
 
-    No tuple, because Lightning would look for tensors among the ids, one by one.
+    No tuple and no dataclass, in which Lightning would look for tensors among the ids, one by one.
 
     Example:
         >>> group = ClientGroup([3, 5])
@@ -138,14 +138,10 @@ class RoundGroups:
         self._round = 0
         self._position = 0
         self._present: list[ClientGroup] = []
+        self.sampler = self  # where Lightning looks for `set_epoch`
 
     def __len__(self) -> int:
         return self._num_groups
-
-    @property
-    def sampler(self) -> RoundGroups:
-        """Where Lightning looks for `set_epoch`."""
-        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Say which round comes next; a round already begun goes on where it was."""
@@ -177,14 +173,13 @@ class RoundGroups:
         groups, position = self.groups(self._round), self._position
         self._present = list(groups)
         if self._restarts and 0 < position < len(groups):
-            so_far = (client for group in groups[: position + 1] for client in group)
-            groups[position] = ClientGroup(so_far)
+            groups[position] = _joined(groups[: position + 1])
         yield from groups[position:]
 
     @property
     def whole(self) -> ClientGroup:
         """All clients that this process trains in the current round."""
-        return ClientGroup(client for group in self._present for client in group)
+        return _joined(self._present)
 
     def advance(self) -> None:
         """Say that a group is done; one that was interrupted is yielded again after resuming."""
@@ -201,6 +196,10 @@ class RoundGroups:
         self._position = self._num_groups if is_done else state["position"]
 
 
+def _joined(groups: Iterable[ClientGroup]) -> ClientGroup:
+    return ClientGroup(client for group in groups for client in group.ids)
+
+
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
     """Refuse what is no cohort: somebody who is in it twice would count twice."""
     if not len(ids):
@@ -212,7 +211,7 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
             f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
         )
     first, last = ids.min(), ids.max()
-    if first < 0 or last >= population.num_clients:
+    if first < 0 or last >= len(population.num_examples):
         raise ConfigurationError(
             f"federation.cohort: {sampler}.sample must return ids from 0 to "
             f"{population.num_clients - 1}, got {first} to {last}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,7 +54,11 @@ class WorkPlan:
     def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
         """Return clients' work, each in a round; without a step if one has no examples."""
         indices, num_examples = self._clients.take(clients)
-        if self._is_one_batch(num_examples):
+        amount = self._local_work
+        num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
+        fits = num_examples.max(initial=0) <= self._batch_size
+        as_it_is = amount.examples is None and self._weights is None
+        if fits and num_passes == 1 and as_it_is:  # nobody trains on more, see `local_order`
             has_any = num_examples > 0
             order, sizes, num_steps = indices, num_examples[has_any], has_any.astype(np.int64)
         else:
@@ -71,16 +74,8 @@ class WorkPlan:
             sizes=sizes,
             num_steps=num_steps,
             rounds=np.array(rounds, np.int64),
-            root_seed=self._local_work.seed,
+            root_seed=amount.seed,
         )
-
-    def _is_one_batch(self, sizes: npt.NDArray[np.int64]) -> bool:
-        """Return whether nobody trains on more than its shard as it is, see `local_order`."""
-        amount = self._local_work
-        num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
-        fits = sizes.max(initial=0) <= self._batch_size
-        as_it_is = amount.examples is None and self._weights is None
-        return bool(fits) and num_passes == 1 and as_it_is
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
         """Return in which order a client sees its examples, and its batches' sizes."""
@@ -165,10 +160,10 @@ class WorkPlan:
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
         """Yield its batches, built when they are needed; None for one without examples."""
-        return map(self._batch, work.order.split(work.sizes))
-
-    def _batch(self, indices: Tensor) -> SizedBatch:
-        return self._data.train_batch(indices) if len(indices) else None, len(indices)
+        read: Callable[[Tensor], Any] = self._data.train_batch
+        parts = work.order.split(work.sizes)
+        read_some = read if all(work.sizes) else lambda part: read(part) if len(part) else None
+        return zip(map(read_some, parts), work.sizes, strict=True)
 
     def batches_of_steps(self, work: ClientWork) -> list[int]:
         """Return how many batches each of a client's local steps takes; none reaches over epochs."""
@@ -181,6 +176,7 @@ class WorkPlan:
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
-        left = iter(work.order.split(work.sizes))
-        for count in self.batches_of_steps(work):
-            yield [self._batch(indices) for indices in islice(left, count)]
+        batches = self.batches(work)
+        if self._local_work.accumulate == 1:
+            return zip(batches, strict=True)  # one batch each
+        return (list(islice(batches, count)) for count in self.batches_of_steps(work))

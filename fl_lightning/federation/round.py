@@ -2,31 +2,31 @@
 
     cohort → down → for every update of its clients: up → receive → the server's step
 
-Clients train wherever they are: in the module, in slots, at sites (`Clients`). What else happens in a round is
-a `Stage`; how updates become one is the server's. What goes around a round in a fit, such as masks that change between
-rounds or several processes that meet, is in `fit_rounds`.
-
-Around the loop is a `Transaction`: what a round has taken in is undone if what follows fails. Clients that train together in slots count as a whole or not at all: if
-slots meet what they cannot run, or a run is interrupted and saved, no half of a group may remain.
+Clients train wherever they are: in the module, in slots, at sites (`Clients`). What else happens in a
+round is a `Stage`. How updates become one is the server's affair. What surrounds a round in a fit, such as
+masks that change between rounds and several processes, is in `fit_rounds`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.memory import ClientMemory, Key
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
 from fl_lightning.server.server import Server
+
+# Makes a block whose updates count as a whole: those that have come are undone if it raises.
+Transaction = Callable[[], AbstractContextManager[None]]
 
 
 class Clients(Protocol):
@@ -48,7 +48,7 @@ class Clients(Protocol):
     ) -> Generator[Upload | Missing, None, None]:
         """Train clients that begin alike, and yield what they send.
 
-        Those that count as a whole tell the transaction when they begin and end.
+        Those that count as a whole are yielded inside a transaction.
         """
 
 
@@ -101,33 +101,29 @@ class Round:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        already_lost = len(self.record.lost)
-        work = self.stages.work(self.clients.work_of(cohort), self.record)  # who will send
+        record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
+        work = self.clients.work_of(cohort)
+        for stage in self.stages.having["work"]:  # who will send
+            work = stage.work(work, record)
         starts = self.stages.down(self.server.model, work)  # what they get
-        if lost := self.record.lost[already_lost:]:
-            self.record.finish(lost, num_bytes=starts[0][0].num_bytes)
+        lost = record.lost[lost_before:]
+        record.finished += lost
+        record.total_bytes_down += starts[0][0].num_bytes * len(lost)
         for start, together in starts:
-            with (
-                Transaction(self._parts, self.record, self.memory) as transaction,
-                closing(self.clients.train(start, together, transaction)) as sent_by_clients,
-            ):
-                for sent in sent_by_clients:
+            with closing(self.clients.train(start, together, self._transaction)) as updates:
+                for sent in updates:
                     if isinstance(sent, Missing):
                         self.raise_or_skip(sent.failure)
                         ended = [sent.failure.client_id]
                     else:
-                        self._receive(sent)
+                        for upload in ahead.up(sent) if ahead.having["up"] else (sent,):
+                            self.server.receive(upload.arrived)
+                            record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)
                         ended = sent.made.client_ids
-                    self.record.finish(ended, num_bytes=sent.start.num_bytes)
-                    del sent  # its memory is free for the next client
-
-        self.record.means.reductions |= self.clients.collector.reductions
-
-    def _receive(self, sent: Upload) -> None:
-        """Send updates through the stages and fold in what arrives."""
-        for upload in self.clients.stages_ahead.up(sent):
-            self.server.receive(upload.arrived)
-            self.record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)
+                    record.finished += ended
+                    record.total_bytes_down += sent.start.num_bytes * len(ended)
+                    sent = upload = None  # type: ignore[assignment]  # free for the next client
+        record.means.reductions |= self.clients.collector.reductions
 
     def raise_or_skip(self, failure: ClientFailure) -> None:
         """Note why a client's update cannot be used, or raise it."""
@@ -143,34 +139,50 @@ class Round:
         Raises:
             RoundFailure: if too few clients sent a valid update, or none has trained.
         """
-        self._check_replies()
+        record = self.record
+        for client in sorted(record.skipped) if not self.stages.hides_clients else ():
+            rank_zero_warn(f"skipped: {record.skipped[client]}")
+        if record.finished and self.server.num_replies < self._min_replies:
+            raise RoundFailure(
+                f"round {self.server.round_index}: {self.server.num_replies} of {len(record.finished)} "
+                f"clients sent a valid update, min_replies is {self._min_replies}"
+            )
         for stage in self.stages.having["settle"]:
             stage.settle(self.record, self._processes)
         self.memory.commit()
-        has_replies = self.server.num_replies > 0
-        self.record.update_norm = float(self.server.close_round(self.stages.on_server))
-        if has_replies and not self.record.update_norm and not self.record.means.names:
+        has_replies, having = self.server.num_replies > 0, self.stages.having
+        change = self.stages.on_server if having["on_server"] else None
+        record.update_norm = float(self.server.close_round(change))
+        if has_replies and not record.update_norm and not record.means.names:
             raise RoundFailure(
                 f"round {self.server.round_index}: no client has a loss, and the model has not moved: "
                 "have training_step return the loss of a batch; None skips the batch"
             )
-        for stage in self.stages.having["stepped"]:
+        for stage in having["stepped"]:
             stage.stepped(self.server.model.params)
-
-    def _check_replies(self) -> None:
-        record, wanted = self.record, self._min_replies
-        for client in sorted(record.skipped) if not self.stages.hides_clients else ():
-            rank_zero_warn(f"skipped: {record.skipped[client]}")
-        if record.num_sampled and self.server.num_replies < wanted:
-            raise RoundFailure(
-                f"round {self.server.round_index}: {self.server.num_replies} of "
-                f"{record.num_sampled} clients sent a valid update, min_replies is {wanted}"
-            )
 
     def close(self) -> None:
         """End the round."""
         for stage in self.stages.having["close"]:
             stage.close(self.record)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Undoes the updates that have come inside this block if it raises.
+
+        Clients that train together in slots count as a whole or not at all: if slots meet what they cannot
+        run, or a run is interrupted and saved, no half of a group may remain.
+        """
+        states = [_copied(part.round_state()) for part in self._parts]
+        noted, waiting = self.record.state_dict(), self.memory.waiting_keys
+        try:
+            yield
+        except BaseException:  # also an interruption, after which a checkpoint may follow
+            for part, state in zip(self._parts, states, strict=True):
+                part.load_round_state(state)
+            self.record.load_state_dict(noted)
+            self.memory.discard(keep=waiting)
+            raise
 
 
 @runtime_checkable
@@ -182,50 +194,6 @@ class HasRoundState(Protocol):
 
     def load_round_state(self, state: Any) -> None:
         """Restore what `round_state` returned."""
-
-
-class Transaction:
-    """Undoes the updates that came since `begin` if its block raises; without `begin` it does nothing.
-
-    Args:
-        parts: what changes while updates come: the server, the stages.
-        record: of the round.
-        memory: what clients remember.
-    """
-
-    def __init__(
-        self, parts: Sequence[HasRoundState], record: RoundRecord, memory: ClientMemory
-    ) -> None:
-        self._parts, self._record, self._memory = parts, record, memory
-        self._has_begun = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:  # also an interruption, after which a checkpoint may follow
-            self.roll_back()
-
-    def begin(self) -> None:
-        """Start a transaction: what follows counts wholly or not at all."""
-        self._states = [_copied(part.round_state()) for part in self._parts]
-        self._noted = self._record.state_dict()
-        self._waiting: frozenset[Key] = self._memory.waiting_keys
-        self._has_begun = True
-
-    def commit(self) -> None:
-        """Make what has arrived count."""
-        self._has_begun = False
-
-    def roll_back(self) -> None:
-        """Undo what came since `begin`, if it was called and not followed by `commit`."""
-        if not self._has_begun:
-            return
-        for part, state in zip(self._parts, self._states, strict=True):
-            part.load_round_state(state)
-        self._record.load_state_dict(self._noted)
-        self._memory.discard(keep=self._waiting)
-        self._has_begun = False
 
 
 def _copied(state: Any) -> Any:

@@ -56,16 +56,6 @@ class RoundRecord:
     bytes_up_of_absent: int = 0
     is_withheld: bool = False
 
-    @property
-    def num_sampled(self) -> int:
-        """Clients that were asked."""
-        return len(self.finished)
-
-    @property
-    def num_skipped(self) -> int:
-        """Those whose update could not be used."""
-        return len(self.skipped)
-
     def add(self, updates: Updates, *, num_bytes: int, error: Tensor | None = None) -> None:
         """Add clients' metrics, and the norms and sizes of their updates.
 
@@ -96,11 +86,6 @@ class RoundRecord:
         self.means.merge(other.means)
         self.norms.merge(other.norms)
 
-    def finish(self, clients: list[int], *, num_bytes: int) -> None:
-        """Count clients that have ended, with or without an update."""
-        self.finished += clients
-        self.total_bytes_down += num_bytes * len(clients)
-
     def withhold(self) -> None:
         """Forget everything about clients that no noise covers."""
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
@@ -113,7 +98,7 @@ class RoundRecord:
 
     def metrics(self) -> dict[str, float]:
         """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""
-        return {name: self.means.reduced(name) for name in self.means.names} | self.pooled
+        return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
         """Names of the loss that training returned, if the module logs the same numbers under its own name."""
@@ -135,36 +120,28 @@ class RoundRecord:
         """
         if self.is_withheld:
             return {"round/update_norm": self.update_norm, **self.privacy}
-        num_replies = self.num_sampled - self.num_skipped - len(self.lost)
-        return {
-            "round/cohort_size": float(self.num_sampled),
-            "round/skipped": float(self.num_skipped),
+        num_sampled = len(self.finished)
+        num_replies = num_sampled - len(self.skipped) - len(self.lost)
+        facts = {
+            "round/cohort_size": float(num_sampled),
+            "round/skipped": float(len(self.skipped)),
             "round/update_norm": self.update_norm,
             "round/seconds": self.seconds,
             "round/bytes_up": (self.total_bytes_up - self.bytes_up_of_absent) / max(1, num_replies),
-            "round/bytes_down": self.total_bytes_down / max(1, self.num_sampled),
+            "round/bytes_down": self.total_bytes_down / max(1, num_sampled),
             "round/total_bytes_up": float(self.total_bytes_up),
             "round/total_bytes_down": float(self.total_bytes_down),
-            **self._virtual_time(),
-            **self.privacy,
-            **self.more,
-            **{name: self.norms.mean(name) for name in self.norms.names},
-            **{f"{name}_std": self.means.std(name) for name in self.means.names},
         }
+        if self.ended_at is not None:
+            facts["round/lost"] = float(len(self.lost))
+            facts["round/virtual_seconds"] = self.ended_at - self.began_at
+            facts["round/total_virtual_seconds"] = self.ended_at
+        return facts | self.privacy | self.more | self.norms.reduced() | self.means.stds()
 
     def unprotected_names(self) -> set[str]:
         """Return the names of metrics and facts that depend on clients and have no noise."""
         protected = self.privacy.keys() - {"privacy/clip_fraction"} | {"round/update_norm"}
         return (self.metrics().keys() | self.facts().keys()) - protected
-
-    def _virtual_time(self) -> dict[str, float]:
-        if self.ended_at is None:
-            return {}
-        return {
-            "round/lost": float(len(self.lost)),
-            "round/virtual_seconds": self.ended_at - self.began_at,
-            "round/total_virtual_seconds": self.ended_at,
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and tensors, which do not change with the record."""

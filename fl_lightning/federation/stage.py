@@ -31,6 +31,7 @@ from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
+from fl_lightning.updates.message import bytes_down
 
 # Traits of a stage that says nothing of itself.
 _UNKNOWN = Traits(
@@ -58,7 +59,7 @@ class Start(NamedTuple):
         model: what they are sent.
         present: the server's model when their updates arrive.
         staleness: how many steps the server took between; 0 in a synchronous round.
-        num_bytes: of what is sent to one of them.
+        num_bytes: of what is sent to one of them; a stage that changes it corrects this.
         options: of their optimizers, as schedules had left them in the round of that model; None for those
             of this round.
     """
@@ -112,7 +113,7 @@ class Upload(NamedTuple):
         start: what the clients began from.
         made: as the clients made them.
         arrived: what has become of them so far.
-        num_bytes: of each one's message so far.
+        num_bytes: of each one's message; a stage that changes it corrects this.
         error: how far the arrived one is from the one that was made, as a part of it, where it is
             one that was compressed.
     """
@@ -370,15 +371,10 @@ class Stages(Iterable[Stage]):
         """Return those that come ahead of one."""
         return Stages(self._stages[: self._stages.index(stage)])
 
-    def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work that clients finish, stage by stage."""
-        for stage in self.having["work"]:
-            work = stage.work(work, record)
-        return work
-
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the clients' starts, made from the server's model."""
-        found = [(Start(model, model), work)]
+        num_bytes = bytes_down(model.params, model.buffers)
+        found = [(Start(model, model, num_bytes=num_bytes), work)]
         for stage in self.having["down"]:
             found = [piece for start, some in found for piece in stage.down(start, some)]
         return found

@@ -1,43 +1,53 @@
 """What the server tells a site, an `Order`, and what the site tells the server, an `Answer`.
 
 Both check themselves when they are made: what can be made can be sent and read, and what is read is
-what was made. Equal messages have equal bytes, see `fl_lightning.core.container`.
+what was made, see `fl_lightning.flower.documents`. Equal messages have equal bytes, see
+`fl_lightning.core.container`.
 
 An answer names its order by the `digest` of the order's bytes. An order that is repeated, byte for
 byte, is the same order: its answer counts once.
+
+Why a site, or one of its clients, has no result: a category and an id, under which the site's own log has the
+exception. An exception's text may show examples, paths or names of people.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
-from fl_lightning.core.container import form_of, read, scalar_of, scalar_text, write
+from fl_lightning.core.container import form_of, read, write
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import (
     MessageError,
     check_choice,
-    check_form,
     check_hex,
-    check_names,
     check_number,
-    check_options,
-    check_string,
     check_whole,
-    fields_of,
     shown,
 )
-from fl_lightning.flower.failures import CATEGORIES, Failure
+from fl_lightning.flower.class_paths import Refused
+from fl_lightning.flower.documents import (
+    Number,
+    Options,
+    Real,
+    Tensors,
+    check_fields,
+    document_of,
+    read_document,
+)
 
 __all__ = [
     "CATEGORIES",
-    "JSON",
     "KINDS",
     "Answer",
     "ClientAnswer",
@@ -45,34 +55,105 @@ __all__ = [
     "Kind",
     "MessageError",
     "Order",
+    "OrderRefused",
+    "category_of",
     "check_site",
     "digest",
     "package_version",
 ]
 
-
-OWN_VERSION = "fl_lightning"
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _PLACE = re.compile(r"stage/[^/]+/.+", re.DOTALL)
+CATEGORIES = {
+    "message": "the order could not be read",
+    "size": "the order is larger than the site allows",
+    "policy": "the site does not allow what the order asks for",
+    "run": "the site is in another run",
+    "configuration": "the site agreed to another configuration",
+    "mask": "the site has another mask, or none yet",
+    "round": "the site has answered this round, or a later one, to an order with other content: go on from "
+    "the run's last checkpoint with the same configuration, or start a new run",
+    "sum": "the site has no part in this secure sum, was started again since, or would tell too much",
+    "clients": "a client that was asked is not at the site",
+    "model": "the order's model does not fit the site's",
+    "setup": "the site cannot run this configuration",
+    "data": "the site's data could not be read",
+    "training": "training raised an error",
+    "not_finite": "a loss or an update is not finite",
+    "examples": "a client has no examples",
+    "memory": "there was not enough memory",
+    "disk": "the site's disk is full or cannot be written to",
+    "busy": "the site is at another order",
+    "stopped": "the site is being stopped",
+    "lost": "the site's process ended without a word",
+    "other": "something that has no category",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result.
+
+    Attributes:
+        category: one of `CATEGORIES`.
+        id: 16 hexadecimal digits, drawn at random, to be found in the site's log.
+
+    Example:
+        >>> Failure("training", "0123456789abcdef").sentence
+        "training raised an error; the site's log has more under 0123456789abcdef"
+    """
+
+    category: Annotated[str, partial(check_choice, choices=CATEGORIES)]
+    id: Annotated[str, partial(check_hex, digits=16)] = field(
+        default_factory=lambda: secrets.token_hex(8)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def sentence(self) -> str:
+        """For people at the server."""
+        return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"
+
+
+class OrderRefused(Exception):  # noqa: N818 - nothing broke
+    """A site does not follow an order.
+
+    Args:
+        category: of the failure that the server is told.
+        reason: for the site's own log.
+    """
+
+    def __init__(self, category: str, reason: str) -> None:
+        super().__init__(reason)
+        self.category = category
+
+
+def category_of(error: BaseException) -> str:
+    """Return what may be said of an error outside of the site.
+
+    Example:
+        >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
+        ('memory', 'disk')
+    """
+    if isinstance(error, OrderRefused):
+        return error.category
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "disk"
+    if isinstance(error, Refused):
+        return "policy"
+    if isinstance(error, (ConfigurationError, SystemExit)):
+        return "setup"
+    return "other"
 
 
 @cache
 def package_version() -> str:
     """Return the version of fl_lightning that runs here."""
     return version("fl_lightning")
-
-
-def check_version(found: object, where: str) -> None:
-    """Refuse messages of another version of the package, whose rules may be others.
-
-    Raises:
-        MessageError: with both versions.
-    """
-    if found != package_version():
-        raise MessageError(
-            f"the {where} has fl_lightning {shown(found)}, here it is {package_version()!r}: "
-            "install the same version at the server and the sites"
-        )
 
 
 def check_site(name: Any) -> str:
@@ -93,14 +174,125 @@ the first a letter or digit, got '../etc'
     return name
 
 
-def check_clients(clients: Any) -> None:
+def _check_clients(what: str, clients: Any) -> None:
     """Refuse what is not a tuple of different clients."""
     if type(clients) is not tuple:
-        raise MessageError(f"clients must be a tuple, got {shown(clients)}")
+        raise MessageError(f"{what} must be a tuple, got {shown(clients)}")
     for client in clients:
-        check_whole("clients: each", client)
+        check_whole(f"{what}: each", client)
     if len(set(clients)) < len(clients):
-        raise MessageError(f"clients must be different, got {shown(clients)}")
+        raise MessageError(f"{what} must be different, got {shown(clients)}")
+
+
+Site = Annotated[str, lambda what, name: check_site(name)]
+Clients = Annotated[tuple[int, ...], _check_clients]
+Digest = Annotated[str, partial(check_hex, digits=64)]
+Kind = Literal["hello", "calibrate", "train", "sum", "evaluate", "stop"]
+KINDS: tuple[str, ...] = get_args(Kind)
+NO_RUN = "0" * 32
+
+
+def digest(content: bytes) -> str:
+    """Return the SHA-256 of an order's bytes, by which its answer names it."""
+    return hashlib.sha256(content).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Message:
+    """Common part of orders and answers.
+
+    Attributes:
+        run: 32 hexadecimal digits, of this run, also after it was resumed.
+        round: of the run, ≥ 0, with every order.
+        options: of stages, plain JSON.
+        tensors: by name; on the CPU.
+        version: of the package, whose rules may be others in another one.
+
+    Raises:
+        MessageError: for values out of range.
+    """
+
+    NAME: ClassVar[str]
+    run: Annotated[str, partial(check_hex, digits=32)]
+    round: Number
+    options: Options = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
+    version: str = field(default_factory=lambda: package_version())
+
+    def __post_init__(self) -> None:
+        self._check_version(vars(self))
+        check_fields(self)
+
+    def to_bytes(self) -> bytes:
+        """Return the message as it is sent."""
+        return write(self.NAME, document_of(self), self.tensors)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, limit: int) -> Self:
+        """Return the message that was sent.
+
+        Args:
+            content: from whoever reaches this side.
+            limit: of its bytes.
+
+        Raises:
+            MessageError: if `to_bytes` cannot have made it, or in another version of the package.
+        """
+        document, tensors = read(content, cls.NAME, limit=limit)
+        cls._check_version(document)  # first: other versions may have other fields
+        return read_document(cls, document, f"an {cls.NAME}", tensors=tensors)
+
+    @classmethod
+    def _check_version(cls, told: Mapping[str, Any]) -> None:
+        found, of_site = told.get("version"), ""
+        if "site" in told:
+            of_site = f" of {check_site(told['site'])}"
+        if found != package_version():
+            raise MessageError(
+                f"the {cls.NAME}{of_site} has fl_lightning {shown(found)}, here it is "
+                f"{package_version()!r}: install the same version at the server and the sites"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Order(_Message):
+    """Order of the server to a site.
+
+    Attributes:
+        kind: ``hello`` asks for versions and clients, ``calibrate`` for scores or sums for a mask or a
+            head, ``sum`` for a stage of a secure sum, ``stop`` ends the run at the site.
+        configuration: SHA-256 of the configuration that both have.
+        clients: that are asked; at least one for ``train``.
+        counted: by client, the last round in which its answer counted, -1 for none. All clients
+            that are to train are in it: a site takes back what they remember of later rounds.
+        tensors: ``model`` (bytes as uint8, see `Packing.model`), ``stage/<key>/<name>``.
+
+    Example:
+        >>> order = Order(kind="hello", run="a" * 32, configuration="b" * 64, round=0)
+        >>> Order.from_bytes(order.to_bytes(), limit=1000).kind
+        'hello'
+    """
+
+    NAME = "order"
+    kind: Kind
+    configuration: Digest
+    clients: Clients = ()
+    counted: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for client, number in self.counted.items():
+            check_whole(f"counted: client {client}", number, -1, self.round)
+        for name in self.tensors:
+            if name != "model" and not is_stage_tensor(name):
+                raise MessageError(
+                    f"tensors of an order are model and stage/<key>/<name>, not {shown(name)}"
+                )
+        if self.kind == "train" and not self.clients:
+            raise MessageError("clients: an order to train names at least one")
+        missing = [client for client in self.clients if client not in self.counted]
+        if self.kind == "train" and missing:
+            raise MessageError(f"counted: clients {shown(missing)} are to train and not in it")
 
 
 def is_stage_tensor(name: str) -> bool:
@@ -113,136 +305,14 @@ def is_stage_tensor(name: str) -> bool:
     return _PLACE.fullmatch(name) is not None
 
 
-def tuple_of(value: Any) -> tuple[Any, ...]:
-    """Return the clients of a document, which are a list there."""
-    if type(value) is not list:
-        raise MessageError(f"clients must be a list, got {shown(value)}")
-    return tuple(value)
+def _check_steps(what: str, steps: Any) -> None:
+    check_number(what, steps)
+    if steps < 0:
+        raise MessageError(f"{what} must be ≥ 0, got {steps}")
 
 
-JSON = Any  # None, bool, int, finite float, str, list and dict of these
-Kind = Literal["hello", "calibrate", "train", "sum", "evaluate", "stop"]
-KINDS = ("hello", "calibrate", "train", "sum", "evaluate", "stop")
-
-
-def digest(content: bytes) -> str:
-    """Return the SHA-256 of an order's bytes, by which its answer names it."""
-    return hashlib.sha256(content).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Order:
-    """Order of the server to a site.
-
-    Attributes:
-        kind: ``hello`` asks for versions and clients, ``calibrate`` for scores or sums for a mask or a
-            head, ``sum`` for a stage of a secure sum, ``stop`` ends the run at the site.
-        run: 32 hexadecimal digits, of this run, also after it was resumed.
-        configuration: SHA-256 of the configuration that both have.
-        round: of the run, ≥ 0, with every order.
-        clients: that are asked; at least one for ``train``.
-        counted: by client, the last round in which its answer counted, -1 for none. All clients
-            that are to train are in it: a site takes back what they remember of later rounds.
-        options: of the optimizer and of stages, plain JSON.
-        tensors: ``model`` (bytes as uint8, see `Packing.model`), ``stage/<key>/<name>``; on the CPU.
-
-    Raises:
-        MessageError: for values out of range.
-
-    Example:
-        >>> order = Order(kind="hello", run="a" * 32, configuration="b" * 64, round=0)
-        >>> Order.from_bytes(order.to_bytes(), limit=1000).kind
-        'hello'
-    """
-
-    kind: Kind
-    run: str
-    configuration: str
-    round: int
-    clients: tuple[int, ...] = ()
-    counted: Mapping[int, int] = field(default_factory=dict)
-    options: Mapping[str, JSON] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
-        check_hex("run", self.run, 32)
-        check_hex("configuration", self.configuration, 64)
-        check_whole("round", self.round)
-        check_clients(self.clients)
-        _check_counted(self.counted, self.round)
-        check_options(self.options)
-        check_names("tensors", self.tensors)
-        for name, tensor in self.tensors.items():
-            form_of(name, tensor)
-            if name != "model" and not is_stage_tensor(name):
-                raise MessageError(
-                    f"tensors of an order are model and stage/<key>/<name>, not {shown(name)}"
-                )
-        if self.kind == "train":
-            _check_training(self.clients, self.counted)
-
-    def to_bytes(self) -> bytes:
-        """Return the order as it is sent."""
-        return write("order", self._document(), self.tensors)
-
-    @staticmethod
-    def from_bytes(content: bytes, *, limit: int) -> Order:
-        """Return the order that was sent.
-
-        Args:
-            content: from whoever reaches the site.
-            limit: of its bytes, by the site's policy.
-
-        Raises:
-            MessageError: if `to_bytes` cannot have made it, or in another version of the package.
-        """
-        document, tensors = read(content, "order", limit=limit)
-        check_version(document.get("version"), "order")
-        given = dict(fields_of(document, _ORDER_FIELDS, "an order"))
-        del given["version"]
-        given["clients"] = tuple_of(given["clients"])
-        given["counted"] = _by_client(given["counted"])
-        order = Order(**given, tensors=tensors)
-        check_form(order._document(), document)
-        return order
-
-    def _document(self) -> dict[str, JSON]:
-        return {
-            "version": package_version(),
-            "kind": self.kind,
-            "run": self.run,
-            "configuration": self.configuration,
-            "round": self.round,
-            "clients": list(self.clients),
-            "counted": {str(client): number for client, number in self.counted.items()},
-            "options": dict(self.options),
-        }
-
-
-_ORDER_FIELDS = ("version", *(f.name for f in fields(Order) if f.name != "tensors"))
-
-
-def _check_counted(counted: Any, round_index: int) -> None:
-    if not isinstance(counted, Mapping):
-        raise MessageError(f"counted must be a mapping, got {shown(counted)}")
-    for client, number in counted.items():
-        check_whole("counted: each client", client)
-        check_whole(f"counted: client {client}", number, -1, round_index)
-
-
-def _check_training(clients: tuple[int, ...], counted: Mapping[int, int]) -> None:
-    if not clients:
-        raise MessageError("clients: an order to train names at least one")
-    if missing := [client for client in clients if client not in counted]:
-        raise MessageError(f"counted: clients {shown(missing)} are to train and not in it")
-
-
-def _by_client(counted: Any) -> dict[int, Any]:
-    """Return a mapping by client; that ``"01"`` is no client, the only form shows."""
-    if type(counted) is not dict or not all(n.isascii() and n.isdigit() for n in counted):
-        raise MessageError(f"counted must be a mapping from clients, got {shown(counted)}")
-    return {int(client): number for client, number in counted.items() if len(client) < 20}
+def _check_category(what: str, category: Any) -> None:
+    check_choice(f"{what} of a client", category, CATEGORIES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -264,134 +334,66 @@ class ClientAnswer:
         MessageError: for values out of range.
     """
 
-    client: int
-    num_examples: int = 0
-    num_steps: int = 0
-    optimizer_steps: int | tuple[int, ...] | None = None
-    effective_steps: float | None = None
+    client: Number
+    num_examples: Number = 0
+    num_steps: Number = 0
+    optimizer_steps: Number | tuple[Number, ...] | None = None
+    effective_steps: Annotated[float, _check_steps] | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    facts: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
+    facts: Mapping[str, Real] = field(default_factory=dict)
+    failure: Annotated[str, _check_category] | None = None
 
     def __post_init__(self) -> None:
-        check_whole("client", self.client)
-        for name in ("num_examples", "num_steps"):
-            check_whole(name, getattr(self, name))
-        steps = self.optimizer_steps
-        for each in steps if type(steps) is tuple else () if steps is None else (steps,):
-            check_whole("optimizer_steps", each)
-        if self.effective_steps is not None:
-            check_number("effective_steps", self.effective_steps)
-            if self.effective_steps < 0:
-                raise MessageError(f"effective_steps must be ≥ 0, got {self.effective_steps}")
-        check_names("metrics", self.metrics)
-        check_names("facts", self.facts)
-        for name, metric in self.metrics.items():
-            scalar_text(name, metric)
-        for name, value in self.facts.items():
-            check_number(f"facts: {name}", value)
-        if self.failure is not None:
-            self._check_failure()
-
-    def _check_failure(self) -> None:
-        check_choice("failure of a client", self.failure, CATEGORIES)
-        for each in fields(self):
-            if each.name not in ("client", "failure") and getattr(self, each.name):
-                raise MessageError(f"a client that failed has no {each.name}")
-        if self.optimizer_steps is not None or self.effective_steps is not None:
-            raise MessageError("a client that failed has no steps")
-
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON; what a client that failed does not have is left out."""
-        if self.failure is not None:
-            return {"client": self.client, "failure": self.failure}
-        steps = self.optimizer_steps
-        return {
-            "client": self.client,
-            "num_examples": self.num_examples,
-            "num_steps": self.num_steps,
-            "optimizer_steps": list(steps) if isinstance(steps, tuple) else steps,
-            "effective_steps": self.effective_steps,
-            "metrics": {name: scalar_text(name, value) for name, value in self.metrics.items()},
-            "facts": dict(self.facts),
-        }
-
-    @staticmethod
-    def from_document(document: Any) -> ClientAnswer:
-        """Return the answer that a document is of.
-
-        Raises:
-            MessageError: if it is of none.
-        """
-        if isinstance(document, dict) and "failure" in document:
-            return ClientAnswer(**fields_of(document, ("client", "failure"), "a client's answer"))
-        given = dict(fields_of(document, _FIELDS, "a client's answer"))
-        if type(given["optimizer_steps"]) is list:
-            given["optimizer_steps"] = tuple(given["optimizer_steps"])
-        if type(given["metrics"]) is not dict:
-            raise MessageError(f"metrics must be a mapping, got {shown(given['metrics'])}")
-        given["metrics"] = {name: scalar_of(text) for name, text in given["metrics"].items()}
-        return ClientAnswer(**given)
-
-
-_FIELDS = tuple(each.name for each in fields(ClientAnswer) if each.name != "failure")
-
-
-NO_RUN = "0" * 32
+        check_fields(self)
+        if self.failure is None:
+            return
+        nothing = ClientAnswer(client=self.client)
+        for name in (each.name for each in fields(self) if each.name != "failure"):
+            if getattr(self, name) != getattr(nothing, name):
+                raise MessageError(f"a client that failed has no {name}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class Answer(_Message):
     """Answer of a site to an order.
 
     Attributes:
         kind: of the order; ``refusal`` if the order could not be read, see `refusal`.
-        run: of the order.
-        round: of the order.
         site: its name.
         order: SHA-256 of the order's bytes, see `digest`.
-        versions: of the packages at the site, fl_lightning among them.
         clients: what each client that was asked did.
-        options: of stages, plain JSON.
         tensors: ``<client>/payload`` (bytes as uint8) and ``<client>/stage/<key>/<name>`` of clients
-            that did not fail, ``stage/<key>/<name>`` of the site as a whole; on the CPU.
+            that did not fail, ``stage/<key>/<name>`` of the site as a whole.
         failure: of the order as a whole, and then there is nothing else.
-
-    Raises:
-        MessageError: for values out of range.
     """
 
-    kind: Kind | Literal["refusal"]
-    run: str
-    round: int
+    NAME = "answer"
+    kind: Literal["hello", "calibrate", "train", "sum", "evaluate", "stop", "refusal"]
     site: str
-    order: str
-    versions: Mapping[str, str] = field(default_factory=lambda: {OWN_VERSION: package_version()})
+    order: Digest
     clients: tuple[ClientAnswer, ...] = ()
-    options: Mapping[str, JSON] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, (*KINDS, "refusal"))
-        check_hex("run", self.run, 32)
-        check_whole("round", self.round)
-        check_site(self.site)
-        check_hex("order", self.order, 64)
-        check_names("versions", self.versions)
-        for name, found in self.versions.items():
-            check_string(found, f"versions: {name}")
-        check_version(self.versions.get(OWN_VERSION), f"answer of {self.site}")
-        if type(self.clients) is not tuple or any(
-            type(c) is not ClientAnswer for c in self.clients
-        ):
-            raise MessageError(
-                f"clients must be a tuple of ClientAnswer, got {shown(self.clients)}"
-            )
-        check_clients(tuple(client.client for client in self.clients))
-        check_options(self.options)
-        self._check_tensors()
-        self._check_failure()
+        super().__post_init__()
+        _check_clients("clients", tuple(client.client for client in self.clients))
+        senders = {str(each.client) for each in self.clients if each.failure is None}
+        for name, tensor in self.tensors.items():
+            client, _, rest = name.partition("/")
+            is_payload = client in senders and rest == "payload"
+            is_known = is_stage_tensor(name) or (client in senders and is_stage_tensor(rest))
+            if not (is_payload or is_known):
+                raise MessageError(
+                    "tensors of an answer are <client>/payload and <client>/stage/<key>/<name> of "
+                    f"clients that did not fail, and stage/<key>/<name>, not {shown(name)}"
+                )
+            form = form_of(name, tensor)
+            if is_payload and (form[0], len(form[1])) != ("U8", 1):
+                raise MessageError(f"{name} must be bytes, a uint8 tensor of one dimension")
+        if self.failure is None and self.kind == "refusal":
+            raise MessageError("a refusal must have a failure")
+        if self.failure is not None and (self.clients or self.options or self.tensors):
+            raise MessageError("an answer with a failure has no clients, options or tensors")
 
     @staticmethod
     def refusal(content: bytes, *, site: str, failure: Failure) -> Answer:
@@ -423,74 +425,3 @@ class Answer:
             raise MessageError(
                 f"{self.site} answers for clients that were not asked: {shown(others)}"
             )
-
-    def to_bytes(self) -> bytes:
-        """Return the answer as it is sent."""
-        return write("answer", self._document(), self.tensors)
-
-    @staticmethod
-    def from_bytes(content: bytes, *, limit: int) -> Answer:
-        """Return the answer that was sent.
-
-        Args:
-            content: from a site, or from whoever got in its way.
-            limit: of its bytes.
-
-        Raises:
-            MessageError: if `to_bytes` cannot have made it, or in another version of the package.
-        """
-        document, tensors = read(content, "answer", limit=limit)
-        versions = document.get("versions")
-        if isinstance(versions, dict):  # first: other versions may have other fields
-            site = check_site(document.get("site"))
-            check_version(versions.get(OWN_VERSION), f"answer of {site}")
-        given = dict(fields_of(document, _ANSWER_FIELDS, "an answer"))
-        given["clients"] = tuple(map(ClientAnswer.from_document, tuple_of(given["clients"])))
-        if given["failure"] is not None:
-            given["failure"] = Failure(**fields_of(given["failure"], _FAILURE_FIELDS, "a failure"))
-        answer = Answer(**given, tensors=tensors)
-        check_form(answer._document(), document)
-        return answer
-
-    def _document(self) -> dict[str, JSON]:
-        failure = self.failure
-        return {
-            "kind": self.kind,
-            "run": self.run,
-            "round": self.round,
-            "site": self.site,
-            "order": self.order,
-            "versions": dict(self.versions),
-            "clients": [client.document() for client in self.clients],
-            "options": dict(self.options),
-            "failure": failure and {"category": failure.category, "id": failure.id},
-        }
-
-    def _check_tensors(self) -> None:
-        check_names("tensors", self.tensors)
-        senders = {str(each.client) for each in self.clients if each.failure is None}
-        for name, tensor in self.tensors.items():
-            form = form_of(name, tensor)
-            client, _, rest = name.partition("/")
-            is_payload = client in senders and rest == "payload"
-            is_known = is_stage_tensor(name) or (client in senders and is_stage_tensor(rest))
-            if not (is_payload or is_known):
-                raise MessageError(
-                    "tensors of an answer are <client>/payload and <client>/stage/<key>/<name> of "
-                    f"clients that did not fail, and stage/<key>/<name>, not {shown(name)}"
-                )
-            if is_payload and (form[0], len(form[1])) != ("U8", 1):
-                raise MessageError(f"{name} must be bytes, a uint8 tensor of one dimension")
-
-    def _check_failure(self) -> None:
-        if self.failure is None:
-            if self.kind == "refusal":
-                raise MessageError("a refusal must have a failure")
-        elif type(self.failure) is not Failure:
-            raise MessageError(f"failure must be a Failure, got {shown(self.failure)}")
-        elif self.clients or self.options or self.tensors:
-            raise MessageError("an answer with a failure has no clients, options or tensors")
-
-
-_ANSWER_FIELDS = tuple(f.name for f in fields(Answer) if f.name != "tensors")
-_FAILURE_FIELDS = ("category", "id")

@@ -21,10 +21,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, run_seed, torch_generator
-from fl_lightning.models.clustering_scores import SCORES, ClusteringScore
+
+SCORES = "homogeneity", "completeness", "v_measure", "adjusted_rand"
 
 
 class KMeans(LightningModule):
@@ -38,7 +41,6 @@ class KMeans(LightningModule):
     Args:
         num_clusters: number of clusters k ≥ 1.
         num_features: length of a vector, ≥ 1.
-        num_labels: number of classes of the labels for the evaluation; k if None.
         start: ``clients``: in the first round every client draws its start from its own examples
             (k-means++), which needs the aggregator `ClusterFedAvg`; or ``common``: standard normal draws,
             equal for all clients, for standardised features.
@@ -66,19 +68,13 @@ class KMeans(LightningModule):
         num_clusters: int,
         num_features: int,
         *,
-        num_labels: int | None = None,
         start: Literal["clients", "common"] = "clients",
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=1.0),
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        counts = {
-            "num_clusters": num_clusters,
-            "num_features": num_features,
-            "num_labels": num_labels,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
+        for name, count in {"num_clusters": num_clusters, "num_features": num_features}.items():
+            if count < 1:
                 raise ConfigurationError(f"KMeans: {name} must be at least 1, got {count}")
         check_seed("KMeans", seed)
         generator = torch_generator(run_seed(seed), "k-means start")
@@ -86,9 +82,8 @@ class KMeans(LightningModule):
         self.register_buffer("cluster_sizes", torch.zeros(num_clusters))
         self._start = start
         self._optimizer = optimizer
-        shape = num_labels or num_clusters, num_clusters
-        self.val_scores = nn.ModuleDict({name: ClusteringScore(name, *shape) for name in SCORES})
-        self.test_scores = nn.ModuleDict({name: ClusteringScore(name, *shape) for name in SCORES})
+        self.val_scores = nn.ModuleDict({name: ClusteringScore(name) for name in SCORES})
+        self.test_scores = nn.ModuleDict({name: ClusteringScore(name) for name in SCORES})
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return the number of the nearest centroid for each of the vectors (B, …), shape (B,)."""
@@ -147,6 +142,44 @@ class KMeans(LightningModule):
     def _inertia(self, vectors: Tensor) -> Tensor:
         """Return the mean squared distance to the nearest centroid."""
         return torch.cdist(vectors.flatten(1), self.centroids.detach()).amin(1).square().mean()
+
+
+class ClusteringScore(Metric):
+    """Agreement of clusters with known classes, by scikit-learn, over all examples so far.
+
+    Args:
+        score: function of `sklearn.metrics` without its ending ``_score``.
+
+    Example:
+        >>> metric = ClusteringScore("v_measure")
+        >>> metric.update(torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]))
+        >>> metric.compute()
+        tensor(1.)
+    """
+
+    full_state_update = False
+    clusters: list[Tensor]
+    labels: list[Tensor]
+
+    def __init__(self, score: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._score = score
+        self.add_state("clusters", [], dist_reduce_fx="cat")
+        self.add_state("labels", [], dist_reduce_fx="cat")
+
+    def update(self, clusters: Tensor, labels: Tensor) -> None:
+        """Add examples; both shape (B,)."""
+        self.clusters.append(clusters)
+        self.labels.append(labels)
+
+    def compute(self) -> Tensor:
+        """Return the score."""
+        import sklearn.metrics  # a second to import
+
+        # torchmetrics' adjusted Rand index overflows from 55,000 examples on
+        labels, clusters = (dim_zero_cat(part).cpu() for part in (self.labels, self.clusters))
+        score = getattr(sklearn.metrics, f"{self._score}_score")
+        return torch.tensor(score(labels, clusters), dtype=torch.float32, device=self.device)
 
 
 def plus_plus(vectors: Tensor, num_clusters: int) -> Tensor:

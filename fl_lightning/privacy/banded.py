@@ -39,7 +39,7 @@ from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Participation, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 
@@ -89,21 +89,20 @@ class BandedMatrixDP(Privacy):
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the matrix mechanism; refuse two rounds of a client closer than ``bands`` rounds."""
-        turns = run.participation()
-        bands = self.bands or min(turns.separation, _MOST_BANDS)
-        if bands > turns.separation:
+        bands = self.bands or min(run.separation, _MOST_BANDS)
+        if bands > run.separation:
             raise ConfigurationError(
                 f"federation.privacy: {bands} bands need {bands} rounds from one turn of a client "
-                f"to its next, and here some wait only {turns.separation}: lower bands, or set "
+                f"to its next, and here some wait only {run.separation}: lower bands, or set "
                 "federation.cohort to RoundRobinCohort with a smaller size"
             )
-        share = 1 / (GRID_COST * math.sqrt(turns.most[-1]))
+        share = 1 / (GRID_COST * math.sqrt(run.most_turns(run.planned_rounds)))
         noise = self.noise(
             noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
         )
         columns = banded_factor(run.planned_rounds, bands)
         grid = Grid.of(self.clip_norm, run.num_coordinates) if noise else None
-        return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort, grid)
+        return BandedGaussian(columns, run, self.delta, noise, run.expected_cohort, grid)
 
 
 @dataclass
@@ -111,7 +110,7 @@ class BandedGaussian(Mechanism):
     """Gaussian noise that is correlated over rounds; see `Mechanism`."""
 
     columns: Matrix
-    turns: Participation
+    run: AccountedRun
     delta: float
     noise_multiplier: float
     expected: float
@@ -131,13 +130,13 @@ class BandedGaussian(Mechanism):
     def __str__(self) -> str:
         rounds, bands = self.columns.shape
         return (
-            f"unit: client, one client added or removed; turns of {self.turns.most[-1]} in {rounds} "
-            f"rounds at least {self.turns.separation} apart, {bands} bands"
+            f"unit: client, one client added or removed; turns of {self.run.most_turns(rounds)} in {rounds} "
+            f"rounds at least {self.run.separation} apart, {bands} bands"
         )
 
     @override
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        turns = int(self.turns.most[rounds])
+        turns = self.run.most_turns(rounds)
         ratio = self.noise_multiplier / GRID_COST
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
@@ -188,15 +187,9 @@ def banded_factor(num_rounds: int, bands: int) -> Matrix:
         )
     start = _square_root(num_rounds, bands)
     columns = start if num_rounds > MOST_OPTIMISED or bands == 1 else _optimised(start)
-    check_column_norms(columns)
+    # the sensitivity counts on it
+    assert np.allclose(np.linalg.norm(columns, axis=1), 1, rtol=0, atol=1e-12)
     return columns
-
-
-def check_column_norms(columns: Matrix) -> None:
-    """Raise ValueError if a column's norm differs from 1 by more than rounding."""
-    norms = np.linalg.norm(columns, axis=1)
-    if not np.allclose(norms, 1, rtol=0, atol=1e-12):
-        raise ValueError(f"columns must have norm 1, they have {norms.min()} to {norms.max()}")
 
 
 def dense(columns: Matrix) -> Matrix:
@@ -206,20 +199,6 @@ def dense(columns: Matrix) -> Matrix:
         rows = np.arange(band, len(columns))
         matrix[rows, rows - band] = columns[: len(columns) - band, band]
     return matrix
-
-
-def mean_squared_error(columns: Matrix) -> float:
-    """Mean variance of the noise in running sums, ‖A C⁻¹‖²_F / n, at z = 1.
-
-    Example:
-        >>> round(mean_squared_error(np.ones((4, 1))), 6)  # independent noise: (1 + 2 + 3 + 4) / 4
-        2.5
-        >>> round(mean_squared_error(banded_factor(4, bands=4)), 4)
-        1.7185
-    """
-    matrix = dense(columns)
-    noise = np.linalg.solve(matrix.T, np.tril(np.ones_like(matrix)).T)
-    return float((noise**2).sum() / len(matrix))
 
 
 def noise_of_rounds(columns: Matrix) -> float:

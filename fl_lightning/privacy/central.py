@@ -28,12 +28,11 @@ from fl_lightning.privacy.accounting.accountant import (
     sampling_of,
 )
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, MostTurns, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
     AdaptiveClip,
-    quantile_noise,
     update_noise_multiplier,
 )
 
@@ -108,11 +107,10 @@ class CentralDP(Privacy):
         noise = self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of))
         bits_stddev = None
         if self.adaptive_clip is not None:
-            bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
+            bits_stddev = self.adaptive_clip.bits_stddev
+            bits_stddev = sampling.expected / 20 if bits_stddev is None else bits_stddev
         accountant = self._accountant(sampling, noise)
-        return CentralGaussian(
-            accountant, self.delta, noise, run.num_coordinates, bits_stddev, MostTurns(run)
-        )
+        return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev, run)
 
     def _accountant(self, sampling: Sampling, noise_multiplier: float) -> Accountant:
         sensitivity = sampling.sensitivity * GRID_COST
@@ -128,7 +126,7 @@ class CentralGaussian(Mechanism):
     noise_multiplier: float
     num_coordinates: int = 1
     bits_stddev: float | None = None
-    turns: MostTurns | None = None
+    run: AccountedRun | None = None
     expected: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +156,7 @@ class CentralGaussian(Mechanism):
 
     def epsilon_if_known(self, rounds: int) -> float:
         """Return ε of the client that is sampled most often, against an adversary who knows the cohorts."""
-        turns = rounds if self.turns is None else self.turns(rounds)
+        turns = rounds if self.run is None else self.run.most_turns(rounds)
         ratio = self.accountant.noise_ratio
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 

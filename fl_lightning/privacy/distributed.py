@@ -37,7 +37,7 @@ from fl_lightning.core.seeds import Draw, Integers, Words
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget, noise_for_budget
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Participation, Privacy
+from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import (
     CHECKED_TO,
     GRID_COST,
@@ -97,13 +97,12 @@ class DistributedDP(Privacy):
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
-        turns = run.participation()
         shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
 
         def made(noise_multiplier: float) -> DistributedSkellam:
             return DistributedSkellam(
                 source,
-                turns,
+                run,
                 self.delta,
                 noise_multiplier,
                 run.expected_cohort,
@@ -122,7 +121,7 @@ class DistributedSkellam(Mechanism):
     """Shares of Skellam noise; see `Mechanism`."""
 
     source: NoiseSource
-    turns: Participation
+    run: AccountedRun
     delta: float
     noise_multiplier: float
     expected: float
@@ -154,16 +153,16 @@ class DistributedSkellam(Mechanism):
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
-        bits = self.num_bits(math.ceil(self.expected))
+        bits, rounds = self.num_bits(math.ceil(self.expected)), self.run.planned_rounds
         return (
             "unit: client, its data replaced by any other, towards a server that sees sums of "
             f"{self.fewest_replies} clients or more ({bits} bits a number); "
-            f"{self.turns.most[-1]} turns in {len(self.turns.most) - 1} rounds; Skellam, RDP"
+            f"{self.run.most_turns(rounds)} turns in {rounds} rounds; Skellam, RDP"
         )
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return the largest ε of a client after ``rounds`` rounds."""
-        return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
+        return composed_epsilon({self.release_cost: self.run.most_turns(rounds)}, self.delta)
 
     @property
     def release_cost(self) -> ReleaseCost:
@@ -341,13 +340,12 @@ class LocalDP(Privacy):
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
-        turns = run.participation()
-        share = 0.5 / (GRID_COST * math.sqrt(turns.most[-1]))
+        share = 0.5 / (GRID_COST * math.sqrt(run.most_turns(run.planned_rounds)))
         noise = self.noise(
             noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
         )
         expected, size = run.expected_cohort, run.num_coordinates
-        return LocalGaussian(source, turns, self.delta, noise, expected, size)
+        return LocalGaussian(source, run, self.delta, noise, expected, size)
 
 
 @dataclass
@@ -355,7 +353,7 @@ class LocalGaussian(Mechanism):
     """Independent Gaussian noise on every update; see `Mechanism`."""
 
     source: NoiseSource
-    turns: Participation
+    run: AccountedRun
     delta: float
     noise_multiplier: float
     expected: float
@@ -367,9 +365,10 @@ class LocalGaussian(Mechanism):
         return self.noise_multiplier * math.sqrt(self.expected)
 
     def __str__(self) -> str:
+        rounds = self.run.planned_rounds
         return (
             "unit: all updates of a client, its data replaced by any other, also towards the "
-            f"server; {self.turns.most[-1]} turns in {len(self.turns.most) - 1} rounds"
+            f"server; {self.run.most_turns(rounds)} turns in {rounds} rounds"
         )
 
     @property
@@ -379,7 +378,7 @@ class LocalGaussian(Mechanism):
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return the largest ε of a client after ``rounds`` rounds."""
-        return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
+        return composed_epsilon({self.release_cost: self.run.most_turns(rounds)}, self.delta)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the function that adds a client's noise."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -243,26 +244,6 @@ def check_fixed_in_advance(cohort: Cohort) -> None:
 
 
 @dataclass(frozen=True)
-class Participation:
-    """Number and distance of the rounds in which clients are sampled.
-
-    Example:
-        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
-        >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
-        >>> participation = run.participation()
-        >>> participation.most.tolist(), participation.separation
-        ([0, 1, 1, 1, 2, 2, 2, 3], 3)
-    """
-
-    # largest number of times that any client is sampled in the first r rounds, for r from 0 to the
-    # number of rounds, shape (num_rounds + 1,)
-    most: npt.NDArray[np.int64]
-    # smallest distance, in rounds, between two rounds of the same client; the number of rounds if
-    # no client is sampled twice
-    separation: int
-
-
-@dataclass(frozen=True)
 class LocalSampling:
     """Poisson sampling of the examples of local steps: each example independently.
 
@@ -334,47 +315,41 @@ class AccountedRun:
         for index in range(num_rounds):
             yield self.cohort.sample(index, population, self.seed)
 
-    def participation(self) -> Participation:
-        """Count how often clients are sampled, over all cohorts of the run.
+    def most_turns(self, rounds: int) -> int:
+        """Return how often the client that is sampled most often is, in the first rounds.
+
+        ``rounds`` itself if cohorts depend on events of the run.
+
+        Example:
+            >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
+            >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
+            >>> [run.most_turns(rounds) for rounds in range(8)], run.separation
+            ([0, 1, 1, 1, 2, 2, 2, 3], 3)
+        """
+        if not self.cohort.is_fixed_in_advance:
+            return rounds
+        if len(self._most) <= rounds:
+            counts, most = np.zeros(self.num_clients, np.int64), [0]
+            for ids in self.cohorts(max(2 * rounds, self.num_rounds or 0)):
+                counts[ids] += 1
+                most.append(max(most[-1], int(counts[ids].max(initial=0))))
+            self._most[:] = most
+        return self._most[rounds]
+
+    @cached_property
+    def _most(self) -> list[int]:
+        return [0]
+
+    @cached_property
+    def separation(self) -> int:
+        """Smallest distance, in rounds, between two turns of a client; all rounds if none has two.
 
         Raises:
             ConfigurationError: if cohorts depend on events of the run.
         """
-        counts = np.zeros(self.num_clients, np.int64)
-        last = np.full(self.num_clients, -1, np.int64)
-        most, separation = [0], self.planned_rounds
+        last, found = np.full(self.num_clients, -1, np.int64), self.planned_rounds
         for index, ids in enumerate(self.cohorts(self.planned_rounds)):
             again = ids[last[ids] >= 0]
-            if len(again):
-                separation = min(separation, int((index - last[again]).min()))
+            found = min(found, int((index - last[again]).min(initial=found)))
             last[ids] = index
-            counts[ids] += 1
-            most.append(max(most[-1], int(counts[ids].max(initial=0))))
-        return Participation(np.array(most), separation)
-
-
-@dataclass
-class MostTurns:
-    """Largest number of times that a client is sampled, after any number of rounds; computed on demand.
-
-    Example:
-        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
-        >>> turns = MostTurns(AccountedRun(RoundRobinCohort(size=2), 6, None, seed=0))
-        >>> turns(4), turns(1)
-        (2, 1)
-    """
-
-    run: AccountedRun
-    _most: list[int] = field(default_factory=lambda: [0])
-
-    def __call__(self, rounds: int) -> int:
-        """Return the number after ``rounds`` rounds; ``rounds`` itself if cohorts depend on the run."""
-        if not self.run.cohort.is_fixed_in_advance:
-            return rounds
-        if len(self._most) <= rounds:
-            ahead = max(2 * rounds, self.run.num_rounds or 0)
-            counts, self._most = np.zeros(self.run.num_clients, np.int64), [0]
-            for ids in self.run.cohorts(ahead):
-                counts[ids] += 1
-                self._most.append(max(self._most[-1], int(counts[ids].max(initial=0))))
-        return self._most[rounds]
+        return found

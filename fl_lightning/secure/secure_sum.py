@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from secrets import randbits
 from typing import Any, Literal, Self
@@ -134,17 +134,16 @@ class SecureSum:
     def __call__(
         self,
         updates: Mapping[int, RingIntegers],
-        dropped: Mapping[int, ProtocolStage] | None = None,
+        missing: Iterable[int] = (),
         *,
         round_index: int,
         seed: int | None = None,
     ) -> HiddenSum:
-        """Return the sum over those who have not dropped before their vector arrived.
+        """Return the sum over those whose vector has arrived.
 
         Args:
-            updates: vectors by client, integers from 0 to 2^bits - 1, all of shape (k,).
-            dropped: the first stage at which a client is silent; clients that have no vector are
-                silent at `ProtocolStage.MASK` at the latest.
+            updates: vectors by client, integers from 0 to 2^bits - 1, all of shape (k,), at least one.
+            missing: further clients of the cohort, who fall silent before their vector is due.
             round_index: ≥ 0.
             seed: makes every secret repeatable, for simulations, and with ``run`` every byte; None
                 for the system's entropy.
@@ -156,21 +155,16 @@ class SecureSum:
             AbortedError: if too few clients are left.
             ValueError: if the cohort has fewer than two clients, or vectors do not fit.
         """
-        dropped = dropped or {}
-        cohort = sorted(updates.keys() | dropped.keys())
-        late = [c for c in cohort if c not in updates and dropped[c] > ProtocolStage.MASK]
-        if late or not updates:
-            raise ValueError(f"clients {late} send a vector and then drop, but have none")
-        size = len(next(iter(updates.values())))
+        if not updates:
+            raise ValueError("there is no vector to add")
+        cohort, size = sorted({*updates, *missing}), len(next(iter(updates.values())))
         graph_seed = randbits(63) if seed is None else derive_seed(seed, "secure sum", round_index)
         session = self.session(
             len(cohort), size=size, round_index=round_index, graph_seed=graph_seed
         )
         nothing = np.zeros(size, session.ring.dtype)
         vectors = {place: updates.get(client, nothing) for place, client in enumerate(cohort)}
-        silent = {
-            place: dropped[client] for place, client in enumerate(cohort) if client in dropped
-        }
+        silent = [place for place, client in enumerate(cohort) if client not in updates]
 
         def entropy_of(place: int) -> Entropy:
             if seed is None:
@@ -180,8 +174,15 @@ class SecureSum:
         if self.protocol == "count":
             outcome = shortcut(session, vectors, silent)
         else:
-            outcome = simulate(session, vectors, silent, entropy_of)
-        return by_client(outcome, cohort)
+            dropouts = dict.fromkeys(silent, ProtocolStage.MASK)
+            outcome = simulate(session, vectors, dropouts, entropy_of)
+        up, down = (
+            Counter({cohort[place]: number for place, number in numbers.items()})
+            for numbers in (outcome.cost.bytes_up, outcome.cost.bytes_down)
+        )
+        survivors = frozenset(cohort[place] for place in outcome.survivors)
+        cost = ProtectionCost(up, down, outcome.cost.seconds)
+        return HiddenSum(outcome.total, survivors, cost)
 
     def typical_bytes(self, k: int, n: int) -> tuple[int, int]:
         """Return what each client of a cohort of n sends and receives for k numbers, if nobody drops."""
@@ -191,34 +192,16 @@ class SecureSum:
         return cost.bytes_up[0], cost.bytes_down[0]
 
 
-def by_client(outcome: HiddenSum, cohort: Sequence[int]) -> HiddenSum:
-    """Return an outcome with clients' ids where it has places."""
-    cost = outcome.cost
-    up, down = (
-        Counter({cohort[place]: size for place, size in sizes.items()})
-        for sizes in (cost.bytes_up, cost.bytes_down)
-    )
-    survivors = frozenset(cohort[place] for place in outcome.survivors)
-    return HiddenSum(outcome.total, survivors, ProtectionCost(up, down, cost.seconds))
-
-
-class HiddenIntegers(Aggregator):
-    """Adds up the integers of one round after the other; a subclass says what they stand for.
-
-    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
-    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+class HiddenUpdates(Aggregator):
+    """Base of aggregators whose server sees no single update.
 
     Attributes:
         protection_cost: of the last round that was closed; of nothing while one is open.
         terms: of the run.
-        clients: whose vectors are in the open round.
-        memory: nothing is kept from round to round.
     """
 
-    exact = True
     exchanges = True
     terms: Terms
-    _secure_sum: SecureSum
     _round_index = 0
     _adds_at_sites: SumsAtSites | None = None
     protection_cost = ProtectionCost()  # each round has one of its own
@@ -227,6 +210,48 @@ class HiddenIntegers(Aggregator):
     @override
     def protection(self) -> Self:
         return self
+
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
+        """Add vectors up at their sites from now on."""
+        self._adds_at_sites = adds
+
+    @override
+    def start_round(self, round_index: int) -> None:
+        self._round_index = round_index
+
+    @override
+    def sums(self) -> list[Tensor]:
+        return []  # see `exchange`
+
+    @override
+    def load_sums(self, sums: list[Tensor]) -> None:
+        return
+
+    def miss(self, clients: Iterable[int]) -> None:
+        """Called before `close` with the clients of the cohort that sent no update."""
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+class HiddenIntegers(HiddenUpdates):
+    """Adds up the integers of one round after the other; a subclass says what they stand for.
+
+    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
+    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+
+    Attributes:
+        clients: whose vectors are in the open round.
+        memory: nothing is kept from round to round.
+    """
+
+    exact = True
+    _secure_sum: SecureSum
 
     @property
     @abstractmethod
@@ -268,14 +293,6 @@ class HiddenIntegers(Aggregator):
         secure_sum = self._secure_sum
         num_clients = max(num_clients, secure_sum.min_survivors or 0)
         return secure_sum.typical_bytes(self.sent_size(size), num_clients)
-
-    def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Add vectors at their sites."""
-        self._adds_at_sites = adds
-
-    @override
-    def start_round(self, round_index: int) -> None:
-        self._round_index = round_index
 
     @override
     def open(self, like: Tensor) -> None:
@@ -321,15 +338,7 @@ class HiddenIntegers(Aggregator):
         self._vectors = [ring.reduced(summed)] if self.clients else []
 
     @override
-    def sums(self) -> list[Tensor]:
-        return []  # see `exchange`
-
-    @override
-    def load_sums(self, sums: list[Tensor]) -> None:
-        return
-
     def miss(self, clients: Iterable[int]) -> None:
-        """Learn which clients of the cohort sent no vector: they dropped before it was due."""
         self._missing = sorted(clients)
 
     def total(self) -> RingIntegers:
@@ -364,7 +373,7 @@ class HiddenIntegers(Aggregator):
             vectors = vectors + [nothing] * (len(self.clients) - 1)
         return secure_sum(
             dict(zip(self.clients, vectors, strict=True)),
-            dict.fromkeys(self._missing, ProtocolStage.MASK),
+            self._missing,
             round_index=round_index,
             seed=derive_seed(self.terms.seed, "secure mean"),
         )

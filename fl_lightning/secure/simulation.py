@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,6 @@ from fl_lightning.secure.protocol.messages import (
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import (
     AbortedError,
-    Graph,
     ProtocolStage,
     RefusedError,
     Session,
@@ -90,7 +89,13 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
     """
     if sorted(vectors) != list(range(session.num_clients)):
         raise ValueError(f"vectors must be of places 0 to {session.num_clients - 1}")
-    first_silent = checked_dropouts(session, dropouts or {})
+    first_silent = dict(dropouts or {})
+    for place, stage in first_silent.items():
+        if not 0 <= place < session.num_clients or stage not in session.stages:
+            raise ValueError(
+                f"dropouts must be of places 0 to {session.num_clients - 1} at stages "
+                f"{', '.join(each.name for each in session.stages)}, got {place} at {stage!r}"
+            )
     clients, server = _parties(session, vectors, entropy_of or (lambda place: system_entropy))
     cost = no_cost(clients)
     incoming: dict[int, bytes] = dict.fromkeys(clients, b"")
@@ -127,23 +132,6 @@ def add_seconds(cost: ProtectionCost, purpose: str, since: float) -> None:
     cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - since
 
 
-def checked_dropouts(
-    session: Session, dropouts: Mapping[int, ProtocolStage]
-) -> dict[int, ProtocolStage]:
-    """Return a copy.
-
-    Raises:
-        ValueError: if a place or a stage is not one of the session's.
-    """
-    for place, stage in dropouts.items():
-        if not 0 <= place < session.num_clients or stage not in session.stages:
-            raise ValueError(
-                f"dropouts must be of places 0 to {session.num_clients - 1} at stages "
-                f"{', '.join(each.name for each in session.stages)}, got {place} at {stage!r}"
-            )
-    return dict(dropouts)
-
-
 def _parties(
     session: Session, vectors: Mapping[int, RingIntegers], entropy_of: Callable[[int], Entropy]
 ) -> tuple[dict[int, SecureClient], SecureServer]:
@@ -167,36 +155,34 @@ def _parties(
     return clients, SecureServer(session, directory)
 
 
-Entries = tuple[int, ...]
-
-
 def shortcut(
     session: Session,
     vectors: Mapping[int, RingIntegers],
-    dropouts: Mapping[int, ProtocolStage] | None = None,
+    missing: Collection[int] = (),
 ) -> HiddenSum:
-    """Return what `simulate` returns, without seconds.
+    """Return what `simulate` returns if some clients fall silent before their vector is due, without seconds.
 
     Args:
         session: what all have agreed on.
-        vectors: each client's, by place; of the session's ring, shape (size,). Those of clients
-            that drop before their vector is sent are not looked at.
-        dropouts: the first stage at which a client is silent, by place.
+        vectors: each client's, by place; of the session's ring, shape (size,). Those of missing clients
+            are not looked at.
+        missing: places of those who fall silent at `ProtocolStage.MASK`.
 
     Raises:
         AbortedError: if too few clients are left.
-        ValueError: if a vector or a place does not fit the session.
+        ValueError: if a vector does not fit the session.
 
     Example:
         >>> session = Session(run="demo", round_index=0, num_clients=4, size=2, threshold=3)
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
-        >>> outcome = shortcut(session, vectors, {3: ProtocolStage.MASK})
+        >>> outcome = shortcut(session, vectors, [3])
         >>> outcome.total, outcome.cost.bytes_up[0], outcome.cost.bytes_up[3]
         (array([3, 3], dtype=uint32), 2502, 1480)
     """
-    first_silent = checked_dropouts(session, dropouts or {})
-    count = _Count(session, first_silent)
-    survivors = count.survivors()
+    everyone = frozenset(range(session.num_clients))
+    survivors = everyone.difference(missing)
+    graph = neighbours(everyone, session.num_neighbours, session.graph_seed)
+    holders = {place: near | {place} for place, near in graph.items()}  # of shares of its secrets
     total = np.zeros(session.size, session.ring.dtype)
     for place in survivors:
         if vectors[place].shape != total.shape:
@@ -204,85 +190,39 @@ def shortcut(
                 f"vectors must have {session.size} numbers, not {vectors[place].shape}"
             )
         total += session.ring.checked(vectors[place])
-    return HiddenSum(session.ring.reduced(total), survivors, count.cost)
+    if len(survivors) < session.least_survivors:
+        raise AbortedError(f"{len(survivors)} clients of {session.least_survivors} are left")
+    # the others see too few to go on
+    told = {p for p in survivors if len(holders[p] & survivors) >= session.threshold}
+    for place, own in holders.items():
+        is_needed = place in survivors or graph[place] & told
+        if is_needed and len(own & told) < session.threshold:
+            raise AbortedError(f"too few shares are left of client {place}'s secret")
+    cost = no_cost(everyone)
+    for place, own in holders.items():
+        up, down = _messages_of(session, own, is_there=place in survivors)
+        if place in told:
+            up.append((RevealedShares, len(own & survivors), len(own - survivors)))
+        cost.bytes_up[place] = sum(encoded_size(session, *each) for each in up)
+        cost.bytes_down[place] = sum(encoded_size(session, *each) for each in down)
+    return HiddenSum(session.ring.reduced(total), survivors, cost)
 
 
-class _Count:
-    """Goes through the stages with sets of places where the protocol has messages.
+# a kind of message, and how many entries its tables have
+Sized = tuple[type[AnyMessage], *tuple[int, ...]]
 
-    Args:
-        session: what all have agreed on.
-        first_silent: the first stage at which a client is silent, by place.
-    """
 
-    def __init__(self, session: Session, first_silent: Mapping[int, ProtocolStage]) -> None:
-        self._session, self._first_silent = session, first_silent
-        self._graph: Graph = {}
-        self.cost = no_cost(range(session.num_clients))
-
-    def survivors(self) -> Places:
-        """Return whose vectors are in the sum."""
-        session, least = self._session, self._session.least_survivors
-        everyone = frozenset(range(session.num_clients))
-        participants = self._up(
-            ProtocolStage.ADVERTISE, Advertisement, dict.fromkeys(everyone, ()), least
-        )
-        self._graph = neighbours(participants, session.num_neighbours, session.graph_seed)
-        near = {place: len(self._graph[place]) for place in participants}
-        self._down(Roster, {place: (count + 1,) for place, count in near.items()})
-        asked = {p: (near[p], near[p] + 1) for p in self._with_holders(participants, participants)}
-        sharers = self._up(ProtocolStage.SHARE, SealedShares, asked, least)
-        self._down(Mailbox, {p: (len(self._graph[p] & sharers),) * 2 for p in sharers})
-        safe = self._with_holders(sharers, sharers)
-        survivors = self._up(ProtocolStage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
-        self._reveal(sharers, survivors)
-        return survivors
-
-    def _reveal(self, sharers: Places, survivors: Places) -> None:
-        there, signatures = survivors, 0
-        if self._session.active:
-            self._down(Survivors, dict.fromkeys(there, ()))
-            asked = dict.fromkeys(there, ())
-            there = self._up(ProtocolStage.AGREE, SignedSurvivors, asked, self._session.threshold)
-            signatures = self._session.threshold
-        self._down(RevealRequest, dict.fromkeys(there, (signatures,)))
-        shares = {
-            place: (
-                len(self._held(place) & survivors),
-                len(self._held(place) & sharers - survivors),
-            )
-            for place in self._with_holders(there, survivors)
-        }
-        least = self._session.threshold if self._session.num_neighbours is None else 0
-        told = self._up(ProtocolStage.REVEAL, RevealedShares, shares, least)
-        for place in sharers:
-            needed = place in survivors or bool(self._graph[place] & told)
-            if needed and len(self._held(place) & told) < self._session.threshold:
-                raise AbortedError(f"too few shares are left of client {place}'s secret")
-
-    def _held(self, place: int) -> Places:
-        """Return whose shares a client holds, who hold its own."""
-        return self._graph[place] | {place}
-
-    def _with_holders(self, places: Places, alive: Places) -> Places:
-        """Return those who see enough others to go on."""
-        least = self._session.threshold
-        return frozenset(p for p in places if len(self._held(p) & alive) >= least)
-
-    def _up(
-        self,
-        stage: ProtocolStage,
-        kind: type[AnyMessage],
-        entries: Mapping[int, Entries],
-        least: int,
-    ) -> Places:
-        there = frozenset(p for p in entries if self._first_silent.get(p, stage + 1) > stage)
-        for place in there:
-            self.cost.bytes_up[place] += encoded_size(self._session, kind, *entries[place])
-        if len(there) < least:
-            raise AbortedError(f"{len(there)} clients answered at stage {stage.name}, not {least}")
-        return there
-
-    def _down(self, kind: type[AnyMessage], entries: Mapping[int, Entries]) -> None:
-        for place, counts in entries.items():
-            self.cost.bytes_down[place] += encoded_size(self._session, kind, *counts)
+def _messages_of(
+    session: Session, holders: Places, *, is_there: bool
+) -> tuple[list[Sized], list[Sized]]:
+    """Return what a client sends before the last stage, and gets, with its vector or without."""
+    near = len(holders) - 1
+    up: list[Sized] = [(Advertisement,), (SealedShares, near, near + 1)]
+    down: list[Sized] = [(Roster, near + 1), (Mailbox, near, near)]
+    if is_there:
+        up.append((MaskedVector,))
+        if session.active:
+            down.append((Survivors,))
+            up.append((SignedSurvivors,))
+        down.append((RevealRequest, session.threshold if session.active else 0))
+    return up, down

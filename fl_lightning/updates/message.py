@@ -27,17 +27,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core.container import Form, read, size_of, write
+from fl_lightning.core.container import DTYPE_NAMES, read, size_of, write
 from fl_lightning.core.plain_json import (
     MessageError,
     check_form,
     check_hex,
     check_whole,
     fields_of,
-    shown,
 )
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.updates.payload import Dense, Payload, layout_of, read_payload, tensors_of
+from fl_lightning.updates.payload import Dense, Payload, content_of, read_payload, vector_in
 
 MessageKind = Literal["update", "model"]
 _NUMBERS = ("round_index", "client_id", "num_examples", "num_steps")
@@ -150,11 +149,9 @@ class Agreement:
 
 
 def encoded_size(message: Message) -> int:
-    """Return the length of `encode`'s result in bytes, without encoding.
-
-    It does not look at values, only at shapes, dtypes, names and the indices of sparse payloads.
-    """
-    fields, forms = _layout(message)
+    """Return the length of `encode`'s result in bytes, without joining and hashing them."""
+    fields, tensors = _content(message)
+    forms = {n: (DTYPE_NAMES[each.dtype], tuple(each.shape)) for n, each in tensors.items()}
     return size_of(message.kind, fields, forms)
 
 
@@ -180,14 +177,7 @@ def encode(message: Message) -> bytes:
         ...
         fl_lightning.core.plain_json.MessageError: the checksum differs: bytes changed on the way
     """
-    numbers = [getattr(message, name) for name in _NUMBERS]
-    tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
-    if message.metrics:
-        metrics = [float(value) for value in message.metrics.values()]
-        tensors["metrics"] = torch.tensor(metrics, dtype=torch.float64)
-    for name in _PAYLOADS:
-        tensors |= tensors_of(name, getattr(message, name))
-    return write(message.kind, _layout(message)[0], tensors)
+    return write(message.kind, *_content(message))
 
 
 def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Message:
@@ -205,55 +195,64 @@ def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Messag
     given = fields_of(fields, tuple(n for n in _FIELDS if n == "space" or n in fields), "a message")
     _check("space", given["space"], agreement.space)
     _check("transforms", given.get("transforms", []), list(agreement.transforms))
-    numbers = tensors.pop("numbers", torch.empty(0))
-    if numbers.dtype != torch.int64 or numbers.shape != (len(_NUMBERS),):
-        raise MessageError(f"numbers must be {len(_NUMBERS)} of int64")
-    about = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+    numbers = vector_in(tensors, "numbers", torch.int64).tolist()
+    if len(numbers) != len(_NUMBERS):
+        raise MessageError(f"numbers must be {len(_NUMBERS)}, got {len(numbers)}")
+    about = dict(zip(_NUMBERS, numbers, strict=True))
     _check("round", about["round_index"], agreement.round_index)
+    metrics: dict[str, Tensor | float] = {}
+    if type(names := given.get("metrics", [])) is list and names:
+        values = vector_in(tensors, "metrics", torch.float64).tolist()
+        metrics = dict(zip(map(str, names), values, strict=False))
     message = Message(
         kind=agreement.kind,
         space=agreement.space,
         params=read_payload("params", given.get("params"), tensors, agreement.num_params),
         buffers=read_payload("buffers", given.get("buffers"), tensors, agreement.num_buffers),
-        metrics=_read_metrics(given.get("metrics", []), tensors),
+        metrics=metrics,
         transforms=agreement.transforms,
         **about,
     )
-    if tensors:
-        raise MessageError(f"tensors of a message that are not known: {shown(sorted(tensors))}")
-    check_form(_layout(message)[0], fields)
+    written = _content(message)
+    check_form(written[0], fields)
+    if not _are_equal(written[1], tensors):  # e.g. bits behind the last code, a tensor too many
+        raise MessageError("the message's tensors are not in their only form")
     return message
 
 
-def _layout(message: Message) -> tuple[dict[str, Any], dict[str, Form]]:
-    """Return the fields of a message, those that say nothing left out, and its tensors' forms."""
-    forms: dict[str, Form] = {"numbers": ("I64", (len(_NUMBERS),))}
+def _content(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the fields of a message, those that say nothing left out, and its tensors."""
+    numbers = [getattr(message, name) for name in _NUMBERS]
+    tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
     if message.metrics:
-        forms["metrics"] = ("F64", (len(message.metrics),))
+        metrics = [float(value) for value in message.metrics.values()]
+        tensors["metrics"] = torch.tensor(metrics, dtype=torch.float64)
     fields: dict[str, Any] = {
         "space": message.space,
         "transforms": list(message.transforms),
         "metrics": list(message.metrics),
     }
     for name in _PAYLOADS:
-        fields[name], own = layout_of(name, getattr(message, name))
-        forms |= own
-    return {name: value for name, value in fields.items() if value}, forms
+        fields[name], own = content_of(name, getattr(message, name))
+        tensors |= own
+    return {name: value for name, value in fields.items() if value}, tensors
+
+
+def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Compare bits: a metric may be NaN."""
+    return some.keys() == others.keys() and all(
+        tensor is others[name]
+        or (
+            (tensor.dtype, tensor.shape) == (others[name].dtype, others[name].shape)
+            and torch.equal(tensor.view(torch.uint8), others[name].view(torch.uint8))
+        )
+        for name, tensor in some.items()
+    )
 
 
 def _check(what: str, found: object, agreed: object) -> None:
     if found != agreed:
         raise MessageError(f"{what} {found!r} instead of {agreed!r}")
-
-
-def _read_metrics(names: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor | float]:
-    values = tensors.pop("metrics", torch.empty(0, dtype=torch.float64))
-    if values.dtype != torch.float64 or values.ndim != 1 or type(names) is not list:
-        raise MessageError("metrics must be a list of names and a vector of float64")
-    metrics = dict(zip(map(str, names), values.tolist(), strict=False))
-    if len(metrics) != len(names) or len(metrics) != len(values):
-        raise MessageError("metrics must have different names, and a value each")
-    return metrics
 
 
 Shape = tuple[int, torch.dtype]

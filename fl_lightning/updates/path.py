@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
@@ -36,6 +37,7 @@ from fl_lightning.updates.transform import (
     Shapes,
     Transform,
     UpdateStep,
+    with_memory,
 )
 
 OF_DOWNLOAD = Traits(
@@ -65,7 +67,43 @@ class Arrival:
     payload: Payload | None = None  # what the delta travels as; None for the delta itself
 
 
-class UpdatePath:
+class _Way:
+    """Transforms between two ends, of which both know the seed.
+
+    Attributes:
+        is_empty: whether vectors arrive as they are.
+    """
+
+    def __init__(self, seed: int, first: Chain, last: Chain) -> None:
+        self._seed = seed
+        self._unplaced = self._first, self._last = first, last
+        self.is_empty = not (first.transforms or last.transforms)
+
+    def place(self, shapes: Shapes) -> None:
+        """Learn which tensors make the vectors that are sent from here on.
+
+        Args:
+            shapes: `Space.shapes`, in order.
+        """
+        self._first, self._last = (chain.with_shapes(shapes) for chain in self._unplaced)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the transforms, in order, as in the message's header."""
+        return self._first.names + self._last.names
+
+    def num_sent(self, size: int) -> int:
+        """Return how many numbers the payload of so many stands for."""
+        return self._last.sent_size(self._first.sent_size(size))
+
+    def _arrived(self, payload: Payload, like: Tensor, seed: int) -> Tensor:
+        """Return what the receiver takes a payload for, of the shape (k,) and dtype of ``like``."""
+        payload = self._last.on_server(payload, seed, self._first.sent_size(len(like)))
+        arrived = self._first.on_server(payload, seed, len(like)).to_dense()
+        return arrived if self.is_empty else arrived.to(like.dtype)
+
+
+class UpdatePath(_Way):
     """Sends updates through transforms.
 
     Args:
@@ -77,9 +115,7 @@ class UpdatePath:
             makes no sense.
 
     Attributes:
-        is_empty: whether updates arrive as they are.
         has_memory: whether clients remember something.
-        needs_shapes: whether `place` must be called before something is sent.
 
     Example:
         >>> from fl_lightning.updates.sparsifiers import TopK
@@ -97,29 +133,10 @@ class UpdatePath:
                 "federation.updates: ErrorFeedback must come last, and once: what follows it would "
                 "lose what it cannot remember. Put those transforms inside it"
             )
-        self._before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
-        self._feedback = feedbacks[0] if feedbacks else None
-        self._unplaced = self._before, self._feedback
-        self._seed = seed
-        self.is_empty = not steps
+        before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
+        super().__init__(seed, before, Chain(feedbacks[0].parts if feedbacks else ()))
         self.has_memory = bool(feedbacks)
-        self.needs_shapes = any(step.needs_shapes for step in steps)
         _check_order(steps)
-
-    def place(self, shapes: Shapes) -> None:
-        """Learn which tensors make the vectors that are sent from here on.
-
-        Args:
-            shapes: `Space.shapes`, in order.
-        """
-        before, feedback = self._unplaced
-        self._before = before.with_shapes(shapes)
-        self._feedback = feedback and feedback.with_shapes(shapes)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the transforms of a delta, in order, as in the message's header."""
-        return self._before.names + (self._feedback.names if self._feedback else ())
 
     def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
         """Return what arrives of an update.
@@ -133,11 +150,13 @@ class UpdatePath:
         """
         if self.is_empty:
             return Arrival(update, bytes_up(update), torch.zeros(()))
-        active = update.active
-        seed = derive_seed(self._seed, "update", round_index, update.client_id)
+        active, seed = update.active, self._seed_of(round_index, update.client_id)
         delta = update.delta if active is None else update.delta[active]
         kept = memory if active is None or memory is None else memory[active]
-        payload, arrived, kept = self._sent(delta, kept, seed)
+        payload = self._first.on_client(Dense(delta), seed)
+        if self.has_memory:
+            payload, kept = with_memory(self._last, payload.to_dense(), kept, seed)
+        arrived = self._arrived(payload, delta, seed)
         message = Message.of_update(
             update, space="0" * 32, round_index=round_index, params=payload, transforms=self.names
         )
@@ -163,30 +182,10 @@ class UpdatePath:
             client_id: whose it is.
             like: of the delta's shape (k,), dtype and device.
         """
-        if self.is_empty:
-            return payload.to_dense()
-        seed = derive_seed(self._seed, "update", round_index, client_id)
-        return self._arrived(payload, seed, len(like)).to(like.dtype)
+        return self._arrived(payload, like, self._seed_of(round_index, client_id))
 
-    def num_sent(self, size: int) -> int:
-        """Return how many numbers the payload of so many stands for."""
-        size = self._before.sent_size(size)
-        return size if self._feedback is None else self._feedback.sent_size(size)
-
-    def _arrived(self, payload: Payload, seed: int, size: int) -> Tensor:
-        """Return what the server takes a payload for, of ``size`` numbers."""
-        if self._feedback is not None:
-            payload = self._feedback.on_server(payload, seed, size=self._before.sent_size(size))
-        return self._before.on_server(payload, seed, size=size).to_dense()
-
-    def _sent(
-        self, delta: Tensor, memory: Tensor | None, seed: int
-    ) -> tuple[Payload, Tensor, Tensor | None]:
-        """Return what travels, what the server takes it for, and what the client keeps."""
-        payload = self._before.on_client(Dense(delta), seed)
-        if self._feedback is not None:
-            payload, memory = self._feedback.on_client(payload.to_dense(), memory, seed)
-        return payload, self._arrived(payload, seed, len(delta)).to(delta.dtype), memory
+    def _seed_of(self, round_index: int, client_id: int) -> int:
+        return derive_seed(self._seed, "update", round_index, client_id)
 
     def typical_bytes(self, like: Tensor, num_buffers: int = 0) -> int:
         """Return about how long a client's message is, without metrics.
@@ -226,7 +225,7 @@ class SentModel(NamedTuple):
     payload: Payload | None = None  # what they travel as; None for the params themselves
 
 
-class Broadcast:
+class Broadcast(_Way):
     """Sends models through transforms, all clients of a round the same.
 
     Args:
@@ -244,20 +243,15 @@ class Broadcast:
     """
 
     def __init__(self, steps: Sequence[Transform], seed: int) -> None:
-        self._chain = self._unplaced = Chain(tuple(steps))
-        self._seed = seed
+        super().__init__(seed, Chain(tuple(steps)), Chain())
         for step in steps:
             _refuse_what_leaves_out(step)
-        self._last: tuple[int, Tensor, SentModel] | None = None
+        self._known: tuple[int, Tensor, SentModel] | None = None
 
+    @override
     def place(self, shapes: Shapes) -> None:
-        """Learn which tensors make the vectors that are sent from here on, as `UpdatePath`."""
-        self._chain, self._last = self._unplaced.with_shapes(shapes), None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the transforms of a model, in order."""
-        return self._chain.names
+        super().place(shapes)
+        self._known = None
 
     def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
         """Return what arrives of the global model of a round.
@@ -267,18 +261,17 @@ class Broadcast:
             buffers: its floating-point buffers, which arrive as they are, shape (b,).
             round_index: the round.
         """
-        if not self._chain.transforms:
+        if self.is_empty:
             return SentModel(params, bytes_down(params, buffers))
-        known = self._last
+        known = self._known
         if known is None or known[0] != round_index or known[1] is not params:
             sent = self._sent(params, buffers, round_index)
-            known = self._last = round_index, params, sent
+            known = self._known = round_index, params, sent
         return known[2]
 
     def _sent(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
         seed = derive_seed(self._seed, "broadcast", round_index)
-        payload = self._chain.on_client(Dense(params), seed)
-        arrived = self.opened(payload, round_index, params)
+        payload = self._first.on_client(Dense(params), seed)
         message = Message(
             "model",
             space="0" * 32,
@@ -288,6 +281,7 @@ class Broadcast:
             buffers=Dense(buffers),
             transforms=self.names,
         )
+        arrived = self.opened(payload, round_index, params)
         return SentModel(arrived, encoded_size(message), payload)
 
     def opened(self, payload: Payload, round_index: int, like: Tensor) -> Tensor:
@@ -298,14 +292,7 @@ class Broadcast:
             round_index: the round.
             like: of the params' shape (k,) and dtype.
         """
-        if not self._chain.transforms:
-            return payload.to_dense()
-        seed = derive_seed(self._seed, "broadcast", round_index)
-        return self._chain.on_server(payload, seed, len(like)).to_dense().to(like.dtype)
-
-    def num_sent(self, size: int) -> int:
-        """Return how many numbers the payload of so many stands for."""
-        return self._chain.sent_size(size)
+        return self._arrived(payload, like, derive_seed(self._seed, "broadcast", round_index))
 
 
 def _refuse_what_leaves_out(step: Transform) -> None:

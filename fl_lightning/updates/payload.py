@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.container import DTYPE_NAMES, Form
 from fl_lightning.core.plain_json import MessageError, check_whole, fields_of
 from fl_lightning.updates.coding import (
     Bytes,
@@ -224,111 +223,122 @@ def per_member(per_block: Tensor, size: int, block: Block) -> Tensor:
 Fields = dict[str, Any]
 
 
-def layout_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Form]]:
-    """Return a payload's fields, and the forms of the tensors that it travels as.
-
-    Of `Dense` and `Quantised` only shapes and dtypes are looked at, of `Sparse` also the indices.
+def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
+    """Return a payload's fields and tensors in a container.
 
     Args:
-        name: of the payload in its container.
-        payload: that will be sent.
-    """
-    if isinstance(payload, Dense):
-        form = DTYPE_NAMES[payload.values.dtype], (payload.size,)
-        return {}, {name: form} if payload.size else {}
-    if isinstance(payload, Quantised):
-        block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
-        scales = ("F32", (payload.num_blocks,))
-        codes: Form = ("U8", (packed_size(payload.size, payload.bits),))
-        forms = {f"{name}.codes": codes, f"{name}.scales": scales}
-        if payload.offsets is not None:
-            forms[f"{name}.offsets"] = scales
-        fields: Fields = {"bits": payload.bits, "count": payload.size}
-        return fields if block is None else {**fields, "block": block}, forms
-    code = best_code(gaps_of(_checked_indices(payload)))
-    about, forms = layout_of(name, payload.values)
-    forms[f"{name}.gaps"] = ("U8", (code.size,))
-    return {"low_bits": code.num_low_bits, "size": payload.size, **about}, forms
-
-
-def tensors_of(name: str, payload: Payload) -> dict[str, Tensor]:
-    """Return the tensors that a payload travels as, in the forms that `layout_of` says.
+        name: of the payload there.
+        payload: that will be sent; numbers without storage (``meta``) are not looked at.
 
     Raises:
         MessageError: for numbers that are not finite, codes that do not fit into their bits, scales
             that are negative or too large, indices that do not increase or are too large.
     """
     if isinstance(payload, Dense):
-        if not _is_finite(payload.values):
+        values = payload.values
+        if not (values.is_meta or bool(torch.isfinite(values).all())):
             raise MessageError("values must be finite to be sent: leave this client out")
-        return {name: payload.values} if payload.size else {}
+        return {}, {name: values} if payload.size else {}
     if isinstance(payload, Quantised):
-        return _written_quantised(name, payload)
+        block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
+        fields: Fields = {"bits": payload.bits, "count": payload.size}
+        return fields if block is None else {**fields, "block": block}, _packed(name, payload)
     gaps = gaps_of(_checked_indices(payload))
-    parts = np.concatenate(write_gaps(gaps, best_code(gaps)))
-    return {f"{name}.gaps": torch.from_numpy(parts), **tensors_of(name, payload.values)}
+    code = best_code(gaps)
+    written = torch.from_numpy(np.concatenate(write_gaps(gaps, code)))
+    about, tensors = content_of(name, payload.values)
+    fields = {"low_bits": code.num_low_bits, "size": payload.size, **about}
+    return fields, {f"{name}.gaps": written, **tensors}
 
 
-def read_payload(name: str, fields: Any, tensors: dict[str, Tensor], size: int) -> Payload:
+def read_payload(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
     """Return the payload of a container, which must stand for ``size`` numbers.
 
     Args:
         name: of the payload in its container.
         fields: what is said of it there.
-        tensors: of the container; the payload's own are taken out.
+        tensors: of the container.
         size: that is agreed on.
 
     Raises:
-        MessageError: if it is anything else than what `layout_of` and `tensors_of` return for one.
+        MessageError: if it cannot be read; the caller holds it to `content_of` of what is returned.
     """
+    try:
+        return _read(name, fields or {}, tensors, size)
+    except MessageError:
+        raise
+    except ValueError as error:  # of a constructor
+        raise MessageError(f"{name}: {error}") from None
+
+
+def _read(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
     if not isinstance(fields, Mapping) or "size" not in fields:
-        return _read_values(name, fields, tensors, size)
-    values = dict(fields)
-    low_bits, of_size = values.pop("low_bits", None), values.pop("size")
+        payload = _read_values(name, fields, tensors)
+        _check_size(payload.size, size)
+        return payload
+    about = dict(fields)
+    low_bits = about.pop("low_bits", None)
     check_whole("low_bits", low_bits, 0, 63)
-    if of_size != size:
-        raise MessageError(f"payload of {of_size!r} numbers, {size} expected")
-    gaps = _bytes_of(_take(tensors, f"{name}.gaps", torch.uint8))
-    payload = _read_values(name, values, tensors, None)
-    return _read_sparse(gaps, low_bits, payload, size)
+    _check_size(about.pop("size"), size)
+    gaps = _bytes_of(vector_in(tensors, f"{name}.gaps", torch.uint8))
+    values = _read_values(name, about, tensors)
+    return Sparse(_read_gaps(gaps, low_bits, values.size, size), values, size)
 
 
-def _read_values(
-    name: str, fields: Any, tensors: dict[str, Tensor], size: int | None
-) -> Dense | Quantised:
-    if fields:
-        return _read_quantised(name, fields, tensors, size)
-    values = _take(tensors, name, *FLOATS) if name in tensors else None
-    _check_count(0 if values is None else len(values), size)
-    if values is None:
-        return Dense(torch.empty(0))
-    if not len(values):
-        raise MessageError(f"{name} is empty: then it does not travel")
-    if not _is_finite(values):
-        raise MessageError("values are not finite")
-    return Dense(values)
+def _read_values(name: str, fields: Any, tensors: Mapping[str, Tensor]) -> Dense | Quantised:
+    if not fields:
+        return Dense(vector_in(tensors, name, *FLOATS) if name in tensors else torch.empty(0))
+    has_block = isinstance(fields, Mapping) and "block" in fields
+    names = ("bits", "count", "block") if has_block else ("bits", "count")
+    given = fields_of(fields, names, f"the payload {name}")
+    bits, count, block = given["bits"], given["count"], given.get("block")
+    check_whole("bits", bits, 1, 8)
+    check_whole("count", count)
+    for each in (block if isinstance(block, list) else [block]) if has_block else ():
+        check_whole("block", each, 1)
+    packed = _bytes_of(vector_in(tensors, f"{name}.codes", torch.uint8))
+    if len(packed) != packed_size(count, bits):
+        raise MessageError(f"{count} codes of {bits} bits do not fill {len(packed)} bytes")
+    codes = unpack(packed, count, bits)
+    offsets = tensors.get(f"{name}.offsets")
+    if offsets is None:
+        codes = (codes - np.uint8(2 ** (bits - 1))).view(np.int8)
+    scales = vector_in(tensors, f"{name}.scales", torch.float32)
+    blocks = tuple(block) if isinstance(block, list) else block
+    return Quantised(torch.from_numpy(codes), bits, scales, offsets, blocks)
 
 
-def _take(tensors: dict[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """Return a vector of one of these dtypes, and take it out of the mapping."""
-    tensor = tensors.pop(name, None)
+def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
+    unary_size = len(gaps) - low_size(count, low_bits)
+    # each quotient is a one and zeros, no more zeros than the gaps have room for
+    if count > size or not 0 <= unary_size <= (count + (size >> low_bits) + 7) // 8:
+        raise MessageError(f"{len(gaps)} bytes are too few or too many for {count} indices")
+    indices = read_indices(gaps[:unary_size], gaps[unary_size:], count, low_bits)
+    if indices is None:
+        raise MessageError(f"the quotients are not those of {count} indices")
+    return torch.from_numpy(indices)
+
+
+def vector_in(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
+    """Return a vector of one of these dtypes.
+
+    Raises:
+        MessageError: if it is not there, or something else.
+    """
+    tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or tensor.dtype not in dtypes:
         found = "is not there" if tensor is None else f"is {tensor.dtype}, {tuple(tensor.shape)}"
         raise MessageError(f"{name} must be a vector of {', '.join(map(str, dtypes))}: it {found}")
     return tensor
 
 
+def _check_size(found: Any, size: int) -> None:
+    if found != size:
+        raise MessageError(f"payload of {found!r} numbers, {size} expected")
+
+
 def _bytes_of(tensor: Tensor) -> Bytes:
     return tensor.detach().cpu().contiguous().numpy().view(np.uint8)
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
-
-
-def _check_count(count: int, size: int | None) -> None:
-    if size is not None and count != size:
-        raise MessageError(f"payload of {count} numbers, {size} expected")
 
 
 def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None:
@@ -342,7 +352,7 @@ def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None
     return None
 
 
-def _written_quantised(name: str, payload: Quantised) -> dict[str, Tensor]:
+def _packed(name: str, payload: Quantised) -> dict[str, Tensor]:
     if problem := _bad_scales(payload.scales, payload.offsets, payload.bits):
         raise MessageError(problem)
     codes = _bytes_of(payload.codes)
@@ -355,50 +365,6 @@ def _written_quantised(name: str, payload: Quantised) -> dict[str, Tensor]:
     return tensors if payload.offsets is None else {**tensors, f"{name}.offsets": payload.offsets}
 
 
-def _read_quantised(
-    name: str, fields: Any, tensors: dict[str, Tensor], size: int | None
-) -> Quantised:
-    has_block = isinstance(fields, Mapping) and "block" in fields
-    names = ("bits", "count", "block") if has_block else ("bits", "count")
-    given = fields_of(fields, names, f"the payload {name}")
-    bits, count = given["bits"], given["count"]
-    has_offsets = f"{name}.offsets" in tensors
-    check_whole("bits", bits, 1 if has_offsets else 2, 8)
-    check_whole("count", count)
-    _check_count(count, size)
-    packed = _bytes_of(_take(tensors, f"{name}.codes", torch.uint8))
-    if len(packed) != packed_size(count, bits):
-        raise MessageError(f"{count} codes of {bits} bits do not fill {len(packed)} bytes")
-    if count * bits % 8 and packed[-1] >> count * bits % 8:
-        raise MessageError("bits are set behind the last code")
-    block = _read_block(given.get("block"), count)
-    scales = _take(tensors, f"{name}.scales", torch.float32)
-    offsets = _take(tensors, f"{name}.offsets", torch.float32) if has_offsets else None
-    blocks = num_blocks(count, block)
-    if len(scales) != blocks or (offsets is not None and len(offsets) != blocks):
-        raise MessageError(f"scales and offsets must be {blocks}, one a block")
-    if problem := _bad_scales(scales, offsets, bits):
-        raise MessageError(problem)
-    codes = unpack(packed, count, bits)
-    if not has_offsets:
-        codes -= np.uint8(2 ** (bits - 1))
-        codes = codes.view(np.int8)
-    return Quantised(torch.from_numpy(codes), bits, scales, offsets, block)
-
-
-def _read_block(block: Any, count: int) -> Block:
-    if isinstance(block, list):
-        for size in block:
-            check_whole("block: each", size, 1)
-        if sum(block) != count:
-            raise MessageError(f"the sizes of blocks do not make {count} numbers")
-        return tuple(block)
-    if block is None:
-        return None
-    check_whole("block", block, 1)
-    return int(block)
-
-
 def _checked_indices(payload: Sparse) -> np.ndarray:
     indices: np.ndarray = payload.indices.cpu().numpy()
     if len(indices) and (
@@ -406,27 +372,3 @@ def _checked_indices(payload: Sparse) -> np.ndarray:
     ):
         raise MessageError(f"indices must increase strictly, from 0 to {payload.size - 1}")
     return indices
-
-
-def _read_sparse(gaps: Bytes, low_bits: int, values: Dense | Quantised, size: int) -> Sparse:
-    count = values.size
-    if count > size:
-        raise MessageError(f"{count} indices into {size} numbers")
-    # the shortest code never has more; the remainders then add up to less than 2 size
-    if low_bits and max(1, count) << low_bits > 2 * size:
-        raise MessageError(f"indices with remainders of {low_bits} bits are not the shortest")
-    unary_size = len(gaps) - low_size(count, low_bits)
-    # each quotient is a one and zeros, no more zeros than the gaps have room for
-    if not 0 <= unary_size <= (count + (size >> low_bits) + 7) // 8:
-        raise MessageError(f"{len(gaps)} bytes are too few or too many for {count} indices")
-    low = gaps[unary_size:]
-    indices = read_indices(gaps[:unary_size], low, count, low_bits)
-    if indices is None:
-        raise MessageError(f"the quotients are not those of {count} indices")
-    if count and indices[-1] >= size:
-        raise MessageError(f"index {indices[-1]} is not below {size}")
-    code = best_code(gaps_of(indices))
-    used = count * (low_bits % 8) % 8
-    if (code.num_low_bits, code.unary_size) != (low_bits, unary_size) or (used and low[-1] >> used):
-        raise MessageError("the indices are not in their shortest form")
-    return Sparse(torch.from_numpy(indices), values, size)

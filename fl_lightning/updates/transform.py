@@ -18,7 +18,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self, final
 
 import torch
@@ -58,18 +57,10 @@ class UpdateStep(ABC):
         """Transforms that a client applies, in order."""
 
     @property
-    def needs_shapes(self) -> bool:
-        """True if the transform needs the shapes of tensors, because it does not act on one vector."""
-        return False
-
-    def with_shapes(self, shapes: Shapes) -> Self:
-        """Return the step for vectors that such tensors make, one after the other."""
-        return self
-
-    @property
     def traits(self) -> Traits:
         """Traits of the step."""
-        return _OF_TENSORS | _OF_STEPS if self.needs_shapes else _OF_STEPS
+        is_of_tensors = any(part.needs_shapes for part in self.parts)
+        return _OF_TENSORS | _OF_STEPS if is_of_tensors else _OF_STEPS
 
 
 class Transform(UpdateStep):
@@ -101,6 +92,15 @@ class Transform(UpdateStep):
     def parts(self) -> tuple[Transform, ...]:
         """It alone."""
         return (self,)
+
+    @property
+    def needs_shapes(self) -> bool:
+        """True if the transform needs the shapes of tensors, because it does not act on one vector."""
+        return False
+
+    def with_shapes(self, shapes: Shapes) -> Self:
+        """Return the transform for vectors that such tensors make, one after the other."""
+        return self
 
     @property
     def scaling(self) -> Transform | None:
@@ -214,6 +214,41 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
     return derive_seed(seed, step.name, place)
 
 
+def with_memory(
+    chain: Chain, update: Tensor, memory: Tensor | None, seed: int
+) -> tuple[Payload, Tensor]:
+    """Return what is sent with error feedback, and the client's memory for its next round.
+
+    Args:
+        chain: what compresses.
+        update: shape (k,).
+        memory: what this client got from its last round, shape (k,); None if it is its first.
+        seed: of this update.
+
+    Raises:
+        ValueError: if the memory is of another length.
+
+    Example:
+        >>> from fl_lightning.updates.sparsifiers import TopK
+        >>> chain = Chain((TopK(0.5),))
+        >>> payload, memory = with_memory(chain, torch.tensor([1.0, 3.0]), None, seed=0)
+        >>> payload.to_dense(), memory
+        (tensor([0., 3.]), tensor([1., 0.]))
+        >>> payload, memory = with_memory(chain, torch.tensor([1.0, 1.0]), memory, seed=1)
+        >>> payload.to_dense(), memory
+        (tensor([2., 0.]), tensor([0., 1.]))
+    """
+    if memory is not None and memory.shape != update.shape:
+        raise ValueError(
+            f"the memory has shape {tuple(memory.shape)}, the update {tuple(update.shape)}: "
+            "start a new memory when the mask changes"
+        )
+    wanted = update if memory is None else update + memory
+    payload = chain.on_client(Dense(wanted), seed)
+    arrived = chain.on_server(payload, seed, size=wanted.numel())
+    return payload, torch.sub(wanted, arrived.to_dense())
+
+
 def checked_fraction(fraction: float) -> None:
     """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
     check_range("fraction", fraction, "in (0, 1]", ": it is the share of numbers that is sent")
@@ -265,7 +300,7 @@ _MEMORIES = Traits(
 @final
 @dataclass(frozen=True)
 class ErrorFeedback(UpdateStep):
-    """Wraps transforms; the client's memory is given and returned.
+    """Keeps at the client what transforms leave out, for its next update, see `with_memory`.
 
     Args:
         transforms: what compresses, in the order in which the client applies them.
@@ -276,16 +311,6 @@ class ErrorFeedback(UpdateStep):
     Raises:
         ConfigurationError: if it holds a `RandomK` that scales: its error may be larger than what it was
             given, and the memory would grow without bound.
-
-    Example:
-        >>> from fl_lightning.updates.sparsifiers import TopK
-        >>> feedback = ErrorFeedback([TopK(0.5)])
-        >>> payload, memory = feedback.on_client(torch.tensor([1.0, 3.0]), None, seed=0)
-        >>> payload.to_dense(), memory
-        (tensor([0., 3.]), tensor([1., 0.]))
-        >>> payload, memory = feedback.on_client(torch.tensor([1.0, 1.0]), memory, seed=1)
-        >>> payload.to_dense(), memory
-        (tensor([2., 0.]), tensor([0., 1.]))
     """
 
     transforms: Sequence[Transform]
@@ -296,16 +321,11 @@ class ErrorFeedback(UpdateStep):
             raise ConfigurationError(
                 "ErrorFeedback: transforms must hold at least one, got []: without any nothing is left out"
             )
-        if scaling := self._chain.scaling:
+        if scaling := Chain(self.parts).scaling:
             raise ConfigurationError(
                 f"error feedback around {scaling.name} diverges, because it scales what it keeps: "
                 "set unbiased: false"
             )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Those of the transforms: how a memory came into the numbers need not be known."""
-        return self._chain.names
 
     @property
     def parts(self) -> tuple[Transform, ...]:
@@ -316,45 +336,3 @@ class ErrorFeedback(UpdateStep):
     def traits(self) -> Traits:
         """Those of a step; no noise covers memories, unless the user says that they stay with the clients."""
         return super().traits if self.under_privacy else super().traits | _MEMORIES
-
-    @property
-    def needs_shapes(self) -> bool:
-        """True if one of the transforms needs the shapes of tensors."""
-        return self._chain.needs_shapes
-
-    def with_shapes(self, shapes: Shapes) -> ErrorFeedback:
-        """Return the same for vectors of these tensors."""
-        return replace(self, transforms=self._chain.with_shapes(shapes).transforms)
-
-    @cached_property
-    def _chain(self) -> Chain:
-        return Chain(tuple(self.transforms))
-
-    def on_client(self, update: Tensor, memory: Tensor | None, seed: int) -> tuple[Payload, Tensor]:
-        """Return what is sent, and the client's memory for its next round.
-
-        Args:
-            update: shape (k,).
-            memory: what this client got from its last round, shape (k,); None if it is its first.
-            seed: of this update.
-
-        Raises:
-            ValueError: if the memory is of another length.
-        """
-        if memory is not None and memory.shape != update.shape:
-            raise ValueError(
-                f"the memory has shape {tuple(memory.shape)}, the update {tuple(update.shape)}: "
-                "start a new memory when the mask changes"
-            )
-        wanted = update if memory is None else update + memory
-        payload = self._chain.on_client(Dense(wanted), seed)
-        arrived = self.on_server(payload, seed, size=wanted.numel())
-        return payload, torch.sub(wanted, arrived.to_dense())
-
-    def sent_size(self, size: int) -> int:
-        """Return how many numbers the payload of so many stands for."""
-        return self._chain.sent_size(size)
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return what the server takes a payload for, of ``size`` numbers."""
-        return self._chain.on_server(payload, seed, size)

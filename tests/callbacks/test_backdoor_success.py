@@ -8,7 +8,7 @@ from toys import toy_trainer
 
 from fl_lightning import BackdoorSuccess, ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.data import Normalize
-from fl_lightning.data.poisoning import Trigger
+from fl_lightning.data.client_examples import Trigger
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks import Scaling
 

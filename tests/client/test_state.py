@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 from fl_lightning import ConfigurationError
-from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.attributes import Attributes, append
 
-COUNTED = []
+COUNTED, CALLED = [], {"times": 0}
+
+
+def called():
+    CALLED["times"] += 1
 
 
 class Slotted:
@@ -44,6 +48,16 @@ class Odd(nn.Module):
         self.rows = self.layer.weight.data[0]
         self.closure = self.noted = []
         self.note = lambda: self.noted.append(1) or COUNTED.append(1)
+        around = []
+        self.fill = lambda: around.append(1)
+
+    @torch.no_grad()
+    def call(self):
+        called()
+
+    @property
+    def seen(self):
+        return COUNTED.append(2)
 
 
 CHANGES = {
@@ -113,19 +127,38 @@ def test_an_iterator_is_refused():
         Attributes(module)
 
 
-def test_what_is_outside_is_named_and_stays():
-    module = Odd()
+OUTSIDE = {
+    "a global": (lambda m: m.note(), f"global COUNTED of {__name__}"),
+    "in a property": (lambda m: m.seen, f"global COUNTED of {__name__}"),
+    "by a function under a decorator": (lambda m: m.call(), f"global CALLED of {__name__}.times"),
+    "around a function": (lambda m: m.fill(), "around around Odd.__init__.<locals>.<lambda>"),
+    "of the class": (lambda m: setattr(Odd, "total", Odd.total + 1), "class Odd.total"),
+    "rebound": (lambda m: globals().update(CALLED=dict(CALLED)), None),
+    "of torch": (lambda m: m.layer.train(), None),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_is_outside_is_named_and_stays(name):
+    module, (change, place) = Odd(), OUTSIDE[name]
     state = Attributes(module, outside=True)
-    module.note()
-    type(module).total = 1
-    assert {*state.changes_outside()} == {
-        f"global COUNTED of {__name__} ({len(COUNTED) - 1} -> {len(COUNTED)} items)",
-        "class Odd.total (0 -> 1)",
-    }
-    before = len(COUNTED)
+    change(module)
+    assert state.changes_outside() == ([] if place is None else [place])
+    held = len(COUNTED), dict(CALLED), Odd.total
     state.put_back()
-    assert (len(COUNTED), module.noted, Odd.total) == (before, [], 1)
-    Odd.total = 0
+    assert ((len(COUNTED), CALLED, Odd.total), module.noted) == (held, [])
+    assert state.changes_outside() == ([] if place is None else [place])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_of_the_global_generators_are_named_and_put_back(draw):
+    state = Attributes(Odd(), outside=True)
+    first = draw()
+    assert [place.partition(".")[0] for place in state.changes()] == [
+        "NumPy's random" if draw is np.random.rand else "Python's random"
+    ]
+    state.put_back()
+    assert draw() == first
 
 
 def test_lists_that_only_grew_may_keep_what_they_got():
@@ -134,8 +167,7 @@ def test_lists_that_only_grew_may_keep_what_they_got():
     module.first.append(9)
     module.lists["new"].append(1)
     module.second[:] = [7, 8]  # not only appended to
-    growth = state.growth()
-    state.put_back()
+    growth = state.put_back()
     for _ in range(2):
-        state.grow(growth)
+        append(growth)
     assert (module.first, module.lists, module.second) == ([1, 2, 9, 9], {"new": [1, 1]}, [3])

@@ -13,10 +13,14 @@ clients = st.lists(
 )
 
 
+def add(means, values, num_examples):
+    means.add_rows({name: torch.tensor(v) for name, v in values.items()}, [num_examples], [0])
+
+
 def filled(entries):
     means = ClientMeans()
     for values, num_examples in entries:
-        means.add({name: torch.tensor(v) for name, v in values.items()}, num_examples)
+        add(means, values, num_examples)
     return means
 
 
@@ -24,49 +28,51 @@ def filled(entries):
 def test_the_mean_is_that_of_the_pooled_examples(examples):
     means = ClientMeans()
     for values in examples:
-        means.add({"loss": torch.tensor(values, dtype=torch.float64).mean()}, len(values))
+        means.add_rows(
+            {"loss": torch.tensor(values, dtype=torch.float64).mean()}, [len(values)], [0]
+        )
     pooled = np.concatenate(examples)
-    assert means.mean("loss") == pytest.approx(pooled.mean(), abs=1e-9)
+    assert means.reduced()["loss"] == pytest.approx(pooled.mean(), abs=1e-9)
 
 
 @given(examples=clients)
 def test_the_spread_counts_every_client_once(examples):
     means = ClientMeans()
     for values in examples:
-        means.add({"loss": torch.tensor(values[0])}, len(values))
-    assert means.std("loss") == pytest.approx(np.std([v[0] for v in examples]), abs=1e-9)
+        add(means, {"loss": values[0]}, len(values))
+    assert means.stds()["loss_std"] == pytest.approx(np.std([v[0] for v in examples]), abs=1e-9)
 
 
 def test_three_clients_by_hand():
     means = filled([({"loss": 2.0}, 1), ({"loss": 4.0}, 1), ({"loss": 6.0}, 2)])
-    assert means.mean("loss") == 4.5
-    assert means.std("loss") == pytest.approx((8 / 3) ** 0.5)
+    assert means.reduced()["loss"] == 4.5
+    assert means.stds()["loss_std"] == pytest.approx((8 / 3) ** 0.5)
 
 
 def test_one_client_has_no_spread():
     means = filled([({"loss": 3.0}, 5)])
-    assert (means.mean("loss"), means.std("loss")) == (3.0, 0.0)
+    assert (means.reduced()["loss"], means.stds()["loss_std"]) == (3.0, 0.0)
 
 
 def test_a_metric_that_some_clients_lack_is_averaged_over_the_others():
     means = filled([({"loss": 1.0}, 1), ({"loss": 2.0, "extra": 8.0}, 3)])
     assert means.names == ["loss", "extra"]
-    assert means.mean("loss") == 1.75
-    assert means.mean("extra") == 8.0
+    assert means.reduced()["loss"] == 1.75
+    assert means.reduced()["extra"] == 8.0
 
 
 def test_values_keep_no_graph():
     means = ClientMeans()
-    means.add({"loss": torch.tensor(1.0, requires_grad=True) * 2}, 1)
-    assert not means.values("loss").requires_grad
-    assert means.values("loss").dtype == torch.float64
+    means.add_rows({"loss": torch.tensor(1.0, requires_grad=True) * 2}, [1], [0])
+    values = means.state_dict()["loss"]["values"]
+    assert (values.requires_grad, values.dtype) == (False, torch.float64)
 
 
 def test_half_precision_values_are_summed_in_double():
     means = ClientMeans()
     for _ in range(4097):  # bfloat16 cannot count so far
-        means.add({"loss": torch.tensor(1.0, dtype=torch.bfloat16)}, 1)
-    assert means.mean("loss") == 1.0
+        means.add_rows({"loss": torch.tensor(1.0, dtype=torch.bfloat16)}, [1], [0])
+    assert means.reduced()["loss"] == 1.0
 
 
 def test_state_round_trip_in_the_middle(tmp_path):
@@ -76,22 +82,21 @@ def test_state_round_trip_in_the_middle(tmp_path):
     resumed = ClientMeans()
     resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     for values, num_examples in entries[3:]:
-        resumed.add({name: torch.tensor(v) for name, v in values.items()}, num_examples)
+        add(resumed, values, num_examples)
     assert resumed.names == whole.names
-    for name in whole.names:
-        assert resumed.mean(name) == whole.mean(name)
-        assert resumed.std(name) == whole.std(name)
+    assert resumed.reduced() == whole.reduced()
+    assert resumed.stds() == whole.stds()
 
 
 def test_a_state_does_not_change_afterwards():
     means = filled([({"loss": 1.0}, 1)])
     state = means.state_dict()
-    means.add({"loss": torch.tensor(3.0)}, 1)
+    add(means, {"loss": 3.0}, 1)
     assert state["loss"]["num_examples"] == [1]
     assert state["loss"]["values"].tolist() == [1.0]
 
 
 def test_a_value_may_be_infinite():
     means = filled([({"perplexity": float("inf")}, 1), ({"perplexity": 1.0}, 3)])
-    assert means.mean("perplexity") == float("inf")
-    assert np.isnan(means.std("perplexity"))
+    assert means.reduced()["perplexity"] == float("inf")
+    assert np.isnan(means.stds()["perplexity_std"])

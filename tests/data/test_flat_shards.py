@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from toys import ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data import shards as shards_file
 from fl_lightning.data.cohorts.cohort import UniformCohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.partitions import flat_shards
-from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import IID
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 LISTS = st.lists(
@@ -48,8 +47,8 @@ class TestIsLikeAList:
         assert len(flat) == len(shards)
         for found in (list(flat), flat[:], [flat[i] for i in range(len(shards))]):
             assert [one.tolist() for one in found] == [one.tolist() for one in shards]
-        assert all(one.dtype == np.int64 for one in flat)
-        assert flat.sizes.tolist() == [len(one) for one in shards]
+        assert all(one.dtype == torch.int64 for one in flat)
+        assert flat.num_examples.tolist() == [len(one) for one in shards]
         assert FlatShards.of(flat) is flat
 
     @given(shards=LISTS, picks=st.lists(st.integers(0, 8), max_size=9))
@@ -58,10 +57,8 @@ class TestIsLikeAList:
         expected = [shards[client].tolist() for client in clients]
         indices, sizes = FlatShards.of(shards).take(clients)
         assert indices.tolist() == [index for one in expected for index in one]
-        assert indices.dtype == np.int64
+        assert indices.dtype == torch.int64
         assert sizes.tolist() == [len(one) for one in expected]
-        as_tensor, same = ClientShards(shards).take(clients)
-        assert (as_tensor.tolist(), same.tolist()) == (indices.tolist(), sizes.tolist())
 
     def test_at_both_ends(self):
         flat = FlatShards(np.array([4, 0, 2]), np.array([2, 1]))
@@ -131,8 +128,8 @@ def hold_out_by_the_book(shards, fraction, generator):
 )
 def test_hold_out_block_by_block_is_that_of_all_at_once(shards, fraction, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_shards, "BLOCK", block)
-        found = ClientShards(shards).hold_out(fraction, np.random.default_rng(7))
+        patch.setattr(shards_file, "BLOCK", block)
+        found = FlatShards.of(shards).hold_out(fraction, np.random.default_rng(7))
     expected = hold_out_by_the_book(shards, fraction, np.random.default_rng(7))
     assert tuple([one.tolist() for one in part] for part in found) == expected
 
@@ -199,8 +196,8 @@ class TestManyClients:
             tracemalloc.stop()
         numbers = sum(
             array.nbytes
-            for part in (data.clients.flat, data.held_out.flat)
-            for array in (part.indices, part.sizes, part.starts)
+            for part in (data.clients, data.held_out)
+            for array in (part.indices, part.num_examples, part.starts)
         )
         assert kept < numbers + 5e6
         assert peak < 4 * numbers  # of which two are the partition's own int64 indices

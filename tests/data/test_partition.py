@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
@@ -20,10 +21,12 @@ from fl_lightning.data.partitions.label_shards import (
     even_counts,
     size_excess,
 )
-from fl_lightning.data.partitions.partition import IID, NaturalPartition, check_sizes
-from fl_lightning.data.partitions.quantity_skew import (
+from fl_lightning.data.partitions.partition import (
+    IID,
     DirichletSizes,
+    NaturalPartition,
     PowerLawSizes,
+    check_sizes,
     proportional_sizes,
 )
 
@@ -52,12 +55,12 @@ def sizes(shards):
 
 
 def num_classes(shards, labels):
-    return np.array([len(np.unique(labels[shard])) for shard in shards])
+    return np.array([len(np.unique(labels[np.asarray(shard)])) for shard in shards])
 
 
 def assert_disjoint_cover(shards, num_examples, num_clients):
     assert len(shards) == num_clients
-    assert all(shard.dtype == np.int64 and shard.ndim == 1 for shard in shards)
+    assert all(shard.dtype == torch.int64 and shard.ndim == 1 for shard in shards)
     np.testing.assert_array_equal(np.sort(np.concatenate(shards)), np.arange(num_examples))
 
 
@@ -359,7 +362,9 @@ class TestDirichletPerClient:
         ours = np.zeros((2, 3, 6))
         for seed in range(2000):
             for client, shard in enumerate(rule.assign(labels, 2, seed)):
-                ours[client, range(3), np.bincount(labels[shard], minlength=3)] += 1 / 2000
+                ours[client, range(3), np.bincount(labels[np.asarray(shard)], minlength=3)] += (
+                    1 / 2000
+                )
         np.testing.assert_allclose(ours, plain, atol=0.05)
 
     def test_is_fast(self):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data.roles import SearchHalf
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 
 
 class Numbered(LightningDataModule):
@@ -55,7 +55,7 @@ def test_halves_are_disjoint_and_cover_what_the_client_trains_on(fraction):
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=5), st.floats(0.05, 0.5))
 def test_every_example_of_the_second_half_is_somebodys_partner(sizes, fraction):
     ends = np.cumsum(sizes)
-    shards = ClientShards(
+    shards = FlatShards.of(
         [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     )
     training, search = shards.hold_out(fraction, np.random.default_rng(0))
@@ -85,9 +85,9 @@ def test_a_client_with_one_example_is_refused():
 
 
 def test_shards_that_overlap_are_refused():
-    shards = ClientShards([np.array([0, 1]), np.array([1, 2])])
+    shards = FlatShards.of([np.array([0, 1]), np.array([1, 2])])
     with pytest.raises(ConfigurationError, match="do not overlap"):
-        SearchHalf(shards, ClientShards([np.array([3]), np.array([4])]))
+        SearchHalf(shards, FlatShards.of([np.array([3]), np.array([4])]))
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 0.6])

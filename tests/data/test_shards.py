@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from fl_lightning.data.shards import ClientShards, batch_reader, local_order
+from fl_lightning.data.shards import FlatShards, batch_reader, local_order
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 
@@ -90,17 +90,7 @@ class TestLocalOrder:
         assert drawn(3, 7, num_batches=3, drop_last=True) == [[100, 101, 102]] * 3
 
 
-class TestClientShards:
-    def test_by_hand(self):
-        shards = ClientShards([np.array([4, 0]), np.array([], dtype=np.int64), np.array([2])])
-        assert [shard.tolist() for shard in shards] == [[4, 0], [], [2]]
-        assert len(shards) == 3
-        assert shards.num_examples.tolist() == [2, 0, 1]
-        assert shards[2].dtype == torch.int64
-
-    def test_without_clients(self):
-        assert list(ClientShards([])) == []
-
+class TestHoldOut:
     @given(
         lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
         fraction=st.floats(0, 1, exclude_max=True),
@@ -109,7 +99,7 @@ class TestClientShards:
     def test_hold_out_splits_every_shard(self, lengths, fraction, seed):
         cuts = np.cumsum(lengths)[:-1]
         order = np.random.default_rng(seed).permutation(sum(lengths))
-        shards = ClientShards(np.split(order, cuts))
+        shards = FlatShards.of(np.split(order, cuts))
         kept, held = shards.hold_out(fraction, np.random.default_rng(seed))
         for shard, stays, goes in zip(shards, kept, held, strict=True):
             assert sorted([*stays.tolist(), *goes.tolist()]) == sorted(shard.tolist())
@@ -121,7 +111,7 @@ class TestClientShards:
                 assert len(goes) == wanted
 
     def test_hold_out_is_drawn(self):
-        shards = ClientShards([np.arange(100)])
+        shards = FlatShards.of([np.arange(100)])
         found = [shards.hold_out(0.3, np.random.default_rng(seed))[1][0] for seed in (0, 0, 1)]
         assert torch.equal(found[0], found[1])
         assert not torch.equal(found[0], found[2])

@@ -12,7 +12,7 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.server import Server
-from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
+from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK, Sign, TopK, path
 from fl_lightning.updates.message import Message, encode
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.payload import Dense
@@ -115,13 +115,13 @@ def test_slots_send_what_one_after_the_other_sends(monkeypatch):
 def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypatch):
     """Of every client: Σ Δ = Σ Δ' + memory."""
     noted, deltas = NoteUpdates(monkeypatch), []
-    original = ErrorFeedback.on_client
+    original = path.with_memory
 
-    def on_client(feedback, update, memory, seed):
+    def with_memory(chain, update, memory, seed):
         deltas.append(update.clone())
-        return original(feedback, update, memory, seed)
+        return original(chain, update, memory, seed)
 
-    monkeypatch.setattr(ErrorFeedback, "on_client", on_client)
+    monkeypatch.setattr(path, "with_memory", with_memory)
     options = {"cohort": 6, "trainer": {"max_epochs": 4}}
     _, federation = run(COMPRESSED, callbacks=[noted], **options)
     arrived, memories = {}, federation.rounds.memory.clients

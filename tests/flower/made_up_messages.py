@@ -4,8 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from fl_lightning.core.container import DTYPES
-from fl_lightning.flower.failures import CATEGORIES, Failure
-from fl_lightning.flower.messages import KINDS, Answer, ClientAnswer, Order
+from fl_lightning.flower.messages import CATEGORIES, KINDS, Answer, ClientAnswer, Failure, Order
 
 RUN, CONFIGURATION = "0123456789abcdef" * 2, "fedcba9876543210" * 4
 LIMIT = 100_000

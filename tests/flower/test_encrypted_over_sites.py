@@ -9,7 +9,7 @@ from flower.test_same_bits import ENCRYPTED, NOISE, Killing
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.flower.messages import Answer, Order
-from fl_lightning.flower.sums.agreed import KEY, MESSAGE, NONCE, TOTAL
+from fl_lightning.flower.sums import KEY, MESSAGE, NONCE, TOTAL
 
 pytest.importorskip("tenseal", reason="needs the extra he")
 pytestmark = [

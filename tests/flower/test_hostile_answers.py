@@ -10,9 +10,10 @@ from flower.site_processes import configuration, last, over_network, three_sites
 from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import Lost
+from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer, MessageError
-from fl_lightning.flower.site_facts import SiteFacts, facts_of
+from fl_lightning.flower.server.greeting import SiteFacts, facts_of
+from fl_lightning.flower.transport.channel import Lost
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -195,19 +196,19 @@ def facts():
 
 
 def test_what_a_site_says_of_itself_comes_back_as_it_was():
-    assert SiteFacts.of_options(facts().options()) == facts()
+    assert read_document(SiteFacts, document_of(facts())) == facts()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SiteFacts)])
 def test_what_no_site_can_say_of_itself_is_refused(name):
-    told = facts().options()
+    told = document_of(facts())
     for value in VALUES:
         if type(value) is type(told[name]) and value in (True, "", "x", LARGEST):
             continue
         with pytest.raises(MessageError):
-            SiteFacts.of_options(told | {name: value})
+            read_document(SiteFacts, told | {name: value})
     with pytest.raises(MessageError, match=f"has no {name}"):
-        SiteFacts.of_options({n: value for n, value in told.items() if n != name})
+        read_document(SiteFacts, {n: value for n, value in told.items() if n != name})
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_what_no_site_can_say_of_itself_is_refused(name):
 )
 def test_a_site_that_says_nonsense_of_itself_is_named(change, said, tmp_path):
     with pytest.raises(ConfigurationError, match=f"site b: what it says of itself: .*{said}"):
-        facts_of({"b": answer_of(facts().options() | change)})
+        facts_of({"b": answer_of(document_of(facts()) | change)})
 
 
 def answer_of(options):

@@ -13,10 +13,9 @@ from fl_lightning import CentralDP, Federation, LocalDP, Mean, PoissonCohort
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.network.server import _check_calibration
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.memory import RunMemory
+from fl_lightning.federation.checkpoints.files import RunMemory
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Answer, ClientAnswer, Order, digest
+from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefused, digest
 from fl_lightning.flower.packing import (
     RunMask,
     hold_model,
@@ -24,8 +23,8 @@ from fl_lightning.flower.packing import (
     model_tensors,
     told_mask,
 )
-from fl_lightning.flower.server.calibration import SUMS, CalibrationAtSites
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.elsewhere import SUMS, CalibrationAtSites
 from fl_lightning.flower.server.greeting import Counted, Greeting
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory

@@ -1,12 +1,8 @@
 """k-means: Lloyd's step against scikit-learn, metrics against scikit-learn, federated on iris."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, seed_everything
 from sklearn import metrics as oracle
 from sklearn.cluster import KMeans as Oracle
@@ -16,7 +12,6 @@ from toys import SaveEverywhere, toy_data, toy_trainer, weights
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.data import Iris, LabelShards
 from fl_lightning.models import KMeans
-from fl_lightning.models.clustering_scores import SCORES, ClusteringScore
 from fl_lightning.server import ClusterFedAvg
 
 
@@ -80,19 +75,6 @@ def test_scores_are_those_of_scikit_learn():
         assert value == pytest.approx(score(labels, found), abs=1e-5), name
     nearest = torch.cdist(vectors, module.centroids).amin(1).square().mean()
     assert float(trainer.callback_metrics["val/inertia"]) == pytest.approx(nearest.item(), rel=1e-5)
-
-
-@settings(max_examples=20)
-@given(labels=st.lists(st.integers(0, 2), min_size=1, max_size=40), data=st.data())
-def test_every_score_of_every_table(labels, data):
-    clusters = data.draw(st.lists(st.integers(0, 3), min_size=len(labels), max_size=len(labels)))
-    for name in SCORES:
-        metric = ClusteringScore(name, 3, 4)
-        metric.update(torch.tensor(clusters), torch.tensor(labels))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = getattr(oracle, f"{name}_score")(labels, clusters)
-        assert float(metric.compute()) == pytest.approx(expected, abs=1e-6), name
 
 
 def test_clients_of_one_species_each_find_all_three_together():

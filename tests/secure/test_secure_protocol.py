@@ -154,27 +154,30 @@ def outcome_of(run, *arguments):
 
 def test_larger_cases_and_the_shortcut_to_the_same_outcome():
     finished = dict.fromkeys(("complete", "active", "sparse"), 0)
-    aborted = 0
-    for seed in range(54):
+    aborted = counted = 0
+    for seed in range(72):
         made, dropouts = random_case(seed)
+        if seed % 4:  # for which there is a shortcut
+            dropouts = dict.fromkeys(dropouts, ProtocolStage.MASK)
         vectors = vectors_of(made, seed)
-        outcome, counted = (
-            outcome_of(run, made, vectors, dropouts) for run in (simulate, shortcut)
-        )
-        assert (outcome is None) == (counted is None)
-        if outcome is None:
-            aborted += 1
-            continue
-        silent = {place for place, stage in dropouts.items() if stage <= ProtocolStage.MASK}
-        assert not silent & outcome.survivors
-        assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
-        assert np.array_equal(counted.total, outcome.total)
-        assert counted.survivors == outcome.survivors
-        assert counted.cost.bytes_up == outcome.cost.bytes_up
-        assert counted.cost.bytes_down == outcome.cost.bytes_down
-        finished[("complete", "active", "sparse")[seed % 3]] += 1
+        outcome = outcome_of(simulate, made, vectors, dropouts)
+        aborted += outcome is None
+        if outcome is not None:
+            silent = {place for place, stage in dropouts.items() if stage <= ProtocolStage.MASK}
+            assert not silent & outcome.survivors
+            assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
+            finished[("complete", "active", "sparse")[seed % 3]] += 1
+        if seed % 4:
+            short = outcome_of(shortcut, made, vectors, dropouts)
+            assert (outcome is None) == (short is None)
+        if seed % 4 and outcome is not None:
+            assert np.array_equal(short.total, outcome.total)
+            assert short.survivors == outcome.survivors
+            assert short.cost.bytes_up == outcome.cost.bytes_up
+            assert short.cost.bytes_down == outcome.cost.bytes_down
+            counted += 1
     assert min(finished.values()) >= 8
-    assert aborted >= 8
+    assert min(aborted, counted) >= 8
 
 
 def test_a_sparse_plan_carries_a_round_with_its_dropouts():

@@ -10,8 +10,8 @@ from test_update_rows import rows_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.data.poisoning import LabelFlip, Trigger, poisoned_examples, poisoned_reader
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.client_examples import LabelFlip, Trigger, changed_reader, poisoned_examples
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks import (
     ALIE,
@@ -24,7 +24,6 @@ from fl_lightning.server.attacks import (
     hidden_deviations,
 )
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
 from fl_lightning.server.robust.rule import Median
 
@@ -111,12 +110,12 @@ class TestForged:
         assert play(ipm, [2.0, 4.0]) == pytest.approx(-3.0)
 
     def test_noise_differs_between_rounds(self):
-        aggregator = Forged(Collected(Median()), GaussianNoise(1.0), [0], 0)
+        aggregator = Forged(Median(), GaussianNoise(1.0), [0], 0)
         assert len({play(aggregator, [0.0], index) for index in (0, 1, 2)}) == 3
         assert play(aggregator, [0.0], 1) == play(aggregator, [0.0], 1)
 
     def test_what_the_rule_remembers_is_the_aggregators(self):
-        aggregator = Forged(Collected(CentredClipping(1.0)), SignFlip(), [], 0)
+        aggregator = Forged(CentredClipping(1.0), SignFlip(), [], 0)
         aggregator.memory = {}
         assert [play(aggregator, [4.0]), play(aggregator, [4.0])] == [1.0, 2.0]
         assert aggregator.memory["centre"].tolist() == [2.0]
@@ -136,7 +135,7 @@ class TestAttackers:
 
     def test_who_is_trusted_must_be_honest(self):
         with pytest.raises(ConfigurationError, match=r"spared to \[0\]"):
-            Attackers(fraction=1.0, forge=SignFlip()).wrap(Collected(FLTrust(0)), 4)
+            Attackers(fraction=1.0, forge=SignFlip()).wrap(FLTrust(0), 4)
 
     @pytest.mark.parametrize("fraction", [-0.1, 1.5])
     def test_the_fraction_has_a_range(self, fraction):
@@ -145,33 +144,39 @@ class TestAttackers:
 
 
 class TestPoison:
-    shards = ClientShards([np.array([0, 2, 4, 6]), np.array([1, 3]), np.array([5, 7])])
+    shards = FlatShards.of([np.array([0, 2, 4, 6]), np.array([1, 3]), np.array([5, 7])])
 
     def read(self, indices):
         return indices[:, None, None, None].float().expand(-1, 1, 3, 3), indices % 10
 
+    def reader(self, read, attackers, poison):
+        def change(inputs, labels, *_):
+            return poison.change(inputs, labels)
+
+        return changed_reader(read, attackers, change, "attackers.poison", "use attackers.forge")
+
     def test_only_attackers_examples_change(self):
         chosen = poisoned_examples(self.shards, [1], 1.0, 8, seed=0)
-        assert chosen.nonzero().flatten().tolist() == [1, 3]
-        reader = poisoned_reader(self.read, chosen, LabelFlip(10))
-        images, labels = reader(torch.tensor([3, 0, 7]))
+        assert chosen.tolist() == [-1, 1, -1, 1, -1, -1, -1, -1]
+        images, labels = self.reader(self.read, chosen, LabelFlip(10))(torch.tensor([3, 0, 7]))
         assert labels.tolist() == [6, 0, 7]
         assert torch.equal(images, self.read(torch.tensor([3, 0, 7]))[0])
 
     def test_a_share_of_them_may_change(self):
         chosen = poisoned_examples(self.shards, [0, 2], 0.5, 8, seed=0)
-        assert int(chosen[[0, 2, 4, 6]].sum()) == 2
-        assert int(chosen[[5, 7]].sum()) == 1
-        assert not chosen[[1, 3]].any()
+        assert (chosen[[0, 2, 4, 6]] == 0).sum() == 2
+        assert (chosen[[5, 7]] == 2).sum() == 1
+        assert (chosen[[1, 3]] == -1).all()
 
     def test_a_trigger_is_a_patch_and_a_class(self):
-        reader = poisoned_reader(self.read, torch.arange(8) == 3, Trigger(9, size=2, value=-1.0))
+        attackers = torch.where(torch.arange(8) == 3, 1, -1)
+        reader = self.reader(self.read, attackers, Trigger(9, size=2, value=-1.0))
         images, labels = reader(torch.tensor([2, 3]))
         assert labels.tolist() == [2, 9]
         assert (images[0] == 2).all()
         assert images[1, 0].tolist() == [[3.0, 3.0, 3.0], [3.0, -1.0, -1.0], [3.0, -1.0, -1.0]]
 
     def test_batches_that_are_no_pairs_are_refused(self):
-        reader = poisoned_reader(lambda i: {"x": i}, torch.ones(8, dtype=torch.bool), LabelFlip(2))
+        reader = self.reader(lambda i: {"x": i}, torch.zeros(8, dtype=torch.long), LabelFlip(2))
         with pytest.raises(ConfigurationError, match="pairs of tensors"):
             reader(torch.tensor([0]))

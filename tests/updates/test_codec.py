@@ -31,7 +31,7 @@ from fl_lightning.updates.message import (
     encode,
     encoded_size,
 )
-from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, layout_of
+from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, content_of
 
 FLOAT32 = torch.float32
 
@@ -47,7 +47,7 @@ def plain(params, buffers=None):
 
 
 def gap_bytes(sparse):
-    return layout_of("x", sparse)[1]["x.gaps"][1][0]
+    return len(content_of("x", sparse)[1]["x.gaps"])
 
 
 class TestRoundTrip:
@@ -140,12 +140,8 @@ class TestSizes:
     def test_codes_of_b_bits_take_b_bits(self, bits):
         one = quantised(rng(), 8000, bits, has_offsets=True)
         blocks = quantised(rng(), 8000, bits, block=100, has_offsets=True)
-        forms = layout_of("x", blocks)[1]
-        assert forms == {
-            "x.codes": ("U8", (1000 * bits,)),
-            "x.scales": ("F32", (80,)),
-            "x.offsets": ("F32", (80,)),
-        }
+        sizes = {name: tensor.nbytes for name, tensor in content_of("x", blocks)[1].items()}
+        assert sizes == {"x.codes": 1000 * bits, "x.scales": 320, "x.offsets": 320}
         grown = encoded_size(plain(blocks)) - encoded_size(plain(one))
         assert 79 * 8 <= grown <= 79 * 8 + 40  # and the block, in the header
 
@@ -171,6 +167,7 @@ def octets(*values):
 
 A_DENSE, SPARSE = dense(rng(), 4, FLOAT32), payload(rng(), 40, FLOAT32, 5)
 THREE_BITS, WITH_OFFSETS = quantised(rng(), 5, 3), quantised(rng(), 5, 8, None, True)
+CODES = {"bits": 3, "count": 5}  # what is said of the first
 NO_INDEX = payload(rng(), 40, FLOAT32, 0)
 
 
@@ -197,57 +194,40 @@ class TestRefusals:
             (A_DENSE, {}, {"params": torch.zeros(4, dtype=torch.int32)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": torch.zeros(2, 2)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": None}, "payload of 0 numbers, 4 expected"),
-            (A_DENSE, {}, {"buffers": torch.empty(0)}, "buffers is empty"),
-            (A_DENSE, {}, {"code": torch.zeros(2)}, r"not known: \['code'\]"),
-            (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be 4 of int64"),
+            (A_DENSE, {}, {"buffers": torch.empty(0)}, "not in their only form"),
+            (A_DENSE, {}, {"code": torch.zeros(2)}, "not in their only form"),
+            (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be a vector of torch.int64"),
             (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
-            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "a value each"),
-            (
-                A_DENSE,
-                {"metrics": ["a", "a"]},
-                {"metrics": torch.ones(2).double()},
-                "different names",
-            ),
+            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in their only form"),
             (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "only form"),
             (A_DENSE, {"metrics": []}, {}, "only form"),
             (A_DENSE, {"params": 5}, {}, "must be a mapping"),
             (A_DENSE, {"code": 1}, {}, "has 'code', which is not known"),
             (A_DENSE, {"space": None}, {}, "has no space"),
             *(
-                (
-                    dense(rng(), 4, dtype),
-                    {},
-                    {"params": torch.tensor([0, 0, bad, 0], dtype=dtype)},
-                    "not finite",
-                )
-                for dtype in FLOATS
-                for bad in (float("inf"), float("nan"))
+                (dense(rng(), 1, dtype), {}, {"params": torch.tensor([bad], dtype=dtype)}, "finite")
+                for dtype, bad in zip(FLOATS, [torch.inf, torch.nan] * 2, strict=True)
             ),
-            (THREE_BITS, {"params": {"bits": 1, "count": 5}}, {}, "bits must be .* at least 2"),
-            (THREE_BITS, {"params": {"bits": 9, "count": 5}}, {}, "bits must be .* at most 8"),
-            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 0}}, {}, "block must be"),
-            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": [4]}}, {}, "do not make 5"),
-            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 2}}, {}, "must be 3, one a"),
-            (
-                THREE_BITS,
-                {"params": {"bits": 3, "count": 5, "x": 2}},
-                {},
-                "'x', which is not known",
-            ),
+            (THREE_BITS, {"params": CODES | {"bits": 1}}, {}, "5 codes of 1 bits do not fill 2"),
+            (THREE_BITS, {"params": CODES | {"bits": 9}}, {}, "bits must be .* at most 8"),
+            (THREE_BITS, {"params": CODES | {"block": 0}}, {}, "block must be"),
+            (THREE_BITS, {"params": CODES | {"block": [4]}}, {}, "blocks of 4 numbers .* got 5"),
+            (THREE_BITS, {"params": CODES | {"block": 2}}, {}, "scales must be 3 numbers"),
+            (THREE_BITS, {"params": CODES | {"x": 2}}, {}, "'x', which is not known"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([-1.0])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([torch.nan])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([3.4e38])}, "numbers beyond"),
-            (THREE_BITS, {}, {"params.codes": octets(0, 255)}, "bits are set behind the last code"),
+            (THREE_BITS, {}, {"params.codes": octets(0, 255)}, "not in their only form"),
             (THREE_BITS, {}, {"params.codes": octets(0, 0, 0)}, "do not fill 3 bytes"),
             (WITH_OFFSETS, {}, {"params.offsets": torch.tensor([torch.nan])}, "numbers beyond"),
-            (WITH_OFFSETS, {}, {"params.offsets": torch.ones(2)}, "must be 1, one a block"),
-            (SPARSE, {"params": {"low_bits": 63, "size": 40}}, {}, "not the shortest"),
+            (WITH_OFFSETS, {}, {"params.offsets": torch.ones(2)}, "offsets must be 1 numbers"),
+            (SPARSE, {"params": {"low_bits": 63, "size": 40}}, {}, "too many for 5"),
             (SPARSE, {"params": {"low_bits": 64, "size": 40}}, {}, "low_bits must be"),
             (SPARSE, {"params": {"low_bits": 2, "size": 41}}, {}, "41 numbers, 40 expected"),
-            (SPARSE, {}, {"params": torch.ones(41)}, "41 indices into 40"),
+            (SPARSE, {}, {"params": torch.ones(41)}, "too many for 41"),
             (SPARSE, {}, {"params.gaps": torch.zeros(99, dtype=torch.uint8)}, "too many for 5"),
             (SPARSE, {}, {"params.gaps": octets(0, 0, 0, 0)}, "the quotients are not those of 5"),
-            (NO_INDEX, {"params": {"low_bits": 2, "size": 40}}, {}, "not in their shortest form"),
+            (NO_INDEX, {"params": {"low_bits": 2, "size": 40}}, {}, "not in its only form"),
         ],
     )
     def test_payloads_that_nobody_writes(self, params, fields, tensors, says):

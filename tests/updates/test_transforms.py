@@ -11,7 +11,7 @@ from fl_lightning.updates.message import decode, encode, encoded_size
 from fl_lightning.updates.payload import Dense, Quantised, Sparse
 from fl_lightning.updates.quantisers import QSGD, Affine, Cast, Sign, ternary
 from fl_lightning.updates.sparsifiers import RandomK, TopK
-from fl_lightning.updates.transform import Chain, ErrorFeedback, Transform
+from fl_lightning.updates.transform import Chain, ErrorFeedback, Transform, with_memory
 
 ALL = [
     Chain(),
@@ -52,7 +52,7 @@ def test_what_is_off_changes_no_bit(identity, dtype):
     assert isinstance(sent, Dense)
     assert torch.equal(received(identity, values), values)
     assert received(identity, values).dtype == dtype
-    payload, memory = ErrorFeedback([identity]).on_client(values, None, seed=0)
+    payload, memory = with_memory(Chain((identity,)), values, None, seed=0)
     assert torch.equal(payload.to_dense(), values)
     assert not memory.any()
 
@@ -71,6 +71,29 @@ def test_what_is_sent_can_be_encoded_and_is_a_function_of_the_seed(transform, si
     again = transform.on_server(arrived, seed=5, size=size).to_dense()
     assert torch.equal(again, received(transform, values, seed=5))
     assert again.shape == values.shape
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        QSGD(8),
+        QSGD(1),
+        QSGD(4, block=7),
+        QSGD(3, norm="l2"),
+        Affine(8),
+        Affine(5, block=64),
+        RandomK(0.1),
+        TopK(0.1),
+    ],
+    ids=lambda transform: transform.name,
+)
+@pytest.mark.parametrize("seed", [1, 2**63 + 2**32 + 3])
+def test_a_c_compiler_changes_no_bit(transform, seed, monkeypatch):
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    values[::5] = 1.5  # ties
+    found = transform.on_client(Dense(values), seed).to_dense()
+    monkeypatch.setattr("fl_lightning.kernels.random_rounding.c_library", lambda *_: None)
+    assert torch.equal(found, transform.on_client(Dense(values), seed).to_dense())
 
 
 @pytest.mark.parametrize("transform", ALL, ids=lambda transform: transform.name)
@@ -226,10 +249,10 @@ class TestSign:
 
 class TestErrorFeedback:
     def test_top_1(self):
-        feedback, memory = ErrorFeedback([TopK(0.25)]), None
+        chain, memory = Chain((TopK(0.25),)), None
         sent, memories = [], []
         for seed in range(3):
-            payload, memory = feedback.on_client(torch.tensor([1.0, -2.0, 0.5, 3.0]), memory, seed)
+            payload, memory = with_memory(chain, torch.tensor([1.0, -2.0, 0.5, 3.0]), memory, seed)
             sent.append((payload.values.to_dense().item(), payload.indices.item()))
             memories.append(memory.tolist())
         assert sent == [(3.0, 3), (-4.0, 1), (6.0, 3)]
@@ -241,12 +264,12 @@ class TestErrorFeedback:
         ids=lambda transform: transform.name,
     )
     def test_nothing_is_lost(self, transform):
-        feedback, memory = ErrorFeedback([transform]), None
+        chain, memory = Chain((transform,)), None
         there, sent = torch.zeros(200, dtype=torch.float64), torch.zeros(200, dtype=torch.float64)
         norms = []
         for seed in range(300):
             update = vector(200, seed)
-            payload, memory = feedback.on_client(update, memory, seed)
+            payload, memory = with_memory(chain, update, memory, seed)
             there += update
             sent += payload.to_dense()
             norms.append(float(memory.norm()))
@@ -256,15 +279,14 @@ class TestErrorFeedback:
     def test_random_k_with_feedback_does_not_scale(self):
         with pytest.raises(ValueError, match="unbiased: false"):
             ErrorFeedback([RandomK(0.1), QSGD()])
-        payload, memory = ErrorFeedback([RandomK(0.5, unbiased=False)]).on_client(
-            torch.tensor([1.0, 2.0]), None, seed=0
-        )
+        chain = Chain((RandomK(0.5, unbiased=False),))
+        payload, memory = with_memory(chain, torch.tensor([1.0, 2.0]), None, seed=0)
         assert payload.size == 1
         assert payload.values.sum() + memory.sum() == 3.0
 
     def test_a_memory_of_another_mask(self):
         with pytest.raises(ValueError, match="start a new memory"):
-            ErrorFeedback([TopK(0.5)]).on_client(torch.ones(3), torch.ones(2), seed=0)
+            with_memory(Chain((TopK(0.5),)), torch.ones(3), torch.ones(2), seed=0)
 
 
 class TestChain:
@@ -374,7 +396,5 @@ def test_a_chain_tells_shapes_to_all_in_it():
     payload = placed.on_client(Dense(torch.ones(8)), seed=0)
     assert payload.to_dense().tolist() == [0.25] * 8
     assert placed.on_server(payload, seed=0, size=8).to_dense().tolist() == [1.0] * 8
-    _, memory = (
-        ErrorFeedback([chain]).with_shapes(((2, 2), (4,))).on_client(torch.ones(8), None, seed=0)
-    )
+    _, memory = with_memory(placed, torch.ones(8), None, seed=0)
     assert memory.tolist() == [0.0] * 8

@@ -21,8 +21,8 @@ from fl_lightning.cli.commands import resolve
 from fl_lightning.client.clocks import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
-from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
+from fl_lightning.flower.network.serving import demo
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
@@ -119,7 +119,7 @@ def _own_layer(config: dict[str, Any]) -> str:
 
 @contextmanager
 def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
-    """Simulate in a process of its own; yield what waits for its end."""
+    """Simulate in a process of its own; yields a function that waits for its end."""
     file = folder / "run.yaml"
     file.write_text(configuration)
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]

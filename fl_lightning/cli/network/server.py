@@ -20,24 +20,26 @@ from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
-from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.server.asynchronous import sites_for
-from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import SCALED, check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import DataElsewhere
-from fl_lightning.flower.server.greeting import Counted, Greeting
-from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
-from fl_lightning.flower.sums.keys import check_encrypted
+from fl_lightning.flower.server.elsewhere import (
+    SCALED,
+    CalibrationAtSites,
+    DataElsewhere,
+    check_over_network,
+)
+from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
+from fl_lightning.flower.sums import check_encrypted
+from fl_lightning.flower.transport.apps import CONFIGURATION
+from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
-    """Train over the sites of a channel: what a server's app does.
+    """Train over the sites of a channel, as a server's app.
 
     Args:
         channel: to the sites.
@@ -85,7 +87,7 @@ class OverSites:
         self._stops: dict[str, Order] = {}
 
     def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
-        """Greet the sites, have the federation ask them, and return what stands for their data.
+        """Greet the sites, connect the federation to them, and return a stand-in for their data.
 
         Args:
             trainer: of the fit that is about to begin.
@@ -121,13 +123,15 @@ class OverSites:
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
             calibration.ask_elsewhere(asked.scores, asked.sums)
-        stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
-        self._stops = dict.fromkeys(told, stop)
+        self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))
         return DataElsewhere(
             data,
             num_examples=sizes,
-            held_out={stage: _held_out(told, stage) for stage in STAGES},
+            held_out={
+                stage: {c: n for each in told.values() for c, n in each.held_out[stage].items()}
+                for stage in STAGES
+            },
             batch_size=first.batch_size,
             drop_last=first.drop_last,
         )
@@ -182,7 +186,7 @@ def run_server(
 
 
 def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
-    """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
+    """Refuse a calibration that would reveal hidden updates, or needs several exchanges."""
     if calibration is None:
         return
     if calibration.per_client:
@@ -228,10 +232,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
                 f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
-
-
-def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
-    return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 
 def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:

@@ -20,25 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import WhatMoves
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
-from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
-from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import visiting
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.documents import document_of
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
-from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
-from fl_lightning.flower.rules.site_file import read_policy
-from fl_lightning.flower.server.calibration import SUMS, VALUES
-from fl_lightning.flower.server.checks import of_transforms
+from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
+from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
+from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
-from fl_lightning.flower.site_facts import STAGES, SiteFacts
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.sparsity.heads import OneExchange
 
@@ -100,8 +97,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
             options = self._get(self.config_init, "trainer")
-            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
-            calibrates = calibrations[0] if calibrations else None
+            calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
             at_site = AtSite(
                 federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
             )
@@ -118,7 +114,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Say what this site has, and wait for the first order."""
+            """Send the facts of this site, and wait for the first order."""
             data = self.datamodule
             if problems := list(of_transforms(data)):
                 raise ConfigurationError("\n".join(problems))
@@ -139,7 +135,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.desk.hello(facts.options())
+            fit.desk.hello(document_of(facts))
             order = fit.desk.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
@@ -179,7 +175,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     )
 
 
-def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
+def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
     return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 

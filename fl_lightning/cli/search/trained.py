@@ -52,11 +52,6 @@ class Trained:
     run: Mapping[str, Any]
 
 
-def is_asked_for(given: Any) -> bool:
-    """Return whether options name a trained supernet."""
-    return bool(given.config) or given.ckpt_path is not None
-
-
 def look_at(
     given: Any,
     defaults: Any,
@@ -213,7 +208,7 @@ def _files(given: Any) -> list[str]:
 def _check_space(path: str, run: Mapping[str, Any]) -> None:
     """Refuse another space than the checkpoint's, as far as its run's folder tells."""
     earlier = run_of(Path(path)) if Path(path).is_file() else None
-    found = [] if earlier is None else differences(earlier, run, ["model"])
+    found = [] if earlier is None else differences(earlier.config, run, ["model"])
     of_space = [text for text in found if text.startswith(_OF_SPACE)]
     if earlier is not None and of_space:
         raise ConfigurationError(

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import gc
 import random
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, setitem
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ from fl_lightning.core.errors import ConfigurationError
 # What torch keeps of a module; hooks are not what a step computes.
 _TORCHS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, type)
+_CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, random.SystemRandom)
+_CODE = (types.FunctionType, type)
 # Whose objects hold nothing of the user's, but for some.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     *(
@@ -53,57 +54,34 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     *("mlflow", "tensorboard", "wandb", "tqdm"),
 }
 _BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distributions")
-_GENERATORS: tuple[tuple[type, Any, Any], ...] = (
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
-    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (
-        np.random.Generator,
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
-)
+# What holds other things and never changes.
+_FIXED = (tuple, frozenset, partial, types.MethodType, property, staticmethod, classmethod)
 _MISSING = object()
-# What lists got, by the number of their place.
-Growth = list[tuple[int, Any]]
+# What was appended: to which list, with the items; or to which dict, with new lists by their keys.
+Growth = list[tuple[Any, Any]]
 _Inside = Iterable[tuple[Any, Any]]
 
 
-@dataclass
 class _Noted:
     """Something that changes in place, and what it held.
 
-    Attributes:
+    Args:
         path: where it is.
-        read: returns what it holds now.
+        value: the thing itself.
+        read: returns what it holds.
         write: puts back what it held; None for what is outside of the attributes.
-        before: what it held.
-        held: a container, whose entries are compared by identity; None for a value, which is compared as
-            a whole.
-        has_names: whether its keys are names of attributes, whose order does not matter.
-        ignored: names of attributes that are somebody else's.
+        has_entries: compare entries, which are to be the very same objects; otherwise values.
     """
 
-    path: str
-    read: Callable[[], Any]
-    write: Callable[[Any], object] | None
-    before: Any = _MISSING
-    held: Any = None
-    has_names: bool = False
-    ignored: Collection[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.before = self.read() if self.before is _MISSING else self.before
+    def __init__(
+        self, path: str, value: Any, read: Any, write: Any, *, has_entries: bool = False
+    ) -> None:
+        self.path, self.value, self.read, self.write = path, value, read, write
+        self.has_entries, self.before = has_entries, read(value)
 
     def is_same(self) -> bool:
-        """True if a container holds the very same objects, or a value is equal."""
-        held, before = self.held, self.before
-        if self.has_names:
-            if held.keys() - self.ignored != before.keys():
-                return False
-            return all(map(is_, map(held.__getitem__, before), before.values()))
-        now = self.read()
-        if held is None or isinstance(before, set):
+        now, before = self.read(self.value), self.before
+        if not self.has_entries or isinstance(before, set):
             return same_value(now, before)
         if isinstance(before, dict):
             if [*now] != [*before]:
@@ -112,30 +90,22 @@ class _Noted:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def differences(self) -> list[str]:
-        now, before = self.read(), self.before
-        if not self.has_names:
-            return [] if same_value(now, before) else [_described(self.path, before, now)]
-        pairs = ((k, before.get(k, _MISSING), now.get(k, _MISSING)) for k in {**before, **now})
-        return [_described(f"{self.path}.{k}", b, n) for k, b, n in pairs if not same_value(n, b)]
+        """Paths of what is another value now, or comes in another order."""
+        now, before = self.read(self.value), self.before
+        if same_value(now, before):
+            return []
+        names = {**before, **now} if isinstance(before, dict) else {}
+        pairs = ((name, before.get(name, _MISSING), now.get(name, _MISSING)) for name in names)
+        paths = [_joined(self.path, name) for name, b, n in pairs if not same_value(n, b)]
+        return paths or [self.path]
 
     def growth(self) -> Any:
-        """Items appended to a list, or lists under new keys of a dict, if nothing else changed."""
-        now, before = self.read(), self.before
-        if isinstance(self.held, list):
+        """Items appended to a list that begins as it did, or lists under new keys of a dict."""
+        now, before = self.value, self.before
+        if isinstance(now, list):
             return now[len(before) :] if all(map(is_, now, before)) else None
-        if not isinstance(self.held, dict) or self.has_names:
-            return None
-        new = {key: value for key, value in now.items() if key not in before}
-        kept = all(now.get(key, _MISSING) is value for key, value in before.items())
-        return new if kept and all(type(value) is list for value in new.values()) else None
-
-    def grow(self, added: Any) -> None:
-        """Append what `growth` returned."""
-        if isinstance(self.held, list):
-            list.extend(self.held, added)
-        else:
-            for key, items in added.items():
-                dict.__setitem__(self.held, key, [*self.held.get(key, ()), *items])
+        new = now.items() if self.write is _refill_dict else ()
+        return {key: items for key, items in new if key not in before and type(items) is list}
 
 
 class Attributes:
@@ -143,8 +113,10 @@ class Attributes:
 
     Args:
         module: whose attributes.
-        ignore: names of attributes of the module, and of parts of its kind, that are no concern of
-            the user's, e.g. Lightning's ``_trainer``.
+        ignore: names of attributes of the module, and of its parts that are Lightning's, that are no
+            concern of the user's, e.g. Lightning's ``_trainer``.
+        tensors: note parameters and buffers as well, with copies on the CPU: an accelerator may have
+            no room for a second model.
         outside: find other changes as well: which parameters train, Python's and NumPy's generators,
             and globals, closures and class attributes that functions name, which are never put back.
 
@@ -158,31 +130,41 @@ class Attributes:
         >>> module.n += 1
         >>> module.outputs.append(1.5)
         >>> state.changes()
-        ['self.n (0 -> 1)', 'self.outputs (0 -> 1 items)']
-        >>> state.put_back()
+        ['self.n', 'self.outputs']
+        >>> growth = state.put_back()
         >>> module.n, module.outputs, state.changes()
         (0, [], [])
+        >>> append(growth)
+        >>> module.outputs
+        [1.5]
     """
 
     def __init__(
-        self, module: nn.Module, *, ignore: Collection[str] = (), outside: bool = False
+        self,
+        module: nn.Module,
+        *,
+        ignore: Collection[str] = (),
+        tensors: bool = False,
+        outside: bool = False,
     ) -> None:
-        self._ignore = frozenset(ignore)
-        self._kinds = (type(module), *filter(_is_lightnings, type(module).__mro__))
-        tensors = [*module.parameters(), *module.buffers()]
-        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in tensors}  # kept alive
-        self._memory = {_memory(tensor) for tensor in tensors} - {0}
+        self._module, self._ignore = module, frozenset(ignore)
+        own = dict(chain(module.named_parameters(), module.named_buffers()))
+        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in own.values()}  # kept alive
+        self._memory = {_memory(tensor) for tensor in own.values()} - {0}
         self._noted: list[_Noted] = []
+        self._code: list[Any] = []
+        for name, tensor in own.items() if tensors else ():
+            if not tensor.is_meta and not is_lazy(tensor):
+                self._note_tensor(f"self.{name}", tensor, device="cpu")
         self._walk([("self", module)])
         if outside:
-            self._note_generators(module)
             self._note_outside()
         # one pass in C over the entries of all containers tells that nothing has changed
-        self._rest = [each for each in self._noted if each.held is None or each.ignored]
-        whole = [each for each in self._noted if each.held is not None and not each.ignored]
-        self._views = [n.held.values() if isinstance(n.held, dict) else n.held for n in whole]
+        whole = [each for each in self._noted if isinstance(each.read, type)]
+        self._rest = [each for each in self._noted if not isinstance(each.read, type)]
+        self._views = [n.value.values() if isinstance(n.value, dict) else n.value for n in whole]
         # names of attributes do not change alone
-        self._views += [n.held for n in whole if isinstance(n.held, dict) and not n.has_names]
+        self._views += [n.value for n in whole if n.write is _refill_dict]
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
@@ -194,211 +176,152 @@ class Attributes:
         )
 
     def changes(self) -> list[str]:
-        """Descriptions of what differs now; [] if nothing does."""
+        """Paths of what has another value now; [] if nothing has."""
         return _differences(self._noted)
 
     def changes_outside(self) -> list[str]:
         """Those of `changes` that are never put back: globals, closures, class attributes."""
         return _differences(each for each in self._noted if each.write is None)
 
-    def put_back(self) -> None:
-        """Put everything back in place; `is_same` tells at next to no cost whether there is anything."""
+    def put_back(self) -> Growth:
+        """Put everything back in place, and return what was only appended to lists; see `append`."""
+        grown: Growth = []
         for each in self._noted:
             if each.write is not None and not each.is_same():
-                each.write(each.before)
+                if each.has_entries and (added := each.growth()):
+                    grown.append((each.value, added))
+                each.write(each.value, each.before)
+        return grown
 
-    def growth(self) -> Growth:
-        """Items appended to lists that begin as they did, and lists under new keys."""
-        own = [(i, each) for i, each in enumerate(self._noted) if each.write is not None]
-        return [(index, added) for index, each in own if (added := each.growth())]
-
-    def grow(self, growth: Growth) -> None:
-        """Append to lists what `growth` returned, perhaps several times."""
-        for index, added in growth:
-            self._noted[index].grow(added)
-
-    def _walk(self, waiting: list[tuple[str, Any]]) -> None:
+    def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
         """Note what some values hold, and what that holds in turn."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
                 continue
+            if isinstance(value, _CODE) and not enters_code:
+                self._code.append(value)
+                continue
             self._seen[id(value)] = value
-            looks = (look for kinds, look in _LOOKS if isinstance(value, kinds))
-            inside = next(looks, Attributes._look_at_object)(self, path, value)
-            waiting += [(f"{path}.{name}", each) for name, each in reversed([*inside])]
+            if isinstance(value, _CODE):
+                path, inside = "", self._look_at_code(value)
+            else:
+                inside = self._look(path, value)
+            waiting += [(_joined(path, name), each) for name, each in reversed([*inside])]
+            if enters_code:
+                waiting.append(("", type(value)))
 
-    def _note(self, path: str, read: Any, write: Any, **more: Any) -> _Noted:
-        self._noted.append(_Noted(path, read, write, **more))
-        return self._noted[-1]
-
-    def _look_at_tensor(self, path: str, tensor: Tensor) -> _Inside:
-        if _memory(tensor) in self._memory:
-            return ()  # a parameter or buffer, seen another way
-        with torch.inference_mode(False):  # what is noted is compared outside as well
-            before = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        self._note(path, lambda: tensor, partial(_write_tensor, tensor), before=before)
-        if tensor.is_leaf:
-            self._note(f"{path}.grad", lambda: tensor.grad, partial(setattr, tensor, "grad"))
-        return ()
-
-    def _look_at_array(self, path: str, array: Any) -> _Inside:
-        if array.flags.writeable:
-            write = partial(array.__class__.__setitem__, array, ...)
-            self._note(path, lambda: array, write, before=array.copy())
-        return ()
-
-    def _look_at_scripted(self, path: str, module: Any) -> _Inside:
-        """A scripted module keeps attributes where Python cannot look."""
-        own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        for name in module._concrete_type.get_attributes().keys() - own:
-            read, write = partial(module._c.getattr, name), partial(module._c.setattr, name)
-            self._note(f"{path}.{name}", read, write, before=copy.deepcopy(read()))
-        return module.named_children()  # type: ignore[no-any-return]
+    def _look(self, path: str, value: Any) -> _Inside:
+        """Note what a value holds, and return what of it may change in turn."""
+        if isinstance(value, Tensor):
+            if _memory(value) not in self._memory:  # else a parameter or buffer, seen another way
+                self._note_tensor(path, value)
+            return ()
+        for kind, read, write in _KINDS:
+            if isinstance(value, kind):
+                self._note(path, value, read, write, has_entries=isinstance(read, type))
+                break
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+            return self._look_at_module(path, value)
+        if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            raise ConfigurationError(
+                f"{path} is an iterator, which cannot be wound back for the next client: keep a list "
+                "and a position on the module instead"
+            )
+        return [*_inside(value), *self._look_at_object(path, value)]
 
     def _look_at_module(self, path: str, module: nn.Module) -> _Inside:
         # the older weight norm and pruning set an attribute in every forward, as they need it
         hooks = module._forward_pre_hooks.values()
         torchs = [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
-        ignore = {getattr(h, "name", getattr(h, "_tensor_name", "")) for h in torchs}
-        ignore |= self._ignore if isinstance(module, self._kinds) else set()
-        inside = self._note_attributes(path, vars(module), ignore)
+        ignored = {getattr(h, "name", getattr(h, "_tensor_name", "")) for h in torchs}
+        if module is self._module or any(map(_is_lightnings, type(module).__mro__)):
+            ignored |= self._ignore
+        inside = self._note_attributes(path, module, ignored)
         return [(name, value) for name, value in inside if name not in _TORCHS]
 
-    def _look_at_container(self, path: str, held: Any) -> _Inside:
-        """Not by the class's own methods, which may do more than to set an entry."""
-        kind: Any = next(kind for kind in _CONTAINERS if isinstance(held, kind))
-        read, write = _CONTAINERS[kind]
-        self._note(path, partial(read, held), partial(write, held), held=held)
-        inside = [*(held.items() if isinstance(held, dict) else enumerate(held))]
-        is_users = type(held).__module__ not in ("builtins", "collections")
-        return [*inside, *(self._look_at_object(path, held) if is_users else ())]
-
-    def _look_at_iterator(self, path: str, iterator: Any) -> _Inside:
-        if type(iterator).__module__ in ("builtins", "itertools"):  # not a loader's
-            raise ConfigurationError(
-                f"{path} is an iterator, which cannot be wound back for the next client: keep a list "
-                "and a position on the module instead"
-            )
-        return self._look_at_object(path, iterator)
-
     def _look_at_object(self, path: str, value: Any) -> _Inside:
-        for kinds, read, write in _GENERATORS:
-            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
-                self._note(path, partial(read, value), partial(write, value))
-                return ()
         kind, inside = type(value), list[tuple[Any, Any]]()
         is_bag = f"{kind.__module__}.{kind.__name__}".startswith(_BAGS)
         is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES and not is_bag
         if is_librarys or any(map(_is_lightnings, kind.__mro__)):
             return ()
-        for name in copyreg._slotnames(kind) or ():  # type: ignore[attr-defined]
-            read = partial(getattr, value, name, _MISSING)
-            noted = self._note(f"{path}.{name}", read, partial(_write_slot, value, name))
-            inside.append((name, noted.before))
+        if copyreg._slotnames(kind):  # type: ignore[attr-defined]
+            inside += self._note(path, value, _read_slots, _write_slots).items()
         if type(getattr(value, "__dict__", None)) is dict:
-            inside += self._note_attributes(path, vars(value))
+            inside += self._note_attributes(path, value)
         return inside
 
-    def _note_attributes(
-        self, path: str, own: dict[str, Any], ignore: Collection[str] = frozenset()
-    ) -> _Inside:
+    def _note(
+        self, path: str, value: Any, read: Any, write: Any, *, has_entries: bool = True
+    ) -> Any:
+        self._noted.append(_Noted(path, value, read, write, has_entries=has_entries))
+        return self._noted[-1].before
+
+    def _note_attributes(self, path: str, owner: Any, ignored: Collection[str] = ()) -> _Inside:
         """Note an object's attributes, but for those that are somebody else's."""
-        read = partial(_attributes, own, ignore)
+        read, write = partial(_without, ignored) if ignored else dict, partial(_rewrite, ignored)
+        return self._note(path, vars(owner), read, write).items()  # type: ignore[no-any-return]
 
-        def write(before: dict[str, Any]) -> None:
-            for name in read():
-                del own[name]
-            own.update(before)  # in the same order
-
-        noted = self._note(path, read, write, held=own, has_names=True, ignored=ignore)
-        return noted.before.items()  # type: ignore[no-any-return]
+    def _note_tensor(self, path: str, tensor: Tensor, device: str | None = None) -> None:
+        with torch.inference_mode(False):  # what is noted is compared outside as well
+            write = partial(_write_tensor, memory=tensor.detach())
+            self._note(path, tensor, partial(_read_tensor, device), write, has_entries=False)
+            numbers, *others = self._noted[-1].before
+            self._noted[-1].before = [numbers.clone(), *others]
 
     # What is outside of the attributes: changes are found, and never put back.
 
-    def _note_generators(self, module: nn.Module) -> None:
-        for name, param in module.named_parameters():
-            read = partial(getattr, param, "requires_grad")
-            self._note(f"self.{name}.requires_grad", read, param.requires_grad_)
-        read_numpy = partial(np.random.get_state, legacy=False)
-        self._note("Python's random", random.getstate, random.setstate)
-        self._note("NumPy's random", read_numpy, np.random.set_state)
-
     def _note_outside(self) -> None:
-        """Note attributes of the classes met, and what the functions met find in globals and closures."""
-        num_own = len(self._noted)
-        met = [*self._seen.values()]
-        functions: list[Any] = [each for each in met if isinstance(each, types.FunctionType)]
-        for kind in dict.fromkeys(kind for each in met for kind in type(each).__mro__):
-            if _is_users_code(kind.__module__) and not hasattr(kind, "__members__"):  # no enum
-                own, path = vars(kind), f"class {kind.__name__}"
-                ignored = {name for name in own if name.startswith(("__", "_abc_impl"))}
-                read = partial(_attributes, own, ignored)
-                noted = self._note(path, read, None, held=own, has_names=True, ignored=ignored)
-                self._walk([(f"{path}.{name}", value) for name, value in noted.before.items()])
-                functions += map(_function_in, vars(kind).values())
-        known = set[int]()
-        for function in functions:  # grows meanwhile
-            if not isinstance(function, types.FunctionType) or id(function) in known:
-                continue
-            known.add(id(function))
-            for path, get in _named_by(function) if _is_users_code(function.__module__) else ():
-                value = get()
-                functions.append(value)
-                if not isinstance(value, (types.FunctionType, type)):
-                    self._note(path, get, None)
-                    self._walk([(path, value)])
+        """Note the generators of Python and NumPy, and what the code that was met reads elsewhere."""
+        read, write = attrgetter("requires_grad"), nn.Parameter.requires_grad_
+        for name, param in self._module.named_parameters():
+            self._note(f"self.{name}.requires_grad", param, read, write, has_entries=False)
+        of_python, of_numpy = random.getstate.__self__, np.random.get_state.__self__  # type: ignore[attr-defined]
+        self._walk([("Python's random", of_python), ("NumPy's random", of_numpy)])
+        num_own, kinds = len(self._noted), map(type, [*self._seen.values()])
+        self._walk([("", code) for code in (*self._code, *kinds)], enters_code=True)
         for each in self._noted[num_own:]:
             each.write = None
 
-
-# What is looked at in which way; anything else is an object.
-_LOOKS: tuple[tuple[Any, Callable[[Attributes, str, Any], _Inside]], ...] = (
-    (Tensor, Attributes._look_at_tensor),
-    (np.ndarray, Attributes._look_at_array),
-    (torch.jit.ScriptModule, Attributes._look_at_scripted),
-    (nn.Module, Attributes._look_at_module),
-    ((dict, list, deque, set), Attributes._look_at_container),
-    ((tuple, frozenset), lambda _, path, items: enumerate(items)),
-    (partial, lambda _, path, made: enumerate((made.func, made.args, made.keywords))),
-    (types.MethodType, lambda _, path, method: enumerate((method.__self__, method.__func__))),
-    (types.FunctionType, lambda *_: ()),
-    (Iterator, Attributes._look_at_iterator),
-)
+    def _look_at_code(self, code: Any) -> _Inside:
+        """Note what a user's function finds in globals and closures, or attributes of a user's class."""
+        if not _is_users_code(code.__module__) or hasattr(code, "__members__"):  # no enum
+            return ()
+        if isinstance(code, types.FunctionType):
+            return self._note("", code, _named_by, None).items()  # type: ignore[no-any-return]
+        ignored = {name for name in vars(code) if name.startswith(("__", "_abc_impl"))}
+        own = self._note(f"class {code.__name__}", vars(code), partial(_without, ignored), None)
+        inside = ((f"class {code.__name__}.{name}", value) for name, value in own.items())
+        return [*inside, *(("", base) for base in code.__bases__)]
 
 
-def _filled(clear: Any, fill: Any) -> Callable[[Any, Any], None]:
-    def write(held: Any, before: Any) -> None:
-        clear(held)
-        fill(held, before)
+def append(growth: Growth) -> None:
+    """Append to lists what `Attributes.put_back` found there, perhaps that of several clients."""
+    for held, added in growth:
+        if isinstance(held, list):
+            list.extend(held, added)
+        else:
+            for key, items in added.items():
+                dict.__setitem__(held, key, [*held.get(key, ()), *items])
 
-    return write
 
-
-_CONTAINERS: dict[type, tuple[Any, Any]] = {
-    OrderedDict: (dict, _filled(OrderedDict.clear, OrderedDict.update)),
-    dict: (dict, _filled(dict.clear, dict.update)),
-    list: (list, _filled(list.clear, list.extend)),
-    deque: (list, _filled(deque.clear, deque.extend)),
-    set: (set, _filled(set.clear, set.update)),
-}
+def _inside(value: Any) -> _Inside:
+    """Contents of a container or the like, by key or number."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, torch.jit.ScriptModule):
+        return value.named_children()
+    holds = isinstance(value, (list, deque, set, *_FIXED))
+    return enumerate(gc.get_referents(value)) if holds else ()
 
 
 def _differences(noted: Iterable[_Noted]) -> list[str]:
-    return [words for each in noted if not each.is_same() for words in each.differences()]
+    return [path for each in noted if not each.is_same() for path in each.differences()]
 
 
-def _described(path: str, before: Any, now: Any) -> str:
-    """Return a change in words, with the values where they are short."""
-    if now is _MISSING or before is _MISSING:
-        return f"{path} ({'removed' if now is _MISSING else 'new'})"
-    plain = (int, float, str, type(None))
-    if isinstance(before, plain) and isinstance(now, plain) and len(f"{before}{now}") < 48:
-        return f"{path} ({before!r} -> {now!r})"
-    sized = (list, tuple, dict, set, deque)
-    if isinstance(before, sized) and isinstance(now, sized) and len(before) != len(now):
-        return f"{path} ({len(before)} -> {len(now)} items)"
-    return path
+def _joined(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -406,47 +329,96 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
-def _write_tensor(tensor: Tensor, before: Tensor) -> None:
+def _read_tensor(device: str | None, tensor: Tensor) -> list[Any]:
+    grad = tensor.grad if tensor.is_leaf else None
+    return [tensor.detach().to(device or tensor.device), tensor.requires_grad, grad]
+
+
+def _write_tensor(tensor: Tensor, before: list[Any], memory: Tensor) -> None:
     with torch.no_grad():
-        if tensor.shape == before.shape and tensor.dtype == before.dtype:
-            tensor.copy_(before)
-        else:
-            tensor.data = before.detach().clone()
+        tensor.data = memory
+        tensor.copy_(before[0])
     if tensor.is_leaf:
-        tensor.requires_grad_(before.requires_grad)
+        tensor.requires_grad_(before[1]).grad = before[2]
 
 
-def _write_slot(owner: Any, name: str, value: Any) -> None:
-    if value is _MISSING:
+def _read_scripted(module: Any) -> dict[str, Any]:
+    """A scripted module keeps attributes where Python cannot look."""
+    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    names = module._concrete_type.get_attributes().keys() - own
+    return {name: copy.deepcopy(module._c.getattr(name)) for name in sorted(names)}
+
+
+def _write_scripted(module: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        module._c.setattr(name, copy.deepcopy(value))
+
+
+def _read_slots(owner: Any) -> dict[str, Any]:
+    names = copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _write_slots(owner: Any, before: dict[str, Any]) -> None:
+    for name in _read_slots(owner).keys() - before.keys():
         object.__delattr__(owner, name)
-    else:
+    for name, value in before.items():
         object.__setattr__(owner, name, value)
 
 
-def _attributes(own: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+def _without(ignored: Collection[str], own: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name not in ignored}
 
 
-def _function_in(value: Any) -> Any:
-    """The function behind a method, property or decorated function; the value itself if there is none."""
-    return next(
-        (getattr(value, w) for w in ("__func__", "fget", "__wrapped__") if hasattr(value, w)), value
-    )
+def _rewrite(ignored: Collection[str], own: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in _without(ignored, own):
+        del own[name]
+    own.update(before)  # in the same order
 
 
-def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the values that a user's function reads from closures and globals: place and reader."""
+def _refill(kind: Any) -> Callable[[Any, Any], None]:
+    """Fill a container anew, not by its own class's methods, which may do more."""
+    fill = kind.extend if kind in (list, deque) else kind.update
+
+    def write(held: Any, before: Any) -> None:
+        kind.clear(held)
+        fill(held, before)
+
+    return write
+
+
+_refill_dict = _refill(dict)
+# What changes in place, how it is read and how it is written; of containers, the entries are read.
+_KINDS: tuple[tuple[type, Any, Any], ...] = (
+    (OrderedDict, dict, _refill(OrderedDict)),
+    (dict, dict, _refill_dict),
+    *((kind, list, _refill(kind)) for kind in (list, deque)),
+    (set, set, _refill(set)),
+    (torch.jit.ScriptModule, _read_scripted, _write_scripted),
+    (np.ndarray, copy.copy, lambda array, before: setitem(array, ..., before)),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (
+        np.random.Generator,
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+)
+
+
+def _named_by(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a user's function reads from closures and globals, by place."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        yield f"{name} around {function.__qualname__}", partial(_content, cell)
+    found = {f"{name} around {function.__qualname__}": _content(cell) for name, cell in cells}
     waiting, names = [function.__globals__], _names_in(function.__code__)
     for held in waiting:  # grows by the user's own modules
         for name in names & held.keys():
             if not isinstance(value := held[name], types.ModuleType):
-                path = f"global {name} of {held.get('__name__')}"
-                yield path, partial(held.get, name, _MISSING)
+                found[f"global {name} of {held.get('__name__')}"] = value
             elif _is_users_code(value.__name__) and vars(value) not in waiting:
                 waiting.append(vars(value))
+    return found
 
 
 def _content(cell: types.CellType) -> Any:

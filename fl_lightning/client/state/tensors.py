@@ -101,21 +101,17 @@ class ModuleTensors:
 
     Args:
         module: whose tensors.
-        copies: keep their values for `changed` and `put_back`, on the CPU: an accelerator may have
-            no room for a second model.
 
     Example:
         >>> module = nn.BatchNorm1d(2)
-        >>> before = ModuleTensors(module, copies=True)
-        >>> _ = module(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        >>> before.changed()
-        ['running_mean', 'running_var', 'num_batches_tracked']
-        >>> before.put_back()
-        >>> before.changed()
-        []
+        >>> tensors, mean = ModuleTensors(module), module.running_mean
+        >>> module.running_mean = module.running_mean + 1
+        >>> tensors.bring_home()
+        >>> module.running_mean is mean, mean
+        (True, tensor([1., 1.]))
     """
 
-    def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._places: list[tuple[str, Any, str, Tensor]] = [
             (f"{path}.{name}" if path else name, members, name, tensor)
             for path, part in module.named_modules()
@@ -125,9 +121,6 @@ class ModuleTensors:
         ]
         self._params = {param: name for name, param in module.named_parameters()}
         self.note()
-        with torch.inference_mode(False):
-            tensors = {t for *_, t in self._places} if copies else ()
-            self._copies = {t: t.detach().to("cpu", copy=True) for t in tensors}
 
     def note(self) -> None:
         """Note the memory behind every tensor, and which parameters train."""
@@ -203,31 +196,13 @@ class ModuleTensors:
             for tensor, (_, present) in found.items():
                 tensor.copy_(present)
 
-    def changed(self, names: Collection[str] | None = None) -> list[str]:
-        """Names of those whose values differ now; looks at ``names`` only, if given."""
-        return [
-            path
-            for path, members, name, tensor in self._places
-            if (names is None or path in names)
-            and not _same_copy(_present(members, name), self._copies[tensor])
-        ]
-
     def put_back(self) -> None:
-        """Put the same tensors with the same values back; what has not changed is not written."""
+        """Put the same tensors and their memory back, and which parameters train; values are lost."""
         self._put_flags_back()
         for _, members, name, tensor in self._places:
-            if _present(members, name) is not tensor:
-                members[name] = tensor
-        for tensor, memory in [] if memory_of(self._tensors) == self._now else self._moved():
+            members[name] = tensor
+        for tensor, memory in self._moved():
             tensor.data = memory
-        with torch.no_grad():
-            for tensor, before in self._copies.items():
-                if not _same_copy(tensor, before):
-                    tensor.copy_(before)
-
-
-def _present(members: Any, name: str) -> Any:
-    return members[name] if name in members else None  # noqa: SIM401 - a scripted module's has no get
 
 
 def _misfit(path: str, shape: torch.Size, present: object) -> str:
@@ -236,12 +211,6 @@ def _misfit(path: str, shape: torch.Size, present: object) -> str:
         f"{path} was replaced by {found} while it trained, it had shape {tuple(shape)}: parameters and "
         "buffers keep their shapes in a federation. Keep what grows in a list on the module."
     )
-
-
-def _same_copy(now: Tensor | None, before: Tensor) -> bool:
-    if now is None or now.shape != before.shape or now.dtype != before.dtype:
-        return False
-    return same_numbers(now.detach().cpu(), before)
 
 
 def same_value(now: Any, before: Any) -> bool:

@@ -19,7 +19,6 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
-from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
     Partition,
     check_at_least,
@@ -28,6 +27,7 @@ from fl_lightning.data.partitions.partition import (
     deal,
     even_sizes,
 )
+from fl_lightning.data.shards import FlatShards
 
 MAX_REDRAWS = 10_000  # draws of DirichletPerClass before it raises, fewer if a draw is large
 MAX_DRAWN_SHARES = 20_000_000

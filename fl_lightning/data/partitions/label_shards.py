@@ -38,7 +38,6 @@ from scipy.sparse import csr_matrix, hstack
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
-from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
     Partition,
     check_at_least,
@@ -46,6 +45,7 @@ from fl_lightning.data.partitions.partition import (
     deal,
     shards_of,
 )
+from fl_lightning.data.shards import FlatShards
 
 MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 

@@ -11,36 +11,28 @@ same; batches are made of one client's examples, so that nothing of two clients 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, final
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.hugging_face import (
-    check_columns,
-    chosen_splits,
-    column,
-    loaded_tokenizer,
-    read_dataset,
-)
+from fl_lightning.data.sources.hugging_face import DatasetSource, column
 from fl_lightning.data.sources.rows import MemoryRows
-from fl_lightning.data.sources.source import Loaded, Source
+from fl_lightning.data.sources.source import Loaded
 
-_OWNER = "Completions"
 _IGNORED = -100  # label of tokens that are not predicted
 Pieces = list[tuple[str, bool]]  # text, and whether the model learns to write it
 
 
-class Completions(Source):
+class Completions(DatasetSource):
     """Texts to generate, for `fl_lightning.models.CausalLM`; other columns can be used for partitions.
 
     Args:
-        dataset: a ``Dataset`` or ``DatasetDict``, a folder of ``save_to_disk``, a file (``.jsonl``,
-            ``.json``, ``.csv``, ``.parquet``), or a name on the hub.
+        dataset: see `DatasetSource`.
         tokenizer: its name or folder, or in Python the tokenizer itself.
         prompt: column of prompts.
         completion: column of completions.
@@ -50,13 +42,9 @@ class Completions(Source):
         packing: put the examples of a batch into one row instead of padding them.
         max_length: largest number of tokens of an example; longer ones are cut off at the end. Examples
             without a label before that are left out, with a warning that says how many.
-        name: configuration of a data set on the hub.
-        train: the split to divide among the clients.
-        val: the split for validation; see `HuggingFace`.
-        test: the same for the test.
         batch_size: examples per batch; the last batch of a pass may be smaller.
         test_fraction: fraction of the training examples held out for the test, in [0, 1).
-        options: those of `Source`.
+        options: those of `DatasetSource`.
 
     Raises:
         ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
@@ -74,33 +62,24 @@ class Completions(Source):
         mask_prompts: bool = True,
         packing: bool = False,
         max_length: int = 512,
-        name: str | None = None,
-        train: str = "train",
-        val: str | None = None,
-        test: str | None = None,
         batch_size: int = 8,
         test_fraction: float = 0.1,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, test_fraction=test_fraction, **options)
-        if max_length < 2:
-            raise ConfigurationError(
-                f"{_OWNER}: max_length must be at least 2 tokens, got {max_length}"
-            )
-        self._dataset, self._name, self._tokenizer = dataset, name, tokenizer
         self._texts = [prompt, completion] if messages is None else [messages]
         self._mask_prompts, self._packing, self._max_length = mask_prompts, packing, max_length
-        self._splits = {"train": train, "val": val, "test": test}
+        super().__init__(
+            dataset,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            test_fraction=test_fraction,
+            **options,
+        )
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        return loaded_tokenizer(self._tokenizer, _OWNER)
-
-    def prepare_data(self) -> None:
-        """Download a data set of the hub if it is missing."""
-        if isinstance(self._dataset, str):
-            read_dataset(self._dataset, self._name, _OWNER)
+    @override
+    def issues(self) -> Iterator[str]:
+        if self._max_length < 2:
+            yield f"max_length must be at least 2 tokens, got {self._max_length}"
 
     def load(self) -> Loaded:
         """Read and tokenize the splits.
@@ -108,10 +87,7 @@ class Completions(Source):
         Raises:
             ConfigurationError: if a data set, split or column is missing, or a text cannot be written out.
         """
-        found = read_dataset(self._dataset, self._name, _OWNER)
-        splits = chosen_splits(found, self._splits, _OWNER)
-        for split in splits.values():
-            check_columns(split, self._texts, _OWNER)
+        splits = self.splits(self._texts)
         rows = {purpose: self._rows(split) for purpose, split in splits.items()}
         return Loaded(rows["train"], rows.get("val"), rows.get("test"))
 
@@ -123,14 +99,14 @@ class Completions(Source):
             try:
                 pieces = write(tokenizer, *values)
             except (TypeError, ValueError, KeyError) as error:
-                raise ConfigurationError(
-                    f"{_OWNER}: column {', '.join(self._texts)}, example {number}: {error}"
+                raise self._error(
+                    f"column {', '.join(self._texts)}, example {number}: {error}"
                 ) from error
             examples.append(_encoded(tokenizer, pieces, self._max_length, self._mask_prompts))
         kept = [place for place, (_, labels) in enumerate(examples) if any(labels[1:])]
         if len(kept) < len(examples):
             rank_zero_warn(
-                f"{_OWNER}: {len(examples) - len(kept)} of {len(examples)} examples are left out: no token "
+                f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out: no token "
                 f"to learn is among their first {self._max_length} (max_length)"
             )
         names = (name for name in split.column_names if name not in self._texts)

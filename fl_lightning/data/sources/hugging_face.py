@@ -1,17 +1,19 @@
-"""Data source of Hugging Face data sets: texts, images and columns of numbers as tensors."""
+"""Data sources of Hugging Face data sets: texts, images and columns of numbers as tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
 from fl_lightning.data.sources.source import Loaded, Source
 
@@ -19,8 +21,170 @@ FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 NAMES = {"val": "validation", "test": "test"}  # default names of splits
 
 
+class DatasetSource(Source, ABC):
+    """Base of the sources that read a ``datasets.Dataset``.
+
+    Args:
+        dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
+            (``.jsonl``, ``.json``, ``.csv``, ``.parquet``); or a name on the hub, such as
+            ``flwrlabs/femnist``, which is downloaded once.
+        max_examples: use only the first examples of each split, at most so many, and read no more of it: the
+            data set is streamed. A set that streams itself, an ``IterableDataset``, needs it. None reads all.
+        tokenizer: tokenizer of the texts: its name or folder, or in Python the tokenizer itself.
+        name: configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
+        train: the split to divide among the clients.
+        val: the split for validation. None uses the split called validation if there is one, or else
+            holds out ``val_fraction`` of the training examples.
+        test: the same for the test.
+        options: those of `Source`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        max_examples: int | None = None,
+        tokenizer: Any = None,
+        name: str | None = None,
+        train: str = "train",
+        val: str | None = None,
+        test: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        check_range(f"{type(self).__name__}: max_examples", max_examples, "at least 1")
+        self._dataset, self._name, self._tokenizer = dataset, name, tokenizer
+        self._max_examples = max_examples
+        self._wanted = {"train": train, "val": val, "test": test}
+
+    def prepare_data(self) -> None:
+        """Download a data set of the hub if it is missing."""
+        if isinstance(self._dataset, str):
+            self._read()
+
+    def splits(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Return the available splits by purpose: train, and val and test if there are any.
+
+        Args:
+            columns: columns that each of them must have.
+
+        Raises:
+            ConfigurationError: if the data set, a split that is named or a column is not there, or two
+                splits are the same.
+        """
+        found = self._read()
+        splits = self._chosen(found) if isinstance(found, dict) else {"train": found}
+        if self._max_examples is not None:
+            splits = {purpose: self._first(split) for purpose, split in splits.items()}
+        for split in splits.values():
+            absent = [name for name in columns if name not in split.column_names]
+            if absent:
+                there = ", ".join(map(repr, split.column_names))
+                raise self._error(
+                    f"there is no column {', '.join(map(repr, absent))}: there are {there}"
+                )
+        return splits
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            ConfigurationError: if it cannot be loaded.
+        """
+        if not isinstance(self._tokenizer, str):
+            return self._tokenizer
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise self._error(
+                "a tokenizer by name needs transformers: pip install 'fl-lightning[huggingface]'"
+            ) from error
+        try:
+            return AutoTokenizer.from_pretrained(self._tokenizer)
+        except (OSError, ValueError) as error:
+            raise self._error(
+                f"the tokenizer {self._tokenizer!r} cannot be loaded: {error}"
+            ) from error
+
+    def _error(self, words: str) -> ConfigurationError:
+        return ConfigurationError(f"{type(self).__name__}: {words}")
+
+    def _read(self) -> Any:
+        dataset = self._dataset
+        try:
+            import datasets
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs datasets: pip install 'fl-lightning[huggingface]'"
+            ) from error
+        if isinstance(dataset, (datasets.Dataset, datasets.DatasetDict)):
+            return dataset
+        if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+            if self._max_examples is None:
+                raise self._error("a data set that streams has no length: set max_examples")
+            return dataset
+        if not isinstance(dataset, str):
+            raise self._error(
+                "dataset must be a Dataset, a DatasetDict, a folder, a file or a name on the hub, got "
+                f"{type(dataset).__name__}"
+            )
+        return self._loaded(datasets, dataset)
+
+    def _loaded(self, datasets: Any, dataset: str) -> Any:
+        """Load a data set by its folder, file or name on the hub."""
+        streams = self._max_examples is not None
+        kind = FILES.get(Path(dataset).suffix)
+        if kind is not None and not Path(dataset).is_file():
+            raise self._error(f"there is no file {dataset}")
+        try:
+            if kind is not None:
+                return datasets.load_dataset(kind, data_files=dataset, streaming=streams)
+            if Path(dataset).is_dir() and self._name is None:
+                return datasets.load_from_disk(dataset)
+            return datasets.load_dataset(dataset, self._name, streaming=streams)
+        except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
+            raise self._error(
+                f"{dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: {error}"
+            ) from error
+
+    def _first(self, split: Any) -> Any:
+        """Return the first examples of a split, in memory."""
+        import datasets
+
+        assert self._max_examples is not None
+        if isinstance(split, datasets.Dataset):
+            return split.select(range(min(self._max_examples, len(split))))
+        some = split.take(self._max_examples)
+        return datasets.Dataset.from_list(list(some), features=some.features)
+
+    def _chosen(self, found: dict[str, Any]) -> dict[str, Any]:
+        chosen: dict[str, str] = {}
+        for purpose in ("train", "test", "val"):
+            given, usual = self._wanted[purpose], NAMES.get(purpose)
+            if given is not None and given not in found:
+                raise self._error(
+                    f"{purpose} is the split {given!r}: there are {', '.join(map(repr, found))}"
+                )
+            if given is not None:
+                chosen[purpose] = given
+            elif usual in found and usual not in self._wanted.values():
+                chosen[purpose] = str(usual)
+        if len(set(chosen.values())) < len(chosen):
+            raise self._error(f"train, val and test must be different splits, got {chosen}")
+        return {purpose: found[name] for purpose, name in chosen.items()}
+
+
+def column(split: Any, name: str) -> Any:
+    """Return the values of a column, one per example."""
+    return split.with_format(None)[name][:]
+
+
+AT_ONCE = 1000  # texts tokenized at a time
+
+
 @final
-class HuggingFace(Source):
+class HuggingFace(DatasetSource):
     """A ``datasets.Dataset``, read into memory; other columns can be used for natural partitions.
 
     - ``text`` and a tokenizer make batches that are dicts, for models of ``transformers``:
@@ -29,25 +193,17 @@ class HuggingFace(Source):
     - ``inputs`` makes pairs of numbers (B, F) in float32 and targets (B,).
 
     Args:
-        dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
-            (``.jsonl``, ``.json``, ``.csv``, ``.parquet``); or a name on the hub, such as
-            ``flwrlabs/femnist``, which is downloaded once.
+        dataset: see `DatasetSource`.
         label: the column to predict.
         text: the column of texts, or two for pairs of texts.
         image: the column of images.
         inputs: columns of numbers, or of lists of numbers.
-        tokenizer: tokenizer of the texts: its name or folder, or in Python the tokenizer itself.
         max_length: largest number of tokens of a text; longer texts are truncated.
         image_size: height and width to which images are scaled, in pixels; None for images of one size.
         channels: 1 for grey, 3 for colour.
-        name: configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
-        train: the split to divide among the clients.
-        val: the split for validation. None uses the split called validation if there is one, or else
-            holds out ``val_fraction`` of the training examples.
-        test: the same for the test.
         target_type: whether the label is a ``class`` or a ``number``; if None, class labels, strings
             and up to 100 distinct integers are classes.
-        options: those of `Source`.
+        options: those of `DatasetSource`.
 
     Raises:
         ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
@@ -62,37 +218,37 @@ class HuggingFace(Source):
         text: str | list[str] | None = None,
         image: str | None = None,
         inputs: list[str] | None = None,
-        tokenizer: Any = None,
         max_length: int = 128,
         image_size: int | None = None,
         channels: int = 3,
-        name: str | None = None,
-        train: str = "train",
-        val: str | None = None,
-        test: str | None = None,
         target_type: TargetKind | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        if sum(part is not None for part in (text, image, inputs)) != 1:
-            raise ConfigurationError(
-                "HuggingFace: set one of text, image and inputs to what the model sees"
-            )
-        self._encoder: TextColumns | PictureColumn | NumberColumns
-        if text is not None:
-            names = [text] if isinstance(text, str) else list(text)
-            self._encoder = TextColumns(names, tokenizer, max_length)
-        elif image is not None:
-            self._encoder = PictureColumn(image, image_size, channels)
-        else:
-            self._encoder = NumberColumns(list(inputs or []))
-        self._dataset, self._name, self._label = dataset, name, label
-        self._splits, self._target_type = {"train": train, "val": val, "test": test}, target_type
+        self._label, self._target_type = label, target_type
+        self._text = [text] if isinstance(text, str) else text
+        self._image, self._inputs = image, inputs
+        self._max_length, self._image_size, self._channels = max_length, image_size, channels
+        self._has_tokenizer = options.get("tokenizer") is not None
+        super().__init__(dataset, **options)
 
-    def prepare_data(self) -> None:
-        """Download a data set of the hub if it is missing."""
-        if isinstance(self._dataset, str):
-            read_dataset(self._dataset, self._name)
+    @override
+    def issues(self) -> Iterator[str]:
+        seen = [part for part in (self._text, self._image, self._inputs) if part is not None]
+        texts, images, size = self._text, self._image is not None, self._image_size
+        broken = {
+            "set one of text, image and inputs to what the model sees": len(seen) != 1,
+            f"text must be one column, or two for pairs, got {texts}": texts is not None
+            and not 1 <= len(texts) <= 2,
+            f"max_length must be at least 1 token, got {self._max_length}": texts is not None
+            and self._max_length < 1,
+            "text needs a tokenizer: its name, e.g. distilbert-base-uncased, a folder, or in Python the "
+            "tokenizer itself": texts is not None and not self._has_tokenizer,
+            f"channels must be 1 for grey or 3 for colours, got {self._channels}": images
+            and self._channels not in (1, 3),
+            f"image_size must be at least 1 pixel, got {size}": size is not None and size < 1,
+            "inputs must name at least one column": self._inputs == [],
+        }
+        yield from (words for words, is_broken in broken.items() if is_broken)
 
     def load(self) -> Loaded:
         """Read and encode the splits.
@@ -100,12 +256,10 @@ class HuggingFace(Source):
         Raises:
             ConfigurationError: if a data set, split or column is missing.
         """
-        splits = chosen_splits(read_dataset(self._dataset, self._name), self._splits)
-        train = splits["train"]
-        for split in splits.values():
-            check_columns(split, [self._label, *self._encoder.columns])
-        kind, names = self._targets(train)
-        rows = {where: self._rows(split, kind, where) for where, split in splits.items()}
+        seen = [self._image] if self._image is not None else list(self._text or self._inputs or [])
+        splits = self.splits([self._label, *seen])
+        kind, names = self._targets(splits["train"])
+        rows = {where: self._rows(split, kind, where, seen) for where, split in splits.items()}
         return Loaded(rows["train"], rows.get("val"), rows.get("test"), names)
 
     def _targets(self, train: Any) -> tuple[Targets, tuple[str, ...]]:
@@ -122,275 +276,83 @@ class HuggingFace(Source):
         kind = Targets.of(values, self._target_type, option)
         return kind, kind.class_names
 
-    def _rows(self, split: Any, kind: Targets, where: str) -> TensorRows:
+    def _rows(self, split: Any, kind: Targets, where: str, seen: list[str]) -> TensorRows:
         targets = kind.encode(column_of(column(split, self._label)), where)
-        used = set(self._encoder.columns)
         columns = {
-            name: partial(column, split, name) for name in split.column_names if name not in used
+            name: partial(column, split, name) for name in split.column_names if name not in seen
         }
-        encoded = self._encoder.encode(split)
-        if isinstance(encoded, dict):
-            return TensorRows({**encoded, "labels": targets}, columns)
-        return TensorRows(
-            [encoded, targets], columns, pixels=isinstance(self._encoder, PictureColumn)
-        )
+        plain = split.with_format(None)
+        if self._text is not None:
+            return TensorRows({**self._tokens(plain, self._text), "labels": targets}, columns)
+        if self._image is not None:
+            return TensorRows([self._pictures(plain, self._image), targets], columns, pixels=True)
+        return TensorRows([self._numbers(plain, seen), targets], columns)
 
-
-def column(split: Any, name: str) -> Any:
-    """Return the values of a column, one per example."""
-    return split.with_format(None)[name][:]
-
-
-def read_dataset(dataset: Any, name: str | None, owner: str = "HuggingFace") -> Any:
-    """Return a Dataset or DatasetDict.
-
-    Args:
-        dataset: itself, a folder, a file, or a name on the hub.
-        name: its configuration on the hub.
-        owner: the class that reads it, for errors.
-
-    Raises:
-        ConfigurationError: if there is no such data set.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{owner} needs datasets: pip install 'fl-lightning[huggingface]'"
-        ) from error
-    if isinstance(dataset, (datasets.Dataset, datasets.DatasetDict)):
-        return dataset
-    if not isinstance(dataset, str):
-        raise ConfigurationError(
-            f"{owner}: dataset must be a Dataset, a DatasetDict, a folder, a file or a name on the hub, got "
-            f"{type(dataset).__name__}"
-        )
-    kind = FILES.get(Path(dataset).suffix)
-    if kind is not None and not Path(dataset).is_file():
-        raise ConfigurationError(f"{owner}: there is no file {dataset}")
-    try:
-        if kind is not None:
-            return datasets.load_dataset(kind, data_files=dataset)
-        if Path(dataset).is_dir() and name is None:
-            return datasets.load_from_disk(dataset)
-        return datasets.load_dataset(dataset, name)
-    except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
-        raise ConfigurationError(
-            f"{owner}: {dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: "
-            f"{error}"
-        ) from error
-
-
-def chosen_splits(
-    found: Any, wanted: dict[str, str | None], owner: str = "HuggingFace"
-) -> dict[str, Any]:
-    """Return the available splits by purpose: train, and val and test if there are any.
-
-    Raises:
-        ConfigurationError: if one that is named is not there, or two are the same.
-    """
-    if not isinstance(found, dict):
-        return {"train": found}
-    chosen: dict[str, str] = {}
-    for purpose in ("train", "test", "val"):
-        given = wanted[purpose]
-        if given is not None and given not in found:
-            raise ConfigurationError(
-                f"{owner}: {purpose} is the split {given!r}: there are "
-                f"{', '.join(map(repr, found))}"
-            )
-        usual = NAMES.get(purpose)
-        if given is not None:
-            chosen[purpose] = given
-        elif usual in found and usual not in wanted.values():
-            chosen[purpose] = str(usual)
-    if len(set(chosen.values())) < len(chosen):
-        raise ConfigurationError(
-            f"{owner}: train, val and test must be different splits, got {chosen}"
-        )
-    return {purpose: found[name] for purpose, name in chosen.items()}
-
-
-def check_columns(split: Any, names: list[str], owner: str = "HuggingFace") -> None:
-    """Raise ConfigurationError for columns that a split does not have."""
-    absent = [name for name in names if name not in split.column_names]
-    if absent:
-        there = ", ".join(map(repr, split.column_names))
-        raise ConfigurationError(
-            f"{owner}: there is no column {', '.join(map(repr, absent))}: there are {there}"
-        )
-
-
-def loaded_tokenizer(tokenizer: Any, owner: str = "HuggingFace") -> Any:
-    """Return a tokenizer, which may be given by its name or folder.
-
-    Raises:
-        ConfigurationError: if it cannot be loaded.
-    """
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{owner}: a tokenizer by name needs transformers: pip install "
-            "'fl-lightning[huggingface]'"
-        ) from error
-    try:
-        return AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{owner}: the tokenizer {tokenizer!r} cannot be loaded: {error}"
-        ) from error
-
-
-AT_ONCE = 1000  # texts tokenized at a time
-
-
-@dataclass(frozen=True)
-class TextColumns:
-    """Tokenized texts, all padded to the length of the longest.
-
-    Args:
-        columns: one column, or two for pairs.
-        tokenizer: the tokenizer, or its name or folder.
-        max_length: largest number of tokens, ≥ 1.
-    """
-
-    columns: list[str]
-    tokenizer: Any
-    max_length: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.columns) <= 2:
-            raise ConfigurationError(
-                f"HuggingFace: text must be one column, or two for pairs, got {self.columns}"
-            )
-        if self.max_length < 1:
-            raise ConfigurationError(
-                f"HuggingFace: max_length must be at least 1 token, got {self.max_length}"
-            )
-        if self.tokenizer is None:
-            raise ConfigurationError(
-                "HuggingFace: text needs a tokenizer: its name, e.g. distilbert-base-uncased, a folder, "
-                "or in Python the tokenizer itself"
-            )
-
-    def encode(self, split: Any) -> dict[str, Tensor]:
-        """Tokenize the texts; returns the tokenizer's outputs by name, each of shape (N, length)."""
-        tokenizer = loaded_tokenizer(self.tokenizer)
-        if getattr(tokenizer, "pad_token", "") is None:
-            raise ConfigurationError(
-                "HuggingFace: the tokenizer has no pad_token, which fills texts up to one length: set "
+    def _tokens(self, texts: Any, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tokenizer's outputs by name, each of shape (N, length)."""
+        if getattr(self.tokenizer, "pad_token", "") is None:
+            raise self._error(
+                "the tokenizer has no pad_token, which fills texts up to one length: set "
                 "tokenizer.pad_token = tokenizer.eos_token and give the tokenizer itself"
             )
-        texts = split.with_format(None)
         pieces: dict[str, list[Tensor]] = {}
         for start in range(0, max(len(texts), 1), AT_ONCE):
             some = texts[start : start + AT_ONCE]
-            made = tokenizer(
-                *(some[name] for name in self.columns),
+            made = self.tokenizer(
+                *(some[name] for name in names),
                 truncation=True,
-                max_length=self.max_length,
+                max_length=self._max_length,
                 padding="max_length",
             )
             for name, values in made.items():
-                tokens = torch.tensor(values, dtype=torch.long).reshape(-1, self.max_length)
+                tokens = torch.tensor(values, dtype=torch.long).reshape(-1, self._max_length)
                 pieces.setdefault(name, []).append(tokens)
         whole = {name: torch.cat(parts) for name, parts in pieces.items()}
         # remove padding that all texts have
         used = whole["attention_mask"].any(0) if "attention_mask" in whole else slice(None)
         return {name: tokens[:, used] for name, tokens in whole.items()}
 
-
-@dataclass(frozen=True)
-class PictureColumn:
-    """Images as bytes, shape (N, C, H, W).
-
-    Args:
-        column: column of images.
-        image_size: height and width, in pixels; None for images of one size.
-        channels: 1 or 3.
-    """
-
-    column: str
-    image_size: int | None
-    channels: int
-
-    def __post_init__(self) -> None:
-        if self.channels not in (1, 3):
-            raise ConfigurationError(
-                f"HuggingFace: channels must be 1 for grey or 3 for colours, got {self.channels}"
-            )
-        if self.image_size is not None and self.image_size < 1:
-            raise ConfigurationError(
-                f"HuggingFace: image_size must be at least 1 pixel, got {self.image_size}"
-            )
-
-    @property
-    def columns(self) -> list[str]:
-        """The column of images."""
-        return [self.column]
-
-    def encode(self, split: Any) -> Tensor:
+    def _pictures(self, pictures: Any, name: str) -> Tensor:
         """Return the images, uint8 of shape (N, C, H, W)."""
-        pictures = split.with_format(None)
         pixels: Tensor | None = None
         for place in range(len(pictures)):
-            image = self._pixels(pictures[place][self.column])
+            image = self._pixels(pictures[place][name])
             if pixels is None:
                 pixels = torch.empty((len(pictures), *image.shape), dtype=torch.uint8)
             if image.shape != pixels.shape[1:]:
-                raise ConfigurationError(
-                    f"HuggingFace: images have different sizes, {tuple(pixels.shape[2:])} and "
+                raise self._error(
+                    f"images have different sizes, {tuple(pixels.shape[2:])} and "
                     f"{tuple(image.shape[1:])} pixels: set image_size"
                 )
             pixels[place] = image
-        return (
-            torch.empty((0, self.channels, 1, 1), dtype=torch.uint8) if pixels is None else pixels
-        )
+        empty = torch.empty((0, self._channels, 1, 1), dtype=torch.uint8)
+        return empty if pixels is None else pixels
 
     def _pixels(self, image: Any) -> Tensor:
         if not hasattr(image, "convert"):
-            raise ConfigurationError(
-                f"HuggingFace: column {self.column!r} holds no images, but {type(image).__name__}: "
+            raise self._error(
+                f"column {self._image!r} holds no images, but {type(image).__name__}: "
                 "cast it with dataset.cast_column(…, datasets.Image())"
             )
-        image = image.convert("L" if self.channels == 1 else "RGB")
-        if self.image_size is not None:
-            image = image.resize((self.image_size, self.image_size))
+        image = image.convert("L" if self._channels == 1 else "RGB")
+        if self._image_size is not None:
+            image = image.resize((self._image_size, self._image_size))
         pixels = torch.from_numpy(np.array(image))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
-
-@dataclass(frozen=True)
-class NumberColumns:
-    """Concatenated columns of numbers, or of lists of numbers.
-
-    Args:
-        columns: at least one column.
-    """
-
-    columns: list[str]
-
-    def __post_init__(self) -> None:
-        if not self.columns:
-            raise ConfigurationError("HuggingFace: inputs must name at least one column")
-
-    def encode(self, split: Any) -> Tensor:
+    def _numbers(self, plain: Any, names: Sequence[str]) -> Tensor:
         """Return the numbers, float32 of shape (N, F)."""
-        plain, parts = split.with_format(None), []
-        for name in self.columns:
+        parts = []
+        for name in names:
             try:
                 values = column_of(plain[name][:]).astype(np.float32)
             except (TypeError, ValueError) as error:
-                raise ConfigurationError(
-                    f"HuggingFace: column {name!r} must hold a number, or as many numbers each time: "
-                    f"{error}"
+                raise self._error(
+                    f"column {name!r} must hold a number, or as many numbers each time: {error}"
                 ) from error
             if not np.isfinite(values).all():
-                raise ConfigurationError(
-                    f"HuggingFace: column {name!r} has examples without a finite number: filter them out"
+                raise self._error(
+                    f"column {name!r} has examples without a finite number: filter them out"
                 )
             parts.append(values.reshape(len(values), -1))
         return torch.from_numpy(np.concatenate(parts, axis=1))

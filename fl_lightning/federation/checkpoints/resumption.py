@@ -29,7 +29,6 @@ from fl_lightning.federation.checkpoints.run_folder import (
     choose,
     differences,
     refuse,
-    remove_empty,
     run_of,
 )
 
@@ -70,7 +69,7 @@ def _named(
     if given not in ("last", "best"):
         run = run_of(Path(given))
         if run is not None and is_fit and not config.resume_changed:
-            refuse(run, differences(run, plain, sections))
+            refuse(run, differences(run.config, plain, sections))
         return run
     run = choose(_root(config), plain, sections, changed=config.resume_changed)
     if given == "last":
@@ -116,10 +115,9 @@ def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
 
 
 def clean_up_after(run: EarlierRun) -> None:
-    """Remove what a run left behind when it was killed, and folders of others that came to nothing."""
+    """Remove what a run left behind when it was killed."""
     remove_unfinished(run.checkpoint.parent)
     remove_unfinished(run.folder)
-    remove_empty(run.folder)
 
 
 def _new_folder(root: Path) -> Path:

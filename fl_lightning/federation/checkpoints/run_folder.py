@@ -12,9 +12,7 @@ folders deep, where every logger of Lightning has its runs (``save_dir/name/vers
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,11 +128,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(named or by_time), None)
 
 
-def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
-    """Return in words what a configuration has otherwise than a run, of what makes it that run."""
+def differences(then: Any, now: Any, sections: Iterable[str]) -> list[str]:
+    """Differences in some sections between an earlier configuration and one now, in words."""
     then, now = (
         {key: value for part in sections for key, value in _leaves(part, given.get(part))}
-        for given in (run.config, config)
+        for given in (then, now)
     )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
@@ -162,7 +160,7 @@ def choose(
     """
     closest: tuple[EarlierRun, list[str]] | None = None
     for run in earlier_runs(root):
-        found = differences(run, config, sections)
+        found = differences(run.config, config, sections)
         if not found:
             return run
         if closest is None or len(found) < len(closest[1]):
@@ -187,16 +185,6 @@ def refuse(run: EarlierRun, found: Sequence[str]) -> None:
         f"{'; '.join(found[:_MOST_SHOWN])}{more}. Give the options of that run, or start without "
         "ckpt_path; --resume_changed true goes on with what is different"
     )
-
-
-def remove_empty(folder: Path, seconds: float = 5.0) -> None:
-    """Remove the folders of runs beside one that were killed before they wrote anything."""
-    for other in folder.parent.glob("version_*"):
-        is_new = time.time() - other.stat().st_mtime < seconds  # its run may be about to write
-        if other.is_dir() and not is_new and not any(p.is_file() for p in other.rglob("*")):
-            with suppress(OSError):  # its run lives, and has just written
-                for path in sorted([other, *other.rglob("*")], reverse=True):
-                    path.rmdir()
 
 
 def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:

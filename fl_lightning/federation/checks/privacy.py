@@ -124,7 +124,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "data set or in training_step"
         )
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    indices = data.clients.flat.indices
+    indices = data.clients.indices
     if repeated := indices.size - np.unique(indices).size:
         yield (
             f"shards repeat or share {repeated} of their examples, each of which ε counts once: use "

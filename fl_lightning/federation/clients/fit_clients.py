@@ -55,10 +55,10 @@ class FitClients:
         self._rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
-            run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
+            run.module, run.local, run.plan, run.collector, stages, run.step.counts
         )
         spot_check = SpotCheck(
-            options.execution.spot_check,
+            options.spot_check,
             run.module,
             run.collector,
             self._train_again,
@@ -103,8 +103,6 @@ class FitClients:
         Returns:
             Whether that has become known now.
         """
-        if self.local.state_names is not None:
-            return False
         names = self._rehearsal.known
         if self._rehearsal.is_needed:
             with self.collector.listening_to(self._module), self.metrics_kept_apart():
@@ -129,8 +127,6 @@ class FitClients:
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""
-        if self.engine.is_settled:
-            return
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
                 self.engine.choose(model, self.work_of(group), self._try_one)
@@ -141,7 +137,7 @@ class FitClients:
     def work_of(self, clients: Iterable[int]) -> GroupWork:
         """Local work of some clients in the present round."""
         chosen = list(clients)
-        return self._plan.of(chosen, [self._run.round_index] * len(chosen))
+        return self._plan.of(chosen, [self._run.trainer.current_epoch] * len(chosen))
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
@@ -171,21 +167,18 @@ class FitClients:
                     work = yield from self._in_slots.train(slots, start, work, transaction)
                     break
                 except CannotStack as reason:
-                    transaction.roll_back()
                     self.engine.fall_back(reason)
             yield from self._one_by_one.train(start, work)
 
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        with self._one_by_one.around(turn):
-            return self._one_by_one.take_steps(turn)
+        return self._one_by_one.train_alone(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
         """Train a client of slots as if one after the other did; only the module remembers it."""
         own = self._stages.own(work.client_id)
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)
-        with self._one_by_one.around(turn):
-            update = self._one_by_one.take_steps(turn)
-            return Trained(update, self.local.kept, own_start)
+        update = self._one_by_one.train_alone(turn)
+        return Trained(update, self.local.kept, own_start)

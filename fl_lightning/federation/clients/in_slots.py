@@ -44,6 +44,7 @@ from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
+from fl_lightning.updates.message import bytes_up
 
 # Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
@@ -196,25 +197,24 @@ class InSlots:
         check = self._spot_check
         check.begin(stackable)
         again: list[int] = []
-        transaction.begin()
-        for group in slots.train(start.model, stackable, stages.term, stages.own):
-            usable, failures = usable_rows(group)
-            # one after the other they may not fail: example by example there may be a 0 / 0
-            again.extend(failure.client_id for failure in failures)
-            refused: list[ClientFailure] = []
-            if stages.learns:
-                usable, refused = self._learnt(usable, by_id, start)
-            for failure in (*failures, *refused):
-                slots.leave_out(failure.client_id)
-            for failure in refused:
-                yield Missing(start, failure)
-            sent = without_buffers(usable) if stages.is_private else usable
-            yield Upload(start, sent, sent)
-            for client_id in usable.client_ids if slots.kept else ():
-                stages.keep(client_id, slots.kept[client_id])
-            check.note(usable, slots.kept)
-        check.compare(start.model, start.present)
-        transaction.commit()
+        with transaction():
+            for group in slots.train(start.model, stackable, stages.term, stages.own):
+                usable, failures = usable_rows(group)
+                # one after the other they may not fail: example by example there may be a 0 / 0
+                again.extend(failure.client_id for failure in failures)
+                refused: list[ClientFailure] = []
+                if stages.learns:
+                    usable, refused = self._learnt(usable, by_id, start)
+                for failure in (*failures, *refused):
+                    slots.leave_out(failure.client_id)
+                for failure in refused:
+                    yield Missing(start, failure)
+                sent = without_buffers(usable) if stages.is_private else usable
+                yield Upload(start, sent, sent, bytes_up(sent))
+                for client_id in usable.client_ids if slots.kept else ():
+                    stages.keep(client_id, slots.kept[client_id])
+                check.note(usable, slots.kept)
+            check.compare(start.model, start.present)
         is_again = np.isin(stackable.client_ids, again)
         return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
 

@@ -6,8 +6,8 @@ Torchmetrics objects pool over the cohort; those of a client that fails are woun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import nn
@@ -21,6 +21,8 @@ from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+from fl_lightning.federation.visits.local_counts import LocalCounts
+from fl_lightning.updates.message import bytes_up
 
 
 class OneByOne:
@@ -32,7 +34,7 @@ class OneByOne:
         plan: knows clients' batches.
         collector: learns what they log.
         stages: what else happens while they train.
-        counted: counts a client's steps inside a block, for its module's Trainer.
+        counts: what the module's Trainer says of the client that trains; None without one.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class OneByOne:
         plan: WorkPlan,
         collector: LogCollector,
         stages: Stages,
-        counted: Callable[[ClientWork], AbstractContextManager[object]] = nullcontext,
+        counts: LocalCounts | None = None,
     ) -> None:
         self._module, self._local, self._plan = module, local, plan
-        self._collector, self._stages, self._counted = collector, stages, counted
+        self._collector, self._stages = collector, stages
+        self._counts = counts or LocalCounts()
         self._metrics = metrics_of(module)
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
@@ -54,57 +57,59 @@ class OneByOne:
         Afterwards the module holds whatever the last of them left.
         """
         with self._collector.listening_to(self._module):
-            for client in list(work):
-                yield self._train(client, start)
+            try:
+                for client in list(work):
+                    self._counts.work = client
+                    yield self._train(client, start)
+            finally:
+                self._counts.work = None
+                if self._counts.reads_rounds:
+                    self._counts.tell_of_rounds()
 
     def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
         turn = Turn(work, start, num_bytes=start.num_bytes)
         metrics = MetricStates(self._metrics) if self._metrics else None
         try:
-            with self.around(turn):
-                update = self.take_steps(turn)
-                learnt = self._stages.learn(update, work, start) if self._stages.learns else None
+            update, remember = self._take_turn(turn)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             if metrics is not None:
                 metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
-        if learnt is not None:
-            learnt()
+        if remember is not None:
+            remember()
         self._local.keeps_lists = True
         made = Updates.of(update)
         updates = without_buffers(made) if self._stages.is_private else made
-        return Upload(start._replace(num_bytes=turn.num_bytes), updates, updates)
+        start = start._replace(num_bytes=turn.num_bytes)
+        return Upload(start, updates, updates, bytes_up(updates))
 
-    def around(self, turn: Turn) -> AbstractContextManager[object]:
-        """A block in which the module is one client's."""
-        has_stages = bool(self._stages.having["around"])
-        return self._among_stages(turn) if has_stages else self._counted(turn.work)
+    def train_alone(self, turn: Turn) -> ClientUpdate:
+        """Train a client whose update does not count."""
+        with self._counts.of(turn.work):
+            return self._take_turn(turn)[0]
 
-    @contextmanager
-    def _among_stages(self, turn: Turn) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._counted(turn.work))
-            for stage in self._stages.having["around"]:
-                stack.enter_context(stage.around(turn))
-            yield
-
-    def take_steps(self, turn: Turn) -> ClientUpdate:
-        """Run the local steps of a client."""
-        work = turn.work
-        with ExitStack() as stack:
-            for stage in self._stages.having["steps"]:
-                stack.enter_context(stage.steps(turn))
-            seed_global_generators(work.seed)
-            turn.update = update = self._local.train(
-                turn.start.model,
-                client_id=work.client_id,
-                num_examples=work.num_examples,
-                batches=self._plan.steps(work),
-                masks=turn.masks,
-            )
-        return update
+    def _take_turn(self, turn: Turn) -> tuple[ClientUpdate, Callable[[], None] | None]:
+        """Return a client's update, and what stores what it has learnt from it; None if nothing does."""
+        having, work, remember = self._stages.having, turn.work, None
+        with ExitStack() as around:
+            for stage in having["around"]:
+                around.enter_context(stage.around(turn))
+            with ExitStack() as steps:
+                for stage in having["steps"]:
+                    steps.enter_context(stage.steps(turn))
+                seed_global_generators(work.seed)
+                turn.update = update = self._local.train(
+                    turn.start.model,
+                    client_id=work.client_id,
+                    num_examples=work.num_examples,
+                    batches=self._plan.steps(work),
+                    masks=turn.masks,
+                )
+            if turn.counts and self._stages.learns:
+                remember = self._stages.learn(update, work, turn.start)
+        return update, remember
 
 
 def without_buffers(updates: Updates) -> Updates:

@@ -82,7 +82,7 @@ class StateRehearsal:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
                             self._local.homes.bring_home()
-                            changed |= {*visit.changed(names)}
+                            changed |= visit.changed()
                         self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]
                 except Exception as error:  # noqa: BLE001 - whatever the user's step raises
@@ -116,7 +116,7 @@ class StateRehearsal:
             steps = ([batch] for batch in self._plan.batches(client))
         examples, self._step.examples = self._step.examples, None
         try:
-            with self._step.counts.of_client(client):
+            with self._step.counts.of(client):
                 for index, batches in enumerate(islice(steps, _NUM_STEPS)):
                     self._step(batches, index)
                     yield

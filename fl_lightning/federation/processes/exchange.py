@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import pool
-from fl_lightning.federation.checkpoints.memory import Waiting
+from fl_lightning.federation.checkpoints.files import Waiting
 from fl_lightning.federation.processes.fork import ProcessTraceback, traceback_behind
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
@@ -72,12 +72,6 @@ class Meeting:
             ClientFailure: in all processes, if a client failed in one.
             ConfigurationError: likewise, if a client changed what was taken for a constant.
         """
-        try:
-            self._run.local.check_constants()
-        except ConfigurationError as failure:
-            self.fail(failure)
-        if self._run.ranks.size == 1:
-            return record, time.perf_counter()
         reports = self._run.ranks.gather(self._report(record))
         began = time.perf_counter()  # waiting for other processes is no work
         if first := first_failure(reports):

@@ -26,12 +26,10 @@ from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.devices import SimulatedDevices, VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation.stages.transport import SecureRounds, Transport
 from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 # under which checkpoints hold what is no stage's
@@ -64,7 +62,7 @@ def stages_of(
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
-    transport = Transport(options.updates, options.download, options.seed)
+    transport = Transport.of(options.updates, options.download, options.seed)
     if correction is not None:
         # rules that see all updates give the same bits over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges
@@ -122,7 +120,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
 
 
 def run_aggregator(
-    trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
+    trainer: Trainer, given: Aggregator | None, attackers: Attackers | None
 ) -> Aggregator:
     """Return the aggregator of a run's updates.
 

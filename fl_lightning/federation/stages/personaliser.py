@@ -149,7 +149,7 @@ class Personaliser(KeepsTensors):
         seed_global_generators(seed)
         try:
             self._scale.wind_back()
-            with self._step.counts.of_client(work):
+            with self._step.counts.of(work):
                 self._local.train(
                     model,
                     client_id=work.client_id,

@@ -1,24 +1,35 @@
 """Transforms of models on their way down and of updates on their way up, and the bytes of both.
 
 x → download → x'        Δ → updates, with what a client kept from its last round → Δ'
+
+Rounds whose updates the server cannot read: what goes with them, and what they cost.
+
+Clients' metrics and buffers are no part of a secure sum: the first travel in clear beside it, which
+is said before training, models with the second are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.federation.checks.privacy import shown_by
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Start, Upload, check_same
-from fl_lightning.updates.message import bytes_up
+from fl_lightning.federation.stage import Processes, Stage, Start, Upload, check_same
+from fl_lightning.server.protected import Protected
+from fl_lightning.updates.message import bytes_down, bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import Transform
 
@@ -26,7 +37,7 @@ _FEEDBACK = "error feedback"
 
 
 class Transport(Stage):
-    """Sends models and updates.
+    """Sends models and updates as they are.
 
     Attributes:
         path: of updates.
@@ -40,6 +51,12 @@ class Transport(Stage):
         self.traits = reduce(or_, (step.traits for step in updates), of_download)
         self.path = UpdatePath(updates, seed)
         self.broadcast = Broadcast(download, seed)
+
+    @staticmethod
+    def of(updates: Sequence[Step], download: Sequence[Transform], seed: int) -> Transport:
+        """Return the stage, which does nothing in a round where nothing is transformed."""
+        kind = TransformingTransport if updates or download else Transport
+        return kind(updates, download, seed)
 
     def enter(self, run: Run) -> None:
         """Learn whose clients remember what did not arrive, with error feedback."""
@@ -56,27 +73,6 @@ class Transport(Stage):
             self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
-
-    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the model as clients receive it."""
-        model = start.model
-        sent = self.broadcast.send(model.params, model.buffers, self._run.round_index)
-        if sent.params is not model.params:
-            model = GlobalModel(sent.params, model.buffers)
-        return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
-
-    def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive: one by one, if transforms change them."""
-        if self.path.is_empty:
-            return (upload._replace(num_bytes=upload.num_bytes + bytes_up(upload.arrived)),)
-        return self._one_by_one(upload)
-
-    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
-        start, began = upload.start, self._run.round_index - upload.start.staleness
-        for made, update in zip(upload.made, upload.arrived, strict=True):
-            arrival = self.sent(update, began)
-            num_bytes, arrived = upload.num_bytes + arrival.num_bytes, Updates.of(arrival.update)
-            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
         """Send a client's update, and have it keep what does not arrive."""
@@ -99,3 +95,86 @@ class Transport(Stage):
     def check(self, state: Any) -> None:
         """Refuse a run in which something else happened."""
         check_same("updates", state, self.state_dict(with_round=False))
+
+
+class TransformingTransport(Transport):
+    """Sends what transforms make of models and updates."""
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return the model as clients receive it."""
+        model, round_index = start.model, self._run.round_index
+        sent = self.broadcast.send(model.params, model.buffers, round_index)
+        more = sent.num_bytes - bytes_down(model.params, model.buffers)
+        if sent.params is not model.params:
+            model = GlobalModel(sent.params, model.buffers)
+        return [(start._replace(model=model, num_bytes=start.num_bytes + more), work)]
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Return updates as they arrive: one by one, if transforms change them."""
+        return (upload,) if self.path.is_empty else self._one_by_one(upload)
+
+    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
+        start, began = upload.start, self._run.round_index - upload.start.staleness
+        whole = bytes_up(upload.arrived)
+        for made, update in zip(upload.made, upload.arrived, strict=True):
+            arrival = self.sent(update, began)
+            num_bytes = upload.num_bytes + arrival.num_bytes - whole
+            arrived = Updates.of(arrival.update)
+            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
+
+
+class SecureRounds(Stage):
+    """The part of a round around an aggregator that hides updates.
+
+    Attributes:
+        aggregator: as given.
+    """
+
+    def __init__(self, aggregator: Protected, run: Run) -> None:
+        self.aggregator, self.restarts = aggregator, aggregator.restarts
+        self._is_told = False
+        self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Refuse a model of which more than the update would travel; say once what the server sees."""
+        if num_buffers := model.buffers.numel():
+            raise ConfigurationError(
+                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
+                f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
+                "parameters that clients change, which would travel in clear: use group or layer "
+                "norm, or track_running_stats: false"
+            )
+        if not self._is_told:
+            self._is_told = True
+            clear = [
+                "who takes part and who fails",
+                "the metrics that clients log, with the number of examples they are means over",
+                *self._shown,
+            ]
+            rank_zero_info(f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear))
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Count no deltas: what travels instead is told by the aggregator when it is done."""
+        whole, arrived = bytes_up(upload.arrived), upload.arrived
+        rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
+        return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Extra bytes that a client uploads, and downloads, because its update is hidden."""
+        up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
+        none = model.params[:0]  # of buffers as well; metrics are not counted
+        dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
+        return up + empty - dense, down
+
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
+        """Tell the aggregator whose updates will not come."""
+        self.aggregator.miss(record.skipped.keys() | set(record.lost))
+
+    def close(self, record: RoundRecord) -> None:
+        """Put what the round has cost into its record."""
+        cost = self.aggregator.protection_cost
+        absent = record.skipped.keys() | set(record.lost)
+        record.total_bytes_up += sum(cost.bytes_up.values())
+        record.total_bytes_down += sum(cost.bytes_down.values())
+        record.bytes_up_of_absent += sum(n for c, n in cost.bytes_up.items() if c in absent)
+        record.more |= {f"secure/{name}": value for name, value in cost.seconds.items()}

@@ -115,8 +115,16 @@ class LightningStep:
                 return self._private(self.examples, batches[0], index)
             if self._is_by_hand:
                 loss = self._by_hand(batches[0], index)
+            elif not self.is_lean:
+                loss = self._full(batches, index)
+            elif self._takes_closure:
+                loss = stepped_with_closure(
+                    self._optimizer, lambda: self._gradients(batches[0], index)
+                )
             else:
-                loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
+                loss = self._gradients(batches[0], index)
+                if loss is not None:
+                    (self._optimizer if self._faster is None else self._faster).step()
             for ended in self._ended:
                 self._module.on_train_batch_end(*ended)
             self._ended.clear()
@@ -124,35 +132,16 @@ class LightningStep:
         finally:
             self.counts.is_in_step = False
 
-    def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        if self._takes_closure:
-            return stepped_with_closure(
-                self._optimizer, lambda: self._lean_gradients(sized_batch, index)
-            )
-        loss = self._lean_gradients(sized_batch, index)
-        if loss is not None:
-            if self._faster is None:
-                self._optimizer.step()
-            else:
-                self._faster.step()
-        return loss
-
-    def _lean_gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Compute a step's gradients and return its loss, detached; None if it is skipped."""
+    def _gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        """Compute a lean step's gradients and return its loss, detached; None if it is skipped."""
         self.forget_gradients()
         self._ended.clear()  # an optimizer may evaluate the loss several times
-        batch, faster = self._prepared(*sized_batch, index), self._faster
-        if faster is None:
+        batch = self._prepared(*sized_batch, index)
+        with nullcontext() if self._faster is None else self._faster.forwards():
             loss = self._loss(batch, index)
-            if loss is None:
-                return None
-            loss.backward()
-        else:
-            with faster.forwards():
-                loss = self._loss(batch, index)
-            if loss is None:
-                return None
-            loss.backward()
+        if loss is None:
+            return None
+        loss.backward()
         if self.term is not None:
             self.term.add()
         return loss.detach()
@@ -250,19 +239,16 @@ class LightningStep:
             return loss + self.contrast(batch)
 
     def _output(self, batch: Any, index: Any) -> Any:
-        arguments = (batch, index) if self._takes_index else (batch,)
-        with self._context():
-            return self._training_step()(*arguments)
-
-    def _training_step(self) -> Callable[..., Any]:
+        step, faster = self._module.training_step, self._faster
         # batches of other sizes would want graphs of their own
         is_full = self._collector.batch_size == self._batch_size
-        if self._faster is None or "compiled" not in self._faster.speedups or not is_full:
-            return self._module.training_step
-        key = frozenset(self._faster.speedups) - {"fused_optimizer"}
-        if key not in self._compiled:
-            self._compiled[key] = compiled_step(self._module)
-        return self._compiled[key]
+        if faster is not None and "compiled" in faster.speedups and is_full:
+            key = frozenset(faster.speedups) - {"fused_optimizer"}
+            if key not in self._compiled:
+                self._compiled[key] = compiled_step(self._module)
+            step = self._compiled[key]
+        with self._context():
+            return step(batch, index) if self._takes_index else step(batch)
 
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []

@@ -18,9 +18,8 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -39,57 +38,55 @@ class LocalCounts:
     Attributes:
         planned_steps: local steps of a round by which schedules count, N.
         planned_batches: of a client, until the fit starts; then 0.
-        client: that trains; None while none does, or many do.
-        round_index: whose model it began from.
-        num_batches: of its round.
+        work: of the client that trains; None while none does, or many do.
+        slots_round: round of clients that train at once; None while none do.
         batch: the present one, from 0.
         step: its present local step, from 0.
         is_in_step: whether a local step is under way.
-        is_in_slots: whether many clients train at once.
         moved_to: local steps of the run up to which schedules are being moved; 0 if they are not.
+        reads_rounds: whether a local step has read ``global_step``, which is not told yet.
+        is_told: whether it has been told.
     """
 
-    planned_steps: int
-    planned_batches: int
-    client: int | None = None
-    round_index: int = 0
-    num_batches: int = 0
+    planned_steps: int = 0
+    planned_batches: int = 0
+    work: ClientWork | None = None
+    slots_round: int | None = None
     batch: int = 0
     step: int = 0
     is_in_step: bool = False
-    is_in_slots: bool = False
     moved_to: int = 0
-    _reads_rounds: bool = False
-    _is_told: bool = False
-
-    def of_client(self, work: ClientWork) -> AbstractContextManager[None]:
-        """Count a client's batches and steps inside this block; blocks may be inside one another."""
-        about = {"client": work.client_id, "round_index": work.round_index}
-        return self._given(**about, num_batches=len(work.sizes), batch=0, step=0)
-
-    def of_slots(self, round_index: int) -> AbstractContextManager[None]:
-        """Count for clients that train at once inside this block."""
-        return self._given(is_in_slots=True, round_index=round_index)
+    reads_rounds: bool = False
+    is_told: bool = False
 
     @contextmanager
-    def _given(self, **values: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
+    def of(self, work: ClientWork) -> Iterator[None]:
+        """Count a client's batches and steps inside this block; blocks may be inside one another."""
+        before = self.work, self.batch, self.step
+        self.work, self.batch, self.step = work, 0, 0
         try:
             yield
         finally:
-            vars(self).update(before)
-            if self._reads_rounds and not self._is_told:
-                self._is_told = True
-                rank_zero_info(
-                    "steps: the module reads global_step while a client trains; it counts rounds. "
-                    "fl_lightning.federation.local_step(self) counts local steps"
-                )
+            self.work, self.batch, self.step = before
 
-    def note_read(self) -> None:
-        """Note that ``global_step`` is read, to say so when the client is done."""
-        if self.is_in_step or self.is_in_slots:
-            self._reads_rounds = True
+    @contextmanager
+    def of_slots(self, round_index: int) -> Iterator[None]:
+        """Count for clients that train at once inside this block."""
+        self.slots_round = round_index
+        try:
+            yield
+        finally:
+            self.slots_round = None
+            self.tell_of_rounds()
+
+    def tell_of_rounds(self) -> None:
+        """Say once that ``global_step``, if a local step has read it, counts rounds."""
+        if self.reads_rounds:
+            self.reads_rounds, self.is_told = False, True
+            rank_zero_info(
+                "steps: the module reads global_step while a client trains; it counts rounds. "
+                "fl_lightning.federation.local_step(self) counts local steps"
+            )
 
     def refuse_in_slots(self, name: str) -> None:
         """Raise `CannotStack` for a step that reads what differs between clients of slots."""
@@ -104,19 +101,19 @@ class _CountingTrainer(Trainer):
     @property
     def num_training_batches(self) -> int | float:
         counts = self.local_counts
-        if counts.is_in_slots:
+        if counts.slots_round is not None:
             counts.refuse_in_slots("trainer.num_training_batches")
-        if counts.client is not None:
-            return counts.num_batches
+        if counts.work is not None:
+            return len(counts.work.sizes)
         return counts.planned_batches or super().num_training_batches
 
     @property
     def is_last_batch(self) -> bool:
         counts = self.local_counts
-        if counts.is_in_slots:
+        if counts.slots_round is not None:
             counts.refuse_in_slots("trainer.is_last_batch")
-        if counts.client is not None:
-            return counts.batch == counts.num_batches - 1
+        if counts.work is not None:
+            return counts.batch == len(counts.work.sizes) - 1
         return super().is_last_batch
 
     @property
@@ -127,7 +124,8 @@ class _CountingTrainer(Trainer):
     @property
     def global_step(self) -> int:
         counts = self.local_counts
-        counts.note_read()
+        if counts.is_in_step or counts.slots_round is not None:
+            counts.reads_rounds = not counts.is_told
         return counts.moved_to or super().global_step
 
 
@@ -166,7 +164,7 @@ def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
         if not isinstance(trainer, _CountingTrainer):
             count_locally(trainer, len(work.sizes), 0, cleanup)
             work = work._replace(round_index=0)
-        cleanup.enter_context(counts_of(trainer).of_client(work))
+        cleanup.enter_context(counts_of(trainer).of(work))
         yield
 
 
@@ -187,7 +185,8 @@ def local_step(module: LightningModule) -> int | Tensor:
         return trainer.global_step
     counts = trainer.local_counts
     step = STEPS_IN_SLOTS[0].long() if STEPS_IN_SLOTS else counts.step
-    return counts.planned_steps * counts.round_index + step
+    number = counts.slots_round if counts.work is None else counts.work.round_index
+    return counts.planned_steps * (number or 0) + step
 
 
 def client_id(module: LightningModule) -> int | None:
@@ -198,9 +197,10 @@ def client_id(module: LightningModule) -> int | None:
     trainer = module.trainer
     if not isinstance(trainer, _CountingTrainer):
         return None
-    if trainer.local_counts.is_in_slots:
-        trainer.local_counts.refuse_in_slots("client_id")
-    return trainer.local_counts.client
+    counts = trainer.local_counts
+    if counts.slots_round is not None:
+        counts.refuse_in_slots("client_id")
+    return None if counts.work is None else counts.work.client_id
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.local_training import LocalTrainer
+from fl_lightning.client.log_collector import weighted_mean
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_with_one_example
-from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.cohorts.cohort import Cohort
@@ -72,7 +72,7 @@ class ShardGradient:
         shard = self._plan.shard(work)
         with (
             visiting(step.trainer, logs=local.collector, in_place=True),
-            step.counts.of_client(shard),
+            step.counts.of(shard),
         ):
             try:
                 return self._finite(model, shard)

@@ -10,7 +10,7 @@ transfer that module or data module override, and the transfer itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from torch import nn
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.client.state.tensors import ModuleTensors
 from fl_lightning.core.metrics import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
@@ -47,7 +46,7 @@ class Visit:
         trainer: with its module on its device.
         kind: of step.
         logs: what ``self.log`` is.
-        before: parameters and buffers at the visit's start; None if they are not to be put back.
+        before: the module at the visit's start; None if it is not to be put back.
 
     Attributes:
         module: that is visited.
@@ -56,7 +55,7 @@ class Visit:
     """
 
     def __init__(
-        self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: ModuleTensors | None
+        self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: Attributes | None
     ) -> None:
         step, context = _STEPS[kind]
         self.module, self._trainer = trainer.lightning_module, trainer
@@ -89,10 +88,10 @@ class Visit:
         """Return a batch as steps take it."""
         return batch if self._prepare is None else self._prepare(batch)
 
-    def changed(self, names: Collection[str]) -> list[str]:
-        """Return those of some parameters and buffers that differ from the visit's start."""
+    def changed(self) -> set[str]:
+        """Names of the parameters, buffers and attributes that differ from the visit's start."""
         assert self._before is not None, "a visit in place does not remember it"
-        return self._before.changed(names)
+        return {path.removeprefix("self.") for path in self._before.changes()}
 
 
 @contextmanager
@@ -130,11 +129,10 @@ def visiting(
     """
     module = trainer.lightning_module
     logs, metrics = LogCollector() if logs is None else logs, metrics_of(module)
-    before = None if in_place else ModuleTensors(module, copies=True)
+    before = None if in_place else Attributes(module, ignore=NOT_THE_USERS, tensors=True)
     with ExitStack() as stack:
         if before is not None:
             stack.callback(before.put_back)
-            stack.callback(Attributes(module, ignore=NOT_THE_USERS).put_back)
         stack.callback(MetricStates(metrics).put_back)
         stack.enter_context(kept_apart(metrics))
         stack.enter_context(preserve_global_generators())

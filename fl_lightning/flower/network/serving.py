@@ -1,28 +1,97 @@
-"""A network's server, and a site: its resident process and Flower's node, or what hinders the node."""
+"""The programs that a network's server and its sites consist of, and what hinders a site's node.
+
+`demo` runs a whole network on one machine, in folders that go at the end.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
+import shutil
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.network.control import Control, check_server, seconds_ahead, wait_for_port
-from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder
-from fl_lightning.flower.network.programs import (
-    SITE_PROCESS,
-    app_runner,
-    server_programs,
-    site_programs,
-)
-from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
+import yaml
 
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network.certificates import write_private
+from fl_lightning.flower.network.control import (
+    Control,
+    check_server,
+    flower_command,
+    flower_environment,
+    seconds_ahead,
+)
+from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
+from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
+from fl_lightning.flower.transport.grid import NAMES_VARIABLE
+
+# what a site's process and a run consist of: functions of the site's folder, and of the channel
+SITE_PROCESS = "fl_lightning.cli.network.site:site_process"
+SERVER_RUN = "fl_lightning.cli.network.server:server_run"
 _LOCAL = "127.0.0.1"
 _START_SECONDS = 120.0
+
+
+def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
+    """Return what a server consists of, but for what runs its apps.
+
+    Args:
+        network: whose server it is.
+        bind: address to listen at for sites.
+        control_port: where Flower's own port is, on this machine only.
+    """
+    folder = network.server
+    environment = flower_environment(folder / "flower")
+    link = [
+        flower_command("flower-superlink"),
+        *("--ssl-ca-certfile", str(folder / "ca.crt")),
+        *("--ssl-certfile", str(folder / "server.pem")),
+        *("--ssl-keyfile", str(folder / "server.key")),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        # so that a run outlives this process
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+        *("--database", str(folder / "state.db")),
+        *("--host", _LOCAL, "--port", str(control_port)),
+    ]
+    gate = [
+        *(sys.executable, "-m", "fl_lightning.flower.network.gate", bind, str(network.port)),
+        f"https://{_LOCAL}:{control_port}",
+        *(str(folder / name) for name in ("ca.crt", "server.pem", "server.key")),
+    ]
+    log = folder / "log"
+    return [
+        Program("superlink", link, log / "superlink.log", environment),
+        Program("gate", gate, log / "gate.log", environment),
+    ]
+
+
+def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
+    """Return the program (flower-superexec) that runs the server's Flower apps.
+
+    Args:
+        network: whose server it is.
+        control_port: where Flower's own port is.
+    """
+    folder = network.server
+    command = [
+        flower_command("flower-superexec"),
+        *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+    ]
+    environment = flower_environment(folder / "flower")
+    environment[NAMES_VARIABLE] = str(network.names_file)
+    return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
 @contextmanager
@@ -44,8 +113,7 @@ def serving(
         _check_free(host, port)
     for program in server_programs(network, bind=bind, control_port=control_port):
         supervisor.add(program)
-    certificate = network.server / "ca.crt"
-    wait_for_port(_LOCAL, control_port, certificate, _START_SECONDS, supervisor.look)
+    _wait_for(f"{_LOCAL}:{control_port}", network.server / "ca.crt", supervisor)
     control = Control(network, control_port)
     control.register_sites()
     supervisor.add(app_runner(network, control_port=control_port))
@@ -55,6 +123,20 @@ def serving(
         yield control
     finally:
         file.unlink(missing_ok=True)
+
+
+def _wait_for(address: str, certificate: Path, supervisor: Supervisor) -> None:
+    until = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            check_server(address, certificate)
+        except ConnectionError as error:
+            if time.monotonic() > until:
+                raise ConfigurationError(str(error)) from None
+            supervisor.look()
+            time.sleep(0.2)
+        else:
+            return
 
 
 def control_of(network: NetworkFolder) -> Control:
@@ -148,21 +230,56 @@ def _about_clock(ahead: float) -> str:
     )
 
 
-def site_supervised(
+def site_programs(
     site: SiteFolder, say: Callable[[str], None], *, process: str = SITE_PROCESS
 ) -> list[Program]:
-    """Return the programs of a site, with sentences for what hinders them.
+    """Return what a site consists of.
 
     Args:
         site: which.
-        say: tells people.
+        say: tells people what hinders Flower's node.
         process: the function of its folder that its process consists of, ``module:function``.
     """
-    return site_programs(site, runtime_port=free_port(), process=process, again=NodeEnds(site, say))
+    folder, port = site.folder, free_port()
+    node = [
+        flower_command("flower-supernode"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superlink", site.server),
+        *("--host", _LOCAL, "--port", str(port)),
+        *("--node-config", f"site='{site.name}' socket='{site.socket}'"),
+        *("--auth-supernode-private-key", str(folder / "key")),
+        # so that it runs no app: `site_app` does
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+    ]
+    (folder / "superexec.secret").unlink(missing_ok=True)
+    write_private(folder / "superexec.secret", secrets.token_hex(32).encode())
+    module = "fl_lightning.flower.network.site_app"
+    apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{port}"]
+    log, common = folder / "log", flower_environment(folder / "flower")
+    command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
+    return [
+        Program(
+            f"{site.name}: resident",
+            command,
+            log / "resident.out",
+            common,
+            layer=2,
+        ),
+        Program(
+            f"{site.name}: supernode",
+            node,
+            log / "supernode.log",
+            common,
+            NodeEnds(site, say),
+            layer=3,
+        ),
+        Program(f"{site.name}: apps", apps, log / "apps.log", common, layer=3),
+    ]
 
 
-def reach(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Wait until a site's server answers.
+def join(site: SiteFolder, say: Callable[[str], None]) -> None:
+    """Run a site of a network until a signal, from when its server answers.
 
     Args:
         site: which.
@@ -181,20 +298,88 @@ def reach(site: SiteFolder, say: Callable[[str], None]) -> None:
             said = str(error)
             time.sleep(PAUSE)
         else:
-            return
-
-
-def join(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Run a site of a network until a signal.
-
-    Args:
-        site: which.
-        say: tells people.
-
-    Raises:
-        ConfigurationError: if the server is not the one of the site's network.
-    """
-    reach(site, say)
-    with Supervisor(site_supervised(site, say)) as supervisor:
+            break
+    with Supervisor(site_programs(site, say)) as supervisor:
         say(f"{site.name} runs, for the server at {site.server}. Logs: {site.folder / 'log'}")
         supervisor.watch(lambda: False)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A network that runs on this machine.
+
+    Attributes:
+        network: its folder.
+        sites: their folders.
+        supervisor: keeps all its programs running.
+        control: of its server.
+    """
+
+    network: NetworkFolder
+    sites: Sequence[SiteFolder]
+    supervisor: Supervisor
+    control: Control
+
+
+@contextmanager
+def demo(
+    names: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    settings: Mapping[str, object] | None = None,
+    clients: Mapping[str, Sequence[int]] | None = None,
+    own: str = "",
+    process: str = SITE_PROCESS,
+) -> Iterator[Demo]:
+    """Set up a network on this machine, with certificates and keys, and take it down again.
+
+    Args:
+        names: of the sites.
+        say: tells people.
+        settings: that all ``site.yaml`` have besides.
+        clients: which clients of the federation each site has; one each if None.
+        own: layer of every site, as YAML.
+        process: what a site's process consists of, ``module:function``.
+    """
+    with _passing_folder(say) as root, Supervisor() as supervisor:
+        address = f"{_LOCAL}:{free_port()}"
+        network = make_network(root / "network", address, names, clients=clients)
+        for name in names if own else ():
+            (network.site(name) / "own.yaml").write_text(own)
+        say(f"certificates, and a key for each of {', '.join(names)}")
+        with serving(network, supervisor, bind=_LOCAL, control_port=free_port()) as control:
+            say(f"the server runs at {_LOCAL}:{network.port}, HTTPS; it knows the keys")
+            sites = [_settled(network, site, root, settings or {}) for site in names]
+            for site in sites:
+                for program in site_programs(site, say, process=process):
+                    supervisor.add(program)
+            say(f"{len(sites)} sites run, three processes each")
+            with supervisor.in_background():
+                yield Demo(network, sites, supervisor, control)
+        say("ending all processes")
+
+
+@contextmanager
+def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
+    """A folder that goes at the end, except for its logs if something has failed."""
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        try:
+            yield Path(name)
+        except Exception:
+            kept = Path(tempfile.mkdtemp(prefix="fl_lightning_demo_"))
+            for logs in Path(name).rglob("log"):
+                shutil.copytree(logs, kept / logs.parent.name)
+            say(f"logs of the server and the sites: {kept}")
+            raise
+
+
+def _settled(
+    network: NetworkFolder, name: str, root: Path, settings: Mapping[str, object]
+) -> SiteFolder:
+    """Give a site a socket in the folder that goes at the end, and its settings."""
+    file = network.site(name) / "site.yaml"
+    told = yaml.safe_load(file.read_text())
+    told["clients"] = {client: client for client in told["clients"]}  # all have the same data here
+    told |= {"socket": str(root / f"s{network.sites.index(name)}" / "socket"), **settings}
+    file.write_text(yaml.safe_dump(told, sort_keys=False))
+    return SiteFolder.read(file.parent)

@@ -40,10 +40,10 @@ from fl_lightning.federation import (
     own_run_folder,
 )
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.metric_sums import MetricSums, pool_sums
+from fl_lightning.flower.packing import MetricSums, pool_sums
 from fl_lightning.flower.server.correspondence import Reply
 from fl_lightning.flower.server.greeting import Counted
-from fl_lightning.flower.server.sites import Sites, by_client
+from fl_lightning.flower.server.sites import Sites
 from fl_lightning.server.staleness import AsyncRule
 
 Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
@@ -175,12 +175,11 @@ class AsynchronousSites(Sites):
         sums: list[MetricSums] = []
         for version, client in sorted((v, c) for c, v in step.versions.items()):  # as simulated
             reply = self._replies.pop(client)
-            assert reply.order is not None
             told: dict[str, MetricSums] = {}
             self._note_sums(reply, told)
             sums += told.values()
-            came = by_client(reply, reply.order)[client]
-            yield self._upload_of(client, came, self._versions.start(version, start), packing)
+            [part] = reply.parts
+            yield self._upload_of(part, self._versions.start(version, start), packing)
         pool_sums(sums, self.collector, self._run.module)
 
     def _next_end(self, at_work: Sequence[Visit]) -> Ended:
@@ -190,7 +189,6 @@ class AsynchronousSites(Sites):
                 self._asked[visit.number] = time.monotonic()
                 self._correspondence.post(self._site_of[visit.client], self._order_to(visit))
         reply = self._correspondence.next_reply()
-        assert reply.order is not None
         [client] = reply.order.clients
         [visit] = [visit for visit in at_work if visit.client == client]
         seconds = time.monotonic() - self._asked.pop(visit.number)

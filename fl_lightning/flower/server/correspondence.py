@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import Channel, Lost
-from fl_lightning.flower.messages import Answer, MessageError, Order, digest
+from fl_lightning.flower.messages import (
+    CATEGORIES,
+    Answer,
+    ClientAnswer,
+    MessageError,
+    Order,
+    digest,
+)
+from fl_lightning.flower.packing import of_stage
+from fl_lightning.flower.transport.channel import Channel, Lost
 
 _PAUSE = 1.0  # seconds
 # what a site says that was started again, and has not been greeted yet
@@ -24,19 +34,68 @@ class Reply:
 
     Attributes:
         site: which.
+        order: what it was asked.
         answer: None if there is none.
         reason: why not.
         bytes_up: of the answer.
         bytes_down: of the order.
-        order: what it was asked.
     """
 
     site: str
+    order: Order
     answer: Answer | None
     reason: str = ""
     bytes_up: int = 0
     bytes_down: int = 0
-    order: Order | None = None
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """The part of each client that was asked."""
+        clients, answer = self.order.clients, self.answer
+        given = {} if answer is None else {each.client: each for each in answer.clients}
+        for client in clients:
+            said, reason = given.get(client), self.reason or "its site's answer has nothing of it"
+            if said is not None and said.failure is not None:
+                said, reason = None, CATEGORIES[said.failure]
+            yield Part(
+                client,
+                self,
+                said,
+                reason,
+                {} if answer is None else of_stage(f"{client}/", answer.tensors),
+                self.bytes_up // len(clients),
+                self.bytes_down // len(clients),
+            )
+
+
+class Part(NamedTuple):
+    """A client's part of a site's reply.
+
+    Attributes:
+        client: which.
+        reply: of its site.
+        answer: None if it has none, or has failed.
+        reason: why.
+        tensors: that go with it, by name.
+        bytes_up: its part of the site's answer.
+        bytes_down: its part of the site's order.
+    """
+
+    client: int
+    reply: Reply
+    answer: ClientAnswer | None
+    reason: str
+    tensors: Mapping[str, Tensor]
+    bytes_up: int
+    bytes_down: int
+
+
+def by_site(clients: Iterable[int], site_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """Return the clients of each site, in the order given."""
+    found: dict[str, list[int]] = {}
+    for client in clients:
+        found.setdefault(site_of[client], []).append(client)
+    return {site: tuple(some) for site, some in found.items()}
 
 
 @dataclass(eq=False)
@@ -180,17 +239,14 @@ class Correspondence:
                 self._take_out(line[0])
         for asked in self._on_their_way():
             if asked.until is not None and time.monotonic() >= asked.until:
-                found.append((asked, self._given_up(asked)))
+                reason, down = f"it did not answer within {self._deadline:g} s", len(asked.content)
+                found.append((asked, Reply(asked.site, asked.order, None, reason, bytes_down=down)))
                 self._take_out(asked)
         self._ask_again()
         return found
 
     def _on_their_way(self) -> list[_Asked]:
         return [line[0] for line in self._lines.values() if line]
-
-    def _given_up(self, asked: _Asked) -> Reply:
-        reason = f"it did not answer within {self._deadline:g} s"
-        return Reply(asked.site, None, reason, bytes_down=len(asked.content), order=asked.order)
 
     def _reply(self, came: bytes | Lost, asked: _Asked) -> Reply | None:
         """Return what a site replies to its order; None if it is asked on or again."""
@@ -209,7 +265,7 @@ class Correspondence:
             except MessageError as error:
                 answer, reason = None, f"its answer is not one: {error}"
         up, down = 0 if isinstance(came, Lost) else len(came), len(asked.content)
-        return Reply(site, answer, reason, bytes_up=up, bytes_down=down, order=asked.order)
+        return Reply(site, asked.order, answer, reason, bytes_up=up, bytes_down=down)
 
     def _ask_again(self) -> None:
         now = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -36,39 +36,23 @@ from fl_lightning.federation import (
     Transport,
     Upload,
 )
-from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
-from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
-from fl_lightning.flower.packing import Packing
-from fl_lightning.flower.server.checks import check_plausible
-from fl_lightning.flower.server.correspondence import Correspondence, Reply
+from fl_lightning.flower.packing import (
+    OPTION,
+    MetricSums,
+    Packing,
+    constants_digest,
+    of_stage,
+    pool_sums,
+    told_sums,
+)
+from fl_lightning.flower.server.correspondence import Correspondence, Part, Reply, by_site
 from fl_lightning.flower.server.greeting import Greeting
+from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound, SumOverSites
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
-from fl_lightning.flower.site_facts import constants_digest
-from fl_lightning.flower.sums.agreed import trained_on
-from fl_lightning.flower.sums.at_server import EncryptedOverSites, SitesOfRound, SumOverSites
+from fl_lightning.flower.sums import trained_on
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.server import as_aggregator
-
-
-class _Came(NamedTuple):
-    """Result of a client: its update, or why there is none.
-
-    Attributes:
-        answer: its; None if there is none.
-        reason: why not.
-        tensors: that go with it.
-        bytes_up: its part of its site's answer.
-        bytes_down: its part of its site's order.
-        began: of which round's order it is.
-    """
-
-    answer: ClientAnswer | None
-    reason: str
-    tensors: Mapping[str, Tensor]
-    bytes_up: int
-    bytes_down: int
-    began: int
 
 
 class _Unusable(Exception):  # noqa: N818
@@ -116,7 +100,11 @@ class Sites(FitClients):
         if self._sums is not None:
             write = partial(self._order, "sum")
             sites = SitesOfRound(
-                correspondence, site_of, write, self._lose, lambda: self._trained_on
+                correspondence,
+                site_of,
+                write,
+                lambda client, reason: self.lose(ClientFailure(client, reason)),
+                lambda: self._trained_on,
             )
             is_encrypted = isinstance(self._sums.agreed_sum, EncryptedSum)
             self._sums.sum_at_sites(
@@ -125,8 +113,6 @@ class Sites(FitClients):
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
-        if self.local.state_names is not None:
-            return False
         self.local.settle_state(self._rehearsal.known)
         return True
 
@@ -141,18 +127,17 @@ class Sites(FitClients):
         options, tensors = self._common(start, packing)
         orders = {
             site: self._order("train", some, options, tensors)
-            for site, some in self._by_site(clients).items()
+            for site, some in by_site(clients, self._site_of).items()
         }
         self._trained_on = trained_on(next(iter(orders.values()))) if orders and self._sums else ""
-        came: dict[int, _Came] = {}
+        came: dict[int, Part] = {}
         sums: dict[str, MetricSums] = {}
         place = 0
         for reply in self._ask(orders):
             self._note_sums(reply, sums)
-            came |= by_client(reply, orders[reply.site])
+            came |= {part.client: part for part in reply.parts}
             while place < len(clients) and clients[place] in came:
-                client = clients[place]
-                yield self._upload_of(client, came.pop(client), start, packing)
+                yield self._upload_of(came.pop(clients[place]), start, packing)
                 place += 1
         pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
@@ -167,7 +152,7 @@ class Sites(FitClients):
         options = self._agreed() | {"stage": stage}
         orders = {
             site: self._order("evaluate", some, options, {"model": model})
-            for site, some in self._by_site(clients).items()
+            for site, some in by_site(clients, self._site_of).items()
         }
         found: dict[int, dict[str, Tensor]] = {}
         for reply in self._ask(orders):
@@ -235,14 +220,6 @@ class Sites(FitClients):
             "mask": self._mask,
         }
 
-    def _by_site(self, clients: Iterable[int]) -> dict[str, tuple[int, ...]]:
-        """Return the clients of each site, in the order given."""
-        by_site: dict[str, tuple[int, ...]] = {}
-        for client in clients:
-            site = self._site_of[client]
-            by_site[site] = (*by_site.get(site, ()), client)
-        return by_site
-
     def _order(
         self,
         kind: Kind,
@@ -252,22 +229,8 @@ class Sites(FitClients):
         round_index: int | None = None,
     ) -> Order:
         """Return an order of a round; of the present one if None."""
-        counted = self._greeting.counted
-        rounds = counted.rounds
-        return Order(
-            kind=kind,
-            run=counted.run,
-            configuration=self._greeting.digest,
-            round=self._run.round_index if round_index is None else round_index,
-            clients=clients,
-            counted={client: rounds.get(client, -1) for client in clients},
-            options=options,
-            tensors=tensors,
-        )
-
-    def _lose(self, client: int, reason: str) -> None:
-        """Do without a client whose vector did not get into the round's sum."""
-        self.lose(ClientFailure(client, reason))
+        number = self._run.round_index if round_index is None else round_index
+        return self._greeting.write(kind, clients, options, tensors, number)
 
     @property
     def _mask(self) -> str:
@@ -283,31 +246,28 @@ class Sites(FitClients):
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
 
-    def _upload_of(
-        self, client: int, came: _Came, start: Start, packing: Packing
-    ) -> Upload | Missing:
+    def _upload_of(self, part: Part, start: Start, packing: Packing) -> Upload | Missing:
         """Return what has come from a client, as `Transport` would have handed it on."""
-        start = start._replace(num_bytes=came.bytes_down)
+        start = start._replace(num_bytes=part.bytes_down)
         try:
-            if came.answer is None:
-                raise _Unusable(came.reason)
-            if came.answer.failure is not None:
-                raise _Unusable(CATEGORIES[came.answer.failure])
-            self._check(came.answer)
-            return self._read(came.answer, came, start, packing)
+            if part.answer is None:
+                raise _Unusable(part.reason)
+            num_examples = int(self._run.data.clients.num_examples[part.client])
+            counts_steps = as_aggregator(self._options.aggregator).needs_effective_steps
+            check_plausible(part.answer, num_examples, counts_steps=counts_steps)
+            return self._read(part.answer, part, start, packing)
         except (_Unusable, MessageError, ValueError, KeyError) as error:
-            failure = ClientFailure(client, f"at site {self._site_of[client]}: {error}")
+            failure = ClientFailure(part.client, f"at site {part.reply.site}: {error}")
             return Missing(start, failure)
 
-    def _check(self, answer: ClientAnswer) -> None:
-        """Refuse an answer that its client cannot mean."""
-        run = self._run
-        num_examples = int(run.data.clients.num_examples[answer.client])
-        counts_steps = as_aggregator(self._options.aggregator).needs_effective_steps
-        check_plausible(answer, num_examples, counts_steps=counts_steps)
-
-    def _read(self, answer: ClientAnswer, came: _Came, start: Start, packing: Packing) -> Upload:
-        opened = self._opened(answer, came, packing)
+    def _read(self, answer: ClientAnswer, part: Part, start: Start, packing: Packing) -> Upload:
+        if self._sums is None:
+            payload, began = part.tensors.get("payload"), part.reply.order.round
+            opened = packing.opened_update(payload, answer.client, began)
+        else:  # without numbers, which are hidden
+            nothing = torch.empty(0, dtype=self.local.space.dtype)
+            given = answer.client, nothing, nothing, answer.num_examples, answer.num_steps
+            opened = ClientUpdate(*given)
         update = replace(
             opened,
             metrics=dict(answer.metrics),
@@ -315,54 +275,49 @@ class Sites(FitClients):
             optimizer_steps=answer.optimizer_steps,
         )
         for stage in self._talking:
-            prefix = f"stage/{stage.key}/"
-            told = came.tensors.items()
-            stage.from_site(
-                answer.client, {n.removeprefix(prefix): t for n, t in told if n.startswith(prefix)}
-            )
+            stage.from_site(answer.client, of_stage(f"stage/{stage.key}/", part.tensors))
         arrived = Updates.of(update)
         if not self._transport.is_lossy:
-            return Upload(start, arrived, arrived, came.bytes_up)
-        made = Updates.of(ClientUpdate(**_fields(update)))
+            return Upload(start, arrived, arrived, part.bytes_up)
+        made = Updates.of(replace(update))
         norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
         if norm is not None:
             vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Upload(start, made, arrived, came.bytes_up, error)
-
-    def _opened(self, answer: ClientAnswer, came: _Came, packing: Packing) -> ClientUpdate:
-        """Return an update as it came; without numbers where they are to be hidden."""
-        if self._sums is None:
-            payload = came.tensors.get("payload")
-            return packing.opened_update(payload, answer.client, came.began)
-        nothing = torch.empty(0, dtype=self.local.space.dtype)
-        return ClientUpdate(answer.client, nothing, nothing, answer.num_examples, answer.num_steps)
+        return Upload(start, made, arrived, part.bytes_up, error)
 
 
 def _scalar(value: float | None, like: Tensor) -> Tensor | None:
     return None if value is None else torch.tensor(value, dtype=like.dtype)
 
 
-def _fields(update: ClientUpdate) -> dict[str, Any]:
-    return {name: getattr(update, name) for name in ClientUpdate.__dataclass_fields__}
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOST_STEPS = 2**40
 
 
-def by_client(reply: Reply, order: Order) -> dict[int, _Came]:
-    """Return what has come from each client of an order."""
-    given = () if reply.answer is None else reply.answer.clients
-    answers = {answer.client: answer for answer in given}
-    tensors = {} if reply.answer is None else reply.answer.tensors
-    return {
-        client: _Came(
-            answers.get(client),
-            reply.reason or "its site's answer has nothing of it",
-            {
-                name.removeprefix(f"{client}/"): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(f"{client}/")
-            },
-            reply.bytes_up // len(order.clients),
-            reply.bytes_down // len(order.clients),
-            order.round,
+def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
+    """Refuse an answer whose numbers the server could not use.
+
+    Args:
+        answer: of a client that has not failed.
+        num_examples: that its site has said it has.
+        counts_steps: whether the aggregator asks how many gradients an update adds up to.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    if answer.num_examples != num_examples:
+        raise ValueError(
+            f"its update is of {answer.num_examples} examples, and its site has said that it has "
+            f"{num_examples}"
         )
-        for client in order.clients
-    }
+    steps = answer.optimizer_steps
+    of_optimizers = steps if isinstance(steps, tuple) else () if steps is None else (steps,)
+    if not 0 < answer.num_steps <= MOST_STEPS or max(of_optimizers, default=0) > MOST_STEPS:
+        raise ValueError(f"it says that it took {answer.num_steps} steps, of optimizers {steps}")
+    effective = answer.effective_steps
+    if counts_steps and not (effective is not None and 0 < effective <= MOST_STEPS):
+        raise ValueError(f"its update adds up {effective} gradients")
+    for name, metric in answer.metrics.items():
+        if metric.dtype not in (*_REAL, *_WHOLE):
+            raise ValueError(f"its metric {name} is of {metric.dtype}")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import shown
-from fl_lightning.flower.rules.class_paths import Refused
-from fl_lightning.flower.sums.site_vectors import write_whole
+from fl_lightning.flower.class_paths import Refused
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 
 # days that count, today's among them; None for all
@@ -185,7 +186,8 @@ class RunAccount:
             entries.append(entry := {**about, "releases": {}})
         for client in clients:
             entry["releases"][str(client)] = entry["releases"].get(str(client), 0) + 1
-        write_whole(self.ledger.file, json.dumps({"entries": entries}, indent=1).encode())
+        with whole_file(self.ledger.file) as file:
+            file.write(json.dumps({"entries": entries}, indent=1).encode())
 
     def _has(self, entry: Mapping[str, Any]) -> bool:
         return (entry["run"], entry["configuration"]) == (self.run, self.configuration)
@@ -199,3 +201,15 @@ def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[Releas
         for client, number in entry["releases"].items():
             found.setdefault(int(client), Counter())[cost] += number
     return found
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be written that is on the disk whole afterwards, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    with partial.open("wb") as opened:
+        yield opened
+        opened.flush()
+        os.fsync(opened.fileno())
+    partial.replace(path)

@@ -9,7 +9,6 @@ Masks: a site's clients calibrate, and train under the mask that the server has 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask, hold_model
 from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.site.ledger import whole_file
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -109,13 +109,8 @@ class SiteMemory:
             "mask": None if self.mask is None else self.mask.mask.state_dict(),
             "mask_number": 0 if self.mask is None else self.mask.number,
         }
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._file.with_suffix(".part")
-        with partial.open("wb") as file:
+        with whole_file(self._file) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._file)
 
 
 class PutsMasks(Protocol):

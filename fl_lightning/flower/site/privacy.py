@@ -15,8 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation import Options, Run
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost
@@ -62,7 +61,7 @@ class SitePrivacy:
                 f"this site cannot count what {type(privacy).__name__} costs: use LocalDP or DistributedDP"
             )
         self.cost = cost
-        account.check(cost, clients, int(run.participation().most[-1]))
+        account.check(cost, clients, run.most_turns(run.planned_rounds))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 

@@ -10,6 +10,7 @@ For evaluation a site uses the examples that its clients hold out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -27,25 +28,20 @@ from fl_lightning.federation import (
     Missing,
     Options,
     PersonalModels,
-    RoundRecord,
     Run,
     SpansNetwork,
     Stages,
     Start,
     StepOf,
-    Transaction,
     Transport,
     Upload,
     evaluated_clients,
 )
-from fl_lightning.flower.failures import OrderRefused
-from fl_lightning.flower.messages import ClientAnswer, Order
-from fl_lightning.flower.metric_sums import MetricSums, taken_sums
-from fl_lightning.flower.packing import Packing, of_stage
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
+from fl_lightning.flower.packing import MetricSums, Packing, constants_digest, of_stage, taken_sums
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.privacy import SitePrivacy
-from fl_lightning.flower.site_facts import constants_digest
-from fl_lightning.flower.sums.agreed import rules_of
+from fl_lightning.flower.sums import rules_of
 from fl_lightning.server.protected import SumsOverSites, Terms
 
 # facts of an update that travel beside it, under the names by which the server logs them
@@ -118,7 +114,8 @@ class SiteRounds:
         try:
             with self._clients.metrics_kept_apart():
                 work = self._clients.work_of(order.clients)
-                for sent in self._clients.train(Start(model, model), work, self._no_transaction()):
+                # nothing is undone: clients of a site train one after the other
+                for sent in self._clients.train(Start(model, model), work, nullcontext):
                     if isinstance(sent, Missing):
                         self._answer_nothing(sent.failure)
                     else:
@@ -140,7 +137,7 @@ class SiteRounds:
     def follow_mask(self) -> None:
         """Send and remember other coordinates from here on, if the mask is another."""
         local = self.run.local
-        if not local.has_new_masks:
+        if not local.masks.are_new:
             return
         before = local.space
         self._clients.renew_space()
@@ -186,10 +183,6 @@ class SiteRounds:
         for stage in self._talking:
             stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))
         return model
-
-    def _no_transaction(self) -> Transaction:
-        """Nothing to undo: clients of a site train one after the other."""
-        return Transaction([], RoundRecord(), self.run.memory.clients)
 
     def _pack(self, sent: Upload) -> None:
         """Apply the client's part of each update's path, and pack the updates."""

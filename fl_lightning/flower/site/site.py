@@ -27,15 +27,21 @@ import yaml
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import load
-from fl_lightning.flower.failures import Failure, OrderRefused, category_of
-from fl_lightning.flower.messages import Answer, MessageError, Order, digest
-from fl_lightning.flower.metric_sums import OPTION
-from fl_lightning.flower.packing import told_mask
+from fl_lightning.flower.messages import (
+    Answer,
+    Failure,
+    MessageError,
+    Order,
+    OrderRefused,
+    category_of,
+    digest,
+)
+from fl_lightning.flower.packing import OPTION, told_mask
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Desk, Done
-from fl_lightning.flower.site.ledger import Ledger, RunAccount
+from fl_lightning.flower.site.ledger import Ledger, RunAccount, whole_file
 from fl_lightning.flower.site.memory import SiteMemory
-from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
 
 log = logging.getLogger(__name__)
@@ -267,11 +273,8 @@ class Site:
     def _keep(self, order: Order, name: str, answer: bytes) -> None:
         """Write down an answer, so that it is the same also after this process was killed."""
         self._round, self._last = order.round, (name, answer)
-        file = self._folder / order.run / "answer"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".part")
-        partial.write_bytes(f"{order.round} {name}\n".encode() + answer)
-        partial.replace(file)
+        with whole_file(self._folder / order.run / "answer") as file:
+            file.write(f"{order.round} {name}\n".encode() + answer)
 
     def _recall(self, folder: Path) -> None:
         """Read the last answer of a run."""

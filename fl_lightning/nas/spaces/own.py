@@ -34,7 +34,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.cost import built_cost
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.relaxation import EdgeWeights, MixedEdge
-from fl_lightning.nas.spaces.cells import CellSpace, MakeEdge, Row
+from fl_lightning.nas.spaces.cells import MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.choices import Building, ValueChoice, building, now
 from fl_lightning.nas.spaces.sizes import NamedSize, SizedNetwork, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, Decision
@@ -141,7 +141,7 @@ class _WeighedNetwork(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class LayerSpace(CellSpace):
+class LayerSpace(RowSpace):
     """Layers and inputs to choose in a module of yours, for a `Supernet`.
 
     Attributes:
@@ -195,10 +195,6 @@ class LayerSpace(CellSpace):
         return alpha.masked_fill(absent.to(alpha.device), -1e9)
 
     @override
-    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        return architecture.choices
-
-    @override
     def node_names(self, cell: str) -> tuple[str, ...]:
         return ("input", *map(str, range(1, self.num_rows)), "output")
 
@@ -229,11 +225,6 @@ class LayerSpace(CellSpace):
         with Building(make_edge=layer):
             shape = {"num_classes": num_classes, "in_channels": in_channels, **sizes}
             return _WeighedNetwork(_made(self.module, shape))
-
-    @override
-    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        self.check_alpha(alpha, beta)
-        return self.architecture(self.masked(alpha).argmax(1).tolist())
 
 
 class _ModuleNetwork(SizedNetwork):

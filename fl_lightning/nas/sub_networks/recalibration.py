@@ -30,7 +30,7 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import evaluation_reader, loader_option
+from fl_lightning.data.training_set import example_reader, loader_option
 from fl_lightning.federation import Federation, Ranks, shares, visiting
 
 # of each batch norm by name: n, Σx, Σx², float64 of shape (3, channels)
@@ -337,4 +337,4 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
     everything = [torch.arange(len(loader.dataset))]
-    return everything, evaluation_reader(loader), loader_option(loader, "batch_size") or 32
+    return everything, example_reader(loader), loader_option(loader, "batch_size") or 32

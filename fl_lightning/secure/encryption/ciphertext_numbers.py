@@ -265,6 +265,13 @@ class Sender:
     nonce: bytes
     fewest: int = 2
 
+    def __post_init__(self) -> None:
+        if self.client < 0 or len(self.nonce) != NONCE_SIZE or self.fewest < 2:
+            raise MessageError(
+                f"a sender is a client, its nonce of {NONCE_SIZE} bytes and the fewest clients of its "
+                f"sums, got {self}"
+            )
+
     @property
     def identity(self) -> bytes:
         """Bytes from which a message's pads are derived."""

@@ -2,19 +2,23 @@
 
     stage by stage: take messages until the stage is closed; who was silent has dropped
 
-Sources: Bonawitz et al. 2017, figure 4; Bell et al. 2020, algorithm 2. How pads leave the sum is
-in `unmasking`.
+    Σ_u x_u = Σ_u y_u - Σ_u pad(b_u) - Σ_v Σ_u ± pad(s_uv)     u: survivors, v: those who dropped
+
+Pads leave the sum with shares of the secrets behind them. Sources: Bonawitz et al. 2017, figure 4; Bell et al.
+2020, algorithm 2. Differs: nothing is believed. Every share is compared with the hash that its dealer is bound to,
+every secret with the seed's commitment or the advertised key, the sum with its checksum; what is false ends the
+session, with the name of who lied where that is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from fl_lightning.core.plain_json import MessageError
-from fl_lightning.secure.protocol.keys import Directory
+from fl_lightning.secure.protocol.keys import KEY_SIZE, AgreementKey, Directory, add_pad
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     AnyMessage,
@@ -39,8 +43,14 @@ from fl_lightning.secure.protocol.session import (
     Session,
     neighbours,
 )
-from fl_lightning.secure.protocol.unmasking import Unmasking
-from fl_lightning.secure.ring import RingIntegers
+from fl_lightning.secure.protocol.shamir import (
+    SHARE_HASH_SIZE,
+    combine,
+    seed_commitment,
+    seed_pad_key,
+    share_hash,
+)
+from fl_lightning.secure.ring import RingIntegers, has_checksum
 
 _KINDS: dict[ProtocolStage, type[Any]] = {
     ProtocolStage.ADVERTISE: Advertisement,
@@ -49,6 +59,8 @@ _KINDS: dict[ProtocolStage, type[Any]] = {
     ProtocolStage.AGREE: SignedSurvivors,
     ProtocolStage.REVEAL: RevealedShares,
 }
+_SECRETS = ("keys", "seeds")  # in the order of their shares' hashes
+Shares = dict[int, dict[int, bytes]]
 
 
 class SecureServer:
@@ -188,11 +200,8 @@ class SecureServer:
     def _close_reveal(self, there: Places) -> dict[int, AnyMessage]:
         if self._session.num_neighbours is None:
             self._check_enough(len(there), self._session.threshold)
-        unmasking = Unmasking(
-            self._session, self._roster, self._sealed, self._graph, self.survivors
-        )
         assert self._total is not None
-        unmasking.remove_pads(self._total, self._received)
+        self._remove_pads(self._total)
         return {}
 
     def _check_enough(self, count: int, least: int) -> None:
@@ -222,3 +231,89 @@ class SecureServer:
         if isinstance(message, SignedSurvivors):
             bits = places_as_bits(self._session, self.survivors)
             self._directory.check(self._session, "survivors", place, bits, message.signature)
+
+    def _remove_pads(self, total: RingIntegers) -> None:
+        """Subtract all pads from the sum, in place.
+
+        Raises:
+            AbortedError: if a secret has too few shares, or somebody lied.
+        """
+        secrets = self._checked(self._collected())
+        for place, seed in secrets["seeds"].items():
+            own_pad = seed_pad_key(self._session, place, seed)
+            add_pad(total, own_pad, self._session.ring, subtract=True)
+        for place, private in secrets["keys"].items():
+            key = AgreementKey(private)
+            for peer in self._graph[place] & self.survivors:  # who have added its pads with them
+                public, about = self._pad_key(peer), self._session.identity
+                secret = key.secret_with(public, "pads", about, me=place, peer=peer)
+                add_pad(total, secret, self._session.ring, subtract=peer < place)
+        self._session.ring.reduced(total)
+        if not has_checksum(total, self._session.ring):
+            raise AbortedError(
+                "the sum does not fit its checksum: a client sent something else than its vector "
+                "under its pads, or two clients used different pads"
+            )
+
+    def _collected(self) -> dict[str, Shares]:
+        """Return the shares of keys and seeds by whose secret, then by holder."""
+        collected: dict[str, Shares] = {kind: {} for kind in _SECRETS}
+        lies = []
+        for holder, answer in sorted(self._received.items()):
+            for kind in _SECRETS:
+                for place, share in sorted(getattr(answer, kind).items()):
+                    if share_hash(self._session, kind, place, holder, share) != self._bound(
+                        kind, place, holder
+                    ):
+                        lies.append(
+                            f"client {holder} tells a false share of client {place}'s {kind[:-1]}"
+                        )
+                    collected[kind].setdefault(place, {})[holder] = share
+        if lies:
+            raise AbortedError("; ".join(lies))
+        return collected
+
+    def _checked(self, shares: dict[str, Shares]) -> dict[str, dict[int, bytes]]:
+        """Return the secrets by kind, then by whose they are."""
+        for place in self.survivors - shares["seeds"].keys():
+            raise AbortedError(f"nobody has told shares of client {place}'s seed")
+        secrets: dict[str, dict[int, bytes]] = {kind: {} for kind in _SECRETS}
+        for kind in _SECRETS:
+            for place, held in shares[kind].items():
+                secrets[kind][place] = secret = self._combined(kind, place, held)
+                is_key = kind == "keys"
+                told = (
+                    AgreementKey(secret).public
+                    if is_key
+                    else seed_commitment(self._session, place, secret)
+                )
+                bound = self._pad_key(place) if is_key else self._sealed[place].commitment
+                if told != bound:
+                    raise AbortedError(
+                        f"client {place} has dealt false shares of its {kind[:-1]}: another comes out "
+                        "than it is bound to"
+                    )
+        return secrets
+
+    def _combined(self, kind: str, place: int, held: Mapping[int, bytes]) -> bytes:
+        numbers = {holder + 1: int.from_bytes(share, "little") for holder, share in held.items()}
+        if len(numbers) < self._session.threshold:
+            raise AbortedError(
+                f"client {place}'s {kind[:-1]} stays unknown: {len(numbers)} shares of the "
+                f"{self._session.threshold} that tell it"
+            )
+        try:
+            return combine(numbers, self._session.threshold)
+        except ValueError:
+            # each is the one that its dealer is bound to
+            raise AbortedError(
+                f"client {place} has dealt false shares of its {kind[:-1]}: they do not belong "
+                "together"
+            ) from None
+
+    def _bound(self, kind: str, place: int, holder: int) -> bytes:
+        start = _SECRETS.index(kind) * SHARE_HASH_SIZE
+        return self._sealed[place].hashes[holder][start : start + SHARE_HASH_SIZE]
+
+    def _pad_key(self, place: int) -> bytes:
+        return self._roster[place][KEY_SIZE : 2 * KEY_SIZE]

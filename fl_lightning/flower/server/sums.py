@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor
 from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.plain_json import MessageError
-from fl_lightning.flower.messages import CATEGORIES, Answer, Order
-from fl_lightning.flower.packing import of_stage
-from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.sums.agreed import (
+from fl_lightning.flower.documents import document_of
+from fl_lightning.flower.messages import Answer, Order
+from fl_lightning.flower.server.correspondence import Correspondence, Part, by_site
+from fl_lightning.flower.sums import (
     FEWEST,
-    FROM_CLIENT,
     KEY,
     MESSAGE,
     NONCE,
@@ -29,8 +28,10 @@ from fl_lightning.flower.sums.agreed import (
     TOTAL,
     Agreed,
     EncryptedAgreed,
+    EncryptedStage,
+    SecureStage,
 )
-from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, Sender
+from fl_lightning.secure.encryption.ciphertext_numbers import Sender
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol.server import SecureServer
@@ -38,28 +39,8 @@ from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.simulation import HiddenSum, add_seconds, no_cost
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
-_NOTHING = "it said nothing"
 # a site is asked for as many ciphertexts at once as fit into an answer of this size, and for one at least
 MOST_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True)
-class Heard:
-    """A client's part of an answer to an order of a sum.
-
-    Attributes:
-        client: which.
-        site: of the client.
-        said: tensors by name; empty if it has said nothing.
-        reason: why, in that case.
-        options: of its site's answer.
-    """
-
-    client: int
-    site: str
-    said: Mapping[str, Tensor]
-    reason: str
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,7 @@ class SitesOfRound:
         site_of: the site of each client.
         write: writes orders of the round: clients, options, tensors.
         lost: told whose vector will not be in the sum, and why; it may raise.
-        trained_on: says what clients of the round have trained on, see `agreed.trained_on`.
+        trained_on: says what clients of the round have trained on, see `sums.trained_on`.
     """
 
     correspondence: Correspondence
@@ -80,27 +61,13 @@ class SitesOfRound:
     lost: Callable[[int, str], None]
     trained_on: Callable[[], str]
 
-    def ask(self, orders: Mapping[str, Order], cost: ProtectionCost) -> Iterator[Heard]:
+    def ask(self, orders: Mapping[str, Order], cost: ProtectionCost) -> Iterator[Part]:
         """Send orders by site, and yield what each client says; what travels is added to the cost."""
         for reply in self.correspondence.ask(orders):
-            asked = orders[reply.site].clients
-            answers = () if reply.answer is None else reply.answer.clients
-            tensors = {} if reply.answer is None else reply.answer.tensors
-            options = {} if reply.answer is None else reply.answer.options
-            failures = {a.client: CATEGORIES[a.failure] for a in answers if a.failure is not None}
-            for client in asked:
-                cost.bytes_up[client] += reply.bytes_up // len(asked)
-                cost.bytes_down[client] += reply.bytes_down // len(asked)
-                said = of_stage(f"{client}/", tensors)
-                reason = reply.reason or failures.get(client, _NOTHING)
-                yield Heard(client, reply.site, said, reason, options)
-
-    def by_site(self, clients: Iterable[int]) -> dict[str, list[int]]:
-        """Return the clients of each site, in the order given."""
-        by_site: dict[str, list[int]] = {}
-        for client in clients:
-            by_site.setdefault(self.site_of[client], []).append(client)
-        return by_site
+            for part in reply.parts:
+                cost.bytes_up[part.client] += part.bytes_up
+                cost.bytes_down[part.client] += part.bytes_down
+                yield part
 
 
 class SumOverSites:
@@ -131,17 +98,17 @@ class SumOverSites:
         incoming: dict[int, bytes] = dict.fromkeys(range(session.num_clients), b"")
         for stage in session.stages:
             reasons: dict[int, str] = {}
-            for heard in sites.ask(self._orders(agreed, stage, incoming), cost):
-                place, began = agreed.place(heard.client), time.process_time()
-                reasons[place] = heard.reason
+            for part in sites.ask(self._orders(agreed, stage, incoming), cost):
+                place, began = agreed.place(part.client), time.process_time()
+                reasons[place] = part.reason
                 try:
-                    if FROM_CLIENT in heard.said:
-                        server.receive(bytes_of(heard.said[FROM_CLIENT]), sender=place)
+                    if part.answer is not None:
+                        server.receive(bytes_of(part.tensors.get(MESSAGE)), sender=place)
                 except ValueError as error:  # no message, or not signed by the client
                     reasons[place] = str(error)
                 add_seconds(cost, "server_seconds", began)
             for place in sorted(server.awaited):
-                self._note_silent(clients[place], stage, reasons.get(place, _NOTHING))
+                self._note_silent(clients[place], stage, reasons[place])
             began = time.process_time()
             incoming = server.close_stage()
             add_seconds(cost, "server_seconds", began)
@@ -153,11 +120,11 @@ class SumOverSites:
         messages = {agreed.clients[place]: incoming[place] for place in sorted(incoming)}
         return {
             site: self._sites.write(
-                tuple(clients),
-                agreed.options(stage),
+                clients,
+                document_of(SecureStage(int(stage), agreed)),
                 {TO_CLIENT.format(c): as_tensor(messages[c]) for c in clients if messages[c]},
             )
-            for site, clients in self._sites.by_site(messages).items()
+            for site, clients in by_site(messages, self._sites.site_of).items()
         }
 
     def _note_silent(self, client: int, stage: ProtocolStage, reason: str) -> None:
@@ -191,35 +158,30 @@ class EncryptedOverSites:
         Raises:
             RoundFailure: if too few are left, or the sum is not opened.
         """
-        by_site = self._sites.by_site(clients)
+        sites = sorted(by_site(clients, self._sites.site_of))
         # the same one if the round is added up again: sites encrypt for one opener only
-        opener = sorted(by_site)[layout.round_index % len(by_site)]
+        opener = sites[layout.round_index % len(sites)]
         run = self._sites.write((), {}, {}).run
         agreed = EncryptedAgreed(
             run, layout.round_index, layout.size, layout.parameters.degree, opener, tuple(clients)
         )
         cost = no_cost(clients)
-        if not self._key:
-            self._key = self._new_key(agreed, cost)
+        if not self._key:  # which the opener makes, and seals, if it has none
+            made = self._asked_opener(EncryptedStage("key", agreed), {}, cost)
+            try:
+                self._key = bytes_of(made.tensors.get(KEY))
+            except ValueError as error:
+                raise RoundFailure(f"site {opener} made no key for the run: {error}") from None
         total, senders = self._added(agreed, layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
                 f"round {agreed.round}: {len(senders)} vectors are left for the encrypted sum, which would "
                 f"show them: it needs {FEWEST_CLIENTS} or more"
             )
-        answer = self._asked_opener(
-            agreed, agreed.options("open", senders), {TOTAL: total.encode()}, cost
-        )
+        asked = EncryptedStage("open", agreed, senders)
+        answer = self._asked_opener(asked, {TOTAL: total.encode()}, cost)
         values = _values(answer.tensors.get(OPENED), agreed)
         return HiddenSum(values, frozenset(sender.client for sender in senders), cost)
-
-    def _new_key(self, agreed: EncryptedAgreed, cost: ProtectionCost) -> bytes:
-        """Return the run's key, sealed, which the opener makes if it has none."""
-        answer = self._asked_opener(agreed, agreed.options("key"), {}, cost)
-        try:
-            return bytes_of(answer.tensors.get(KEY))
-        except ValueError as error:
-            raise RoundFailure(f"site {agreed.opener} made no key for the run: {error}") from None
 
     def _added(
         self, agreed: EncryptedAgreed, layout: CKKSLayout, cost: ProtectionCost
@@ -229,14 +191,14 @@ class EncryptedOverSites:
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
         for orders in self._waves(agreed, layout):
-            for heard in self._sites.ask(orders, cost):
+            for part in self._sites.ask(orders, cost):
                 began = time.process_time()
                 try:
-                    message, sender = _message_of(heard, layout)
+                    message, sender = _message_of(part, layout)
                     total = server.plus(total, message)
-                except (ValueError, MessageError) as error:
-                    told = f"at site {heard.site}: it left the encrypted sum: {error}"
-                    self._sites.lost(heard.client, told)
+                except ValueError as error:
+                    told = f"at site {part.reply.site}: it left the encrypted sum: {error}"
+                    self._sites.lost(part.client, told)
                 else:
                     senders.append(sender)
                 add_seconds(cost, "server_seconds", began)
@@ -246,9 +208,9 @@ class EncryptedOverSites:
         """Yield orders to encrypt until all clients were asked."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         at_once = max(1, MOST_BYTES // max(1, size))
-        by_site = self._sites.by_site(agreed.clients)
-        left = {site: iter(by_site[site]) for site in sorted(by_site)}
-        options, key = agreed.options("encrypt"), {KEY: as_tensor(self._key)}
+        left = {site: iter(c) for site, c in by_site(agreed.clients, self._sites.site_of).items()}
+        options = document_of(EncryptedStage("encrypt", agreed))
+        key = {KEY: as_tensor(self._key)}
         while True:
             asked = {site: tuple(islice(clients, at_once)) for site, clients in left.items()}
             if not any(asked.values()):
@@ -256,51 +218,46 @@ class EncryptedOverSites:
             yield {s: self._sites.write(some, options, key) for s, some in asked.items() if some}
 
     def _asked_opener(
-        self,
-        agreed: EncryptedAgreed,
-        options: Mapping[str, Any],
-        tensors: Mapping[str, bytes],
-        cost: ProtectionCost,
+        self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
     ) -> Answer:
         """Return what the opener answers; its bytes count for its first client.
 
         Raises:
             RoundFailure: if it says nothing.
         """
-        given = {KEY: self._key, **tensors} if self._key else tensors
+        opener, given = asked.sum.opener, {KEY: self._key, **tensors} if self._key else tensors
         told = {name: as_tensor(data) for name, data in given.items()}
-        order = self._sites.write((), options, told)
-        [reply] = self._sites.correspondence.ask({agreed.opener: order})
-        first = self._sites.by_site(agreed.clients)[agreed.opener][0]
+        order = self._sites.write((), document_of(asked), told)
+        [reply] = self._sites.correspondence.ask({opener: order})
+        first = by_site(asked.sum.clients, self._sites.site_of)[opener][0]
         cost.bytes_up[first] += reply.bytes_up
         cost.bytes_down[first] += reply.bytes_down
         if reply.answer is None:
-            is_key = options["stage"] == "key"
+            is_key = asked.stage == "key"
             what = "made no key for the run" if is_key else "has not opened the encrypted sum"
             raise RoundFailure(
-                f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}. Nobody else opens "
+                f"round {order.round}: site {opener} {what}: {reply.reason}. Nobody else opens "
                 "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
             )
         return reply.answer
 
 
-def _message_of(heard: Heard, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
+def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
     """Return a client's message and who it is of.
 
     Raises:
         ValueError: if it has sent none.
-        MessageError: if it is none.
     """
-    if not heard.said and heard.reason != _NOTHING:
-        raise ValueError(heard.reason)
-    message, nonce = (bytes_of(heard.said.get(name)) for name in (MESSAGE, NONCE))
-    fewest = heard.options.get(FEWEST)
-    if type(fewest) is not int or len(nonce) != NONCE_SIZE:
-        raise ValueError("its site's answer does not say who it is of")
+    if part.answer is None or part.reply.answer is None:
+        raise ValueError(part.reason)
+    message, nonce = (bytes_of(part.tensors.get(name)) for name in (MESSAGE, NONCE))
+    fewest = part.reply.answer.options.get(FEWEST)
+    if type(fewest) is not int:
+        raise ValueError("its site's answer does not say how few clients a sum may have")
     sent = layout.decoded(message)
-    if sent.sender != heard.client:
+    if sent.sender != part.client:
         raise MessageError(f"the message is of client {sent.sender}")
-    return sent, Sender(heard.client, nonce, fewest)
+    return sent, Sender(part.client, nonce, fewest)
 
 
 def _values(values: Tensor | None, agreed: EncryptedAgreed) -> Tensor:

@@ -1,0 +1,329 @@
+"""A site's half of hidden sums: its clients' vectors stay here, messages of the scheme leave.
+
+Secure sums: each stage is an order, with the server's message to every client that is asked, and an answer, with
+every client's own. A site that is killed between two stages has lost its clients' keys: they are silent
+from there on, which the protocol allows for. Secrets come from the operating system.
+
+Encrypted sums: a site encrypts its clients' vectors, and opens the sum if it is the opener. It opens what adds
+up to the messages of named clients, enough of them for every site that takes part.
+
+A server that is killed begins the sum of a round again. It learns one sum of a round, whatever it says: two sums
+over different clients would differ by the vectors of a few. A client that has helped to open the sum of some
+survivors helps with no other of that round; to open one, more than half of a cohort must help, so two disjoint
+halves cannot open two. A site's encrypted messages are for one opener in a round, which opens one sum.
+Nor do clients go into a sum together that were given different models or options to train from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.container import as_tensor, bytes_of
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
+from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.site.ledger import whole_file
+from fl_lightning.flower.sums import (
+    FEWEST,
+    KEY,
+    MESSAGE,
+    NONCE,
+    OPENED,
+    TO_CLIENT,
+    TOTAL,
+    TRAINED_ON,
+    Agreed,
+    EncryptedAgreed,
+    EncryptedStage,
+    SecureStage,
+    SumKey,
+    session_by,
+    stage_of,
+    trained_on,
+)
+from fl_lightning.secure.encryption.ckks import CKKSClient
+from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.keys import SigningKey
+from fl_lightning.secure.protocol.messages import RevealRequest, decode
+from fl_lightning.secure.protocol.session import ProtocolStage
+from fl_lightning.secure.ring import RingIntegers
+
+log = logging.getLogger(__name__)
+
+
+class SiteSums:
+    """Takes part in the hidden sums of one run.
+
+    Args:
+        folder: of the run at this site.
+        policy: says how few clients a sum may have, whom this site knows, and has the keys.
+    """
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._policy, self._kept = policy, SiteVectors(folder)
+        self._key_file = folder / "sealed.key"
+        self._agreed: Agreed | None = None
+        self._clients: dict[int, SecureClient] = {}
+
+    def keep(
+        self,
+        vectors: Mapping[int, RingIntegers],
+        rules: Mapping[str, Any],
+        order: Order,
+    ) -> None:
+        """Prepare vectors for the sum of a round, by the rules of the configuration.
+
+        Args:
+            vectors: by client.
+            rules: of the configuration.
+            order: that clients have trained on.
+        """
+        if vectors:
+            self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
+
+    def follow(self, order: Order) -> Done:
+        """Return what is asked for at a stage; some clients may say nothing.
+
+        Raises:
+            OrderRefused: if the order is of another round, of a sum that this site takes no part in, or would
+                have this site tell too much.
+            Refused: if the sum is over fewer clients than the site's policy wants.
+        """
+        try:
+            asked = stage_of(order)
+        except ValueError as error:
+            raise OrderRefused("message", f"the sum: {error}") from None
+        if isinstance(asked, SecureStage):
+            return self._secure(order, asked)
+        try:
+            return self._encrypted(order, asked)
+        except Refused:
+            raise
+        except (ValueError, KeyError) as error:
+            raise OrderRefused("sum", f"the sum: {error!r}") from None
+
+    def _secure(self, order: Order, asked: SecureStage) -> Done:
+        stage = ProtocolStage(asked.stage)
+        if stage == ProtocolStage.ADVERTISE:
+            self._begin(asked.sum, order)
+        elif asked.sum != self._agreed:
+            raise OrderRefused("sum", "this site takes no part in this sum, or was started again")
+
+        def say(client: int) -> dict[str, Tensor]:
+            secure = self._clients.pop(client)  # back again unless it refuses
+            if stage == ProtocolStage.ADVERTISE:
+                said = secure.advertise()
+            else:
+                message = bytes_of(order.tensors.get(TO_CLIENT.format(client)))
+                if stage == ProtocolStage.REVEAL:
+                    _, request = decode(asked.sum.session, message, RevealRequest)
+                    survivors = (asked.sum.clients[at] for at in request.survivors)
+                    self._kept.open(f"client {client}", survivors)
+                said = secure.receive(message)
+            self._clients[client] = secure
+            return {MESSAGE: as_tensor(said)}
+
+        done = _of_each(order, say)
+        self._kept.note()
+        return done
+
+    def _begin(self, agreed: Agreed, order: Order) -> None:
+        session, policy, kept = agreed.session, self._policy, self._kept
+        if session.round_index != order.round or order.round != kept.round:
+            raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
+        try:
+            is_agreed = session_by(kept.rules, session) == session
+        except (ValueError, KeyError):  # KeyError: of another scheme
+            is_agreed = False
+        if not is_agreed:
+            raise OrderRefused(
+                "sum", f"{session} is not what the configuration says, and what was trained on"
+            )
+        policy.check_secure_sum(session.least_survivors)
+        if policy.most_epsilon is not None and not session.active:
+            raise OrderRefused(
+                "policy",
+                "site.yaml has most_epsilon, and a server that breaks the rules of this sum reads single "
+                "vectors, which have a share of the noise only: SecureMean needs active: true",
+            )
+        if session.active and policy.signing_key is None:
+            raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
+        if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):
+            raise OrderRefused("policy", f"the sum is with sites that peers do not have: {unknown}")
+        kept.begin(list(agreed.clients), "began with a sum of {}")
+        key = None if policy.signing_key is None else SigningKey(policy.signing_key.read_bytes())
+        directory = agreed.directory({s: bytes.fromhex(k) for s, k in policy.peers.items()})
+        self._agreed = agreed
+        try:
+            self._clients = {
+                client: SecureClient(
+                    session,
+                    agreed.place(client),
+                    kept.vectors[client],
+                    used=kept.used[client],
+                    signing_key=key,
+                    directory=directory,
+                )
+                for client in order.clients
+                if client in kept.vectors
+            }
+        except ValueError as error:
+            raise OrderRefused("sum", f"the sum: {error}") from None
+
+    def _encrypted(self, order: Order, asked: EncryptedStage) -> Done:
+        agreed, kept, policy = asked.sum, self._kept, self._policy
+        if (agreed.run, agreed.round) != (order.run, order.round):
+            raise OrderRefused("sum", f"the sum is of {agreed.round} of run {agreed.run}")
+        if policy.sum_key is None:
+            raise OrderRefused("policy", "the sum is encrypted, and site.yaml has no sum_key")
+        key = SumKey(policy.sum_key)
+        if asked.stage == "key":
+            return Done(tensors={KEY: as_tensor(self._sealed(key, agreed))})
+        sealed, rules = bytes_of(order.tensors.get(KEY)), dict(kept.rules)
+        if agreed.round != kept.round:
+            raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
+        layout = agreed.layout(sealed, str(rules.pop(TRAINED_ON, "")))
+        if rules != {"scheme": "ckks", "degree": agreed.degree}:
+            raise OrderRefused("sum", f"{agreed} is not what the configuration says: {rules}")
+        client = CKKSClient(layout, key.run_key(sealed, order.run, agreed.parameters))
+        if asked.stage == "open":
+            return self._opened(client, asked, layout.decoded(bytes_of(order.tensors.get(TOTAL))))
+        policy.check_secure_sum(len(agreed.clients))
+        kept.begin(agreed.opener, "was encrypted for {} to open it")
+
+        def say(one: int) -> dict[str, Tensor]:
+            values = torch.from_numpy(kept.vectors[one])
+            sent, sender = client.encrypt(values, one, policy.fewest_in_secure_sum)
+            return {MESSAGE: as_tensor(sent.encode()), NONCE: as_tensor(sender.nonce)}
+
+        return _of_each(order, say, {FEWEST: policy.fewest_in_secure_sum})
+
+    def _sealed(self, key: SumKey, agreed: EncryptedAgreed) -> bytes:
+        """Return the run's key, which is made once at a site."""
+        if self._key_file.exists():
+            sealed = self._key_file.read_bytes()
+            try:
+                key.run_key(sealed, agreed.run, agreed.parameters)
+            except ValueError:
+                log.warning(
+                    "the key in %s is of other parameters: there is a new one", self._key_file
+                )
+            else:
+                return sealed
+        sealed = key.new_run_key(agreed.run, agreed.parameters)
+        with whole_file(self._key_file) as file:
+            file.write(sealed)
+        return sealed
+
+    def _opened(self, client: CKKSClient, asked: EncryptedStage, total: Any) -> Done:
+        agreed, senders = asked.sum, asked.senders
+        if agreed.opener != self._policy.name:
+            raise OrderRefused("sum", f"{agreed.opener} is to open this sum")
+        self._policy.check_secure_sum(len(senders))
+        if len(senders) < (fewest := max(each.fewest for each in senders)):
+            raise OrderRefused(
+                "policy", f"a site wants {fewest} clients in a sum, and it is of {len(senders)}"
+            )
+        values = client.open(total, senders)
+        self._kept.begin(agreed.opener, "was encrypted for {} to open it")
+        self._kept.open("this site", (each.client for each in senders))
+        return Done(tensors={OPENED: values})
+
+
+def _of_each(
+    order: Order, say: Callable[[int], dict[str, Tensor]], options: Mapping[str, Any] | None = None
+) -> Done:
+    """Return what each client of an order says; one that cannot or may not has failed."""
+    answers: list[ClientAnswer] = []
+    tensors: dict[str, Tensor] = {}
+    for client in order.clients:
+        try:
+            said = say(client)
+        except (ValueError, KeyError, OrderRefused) as error:
+            log.warning("hidden sum, client %d: %r", client, error)
+            answers.append(ClientAnswer(client=client, failure="sum"))
+        else:
+            answers.append(ClientAnswer(client=client))
+            tensors |= {f"{client}/{name}": tensor for name, tensor in said.items()}
+    return Done(answers, tensors, options=options or {})
+
+
+class SiteVectors:
+    """Files of a site's hidden sums: its clients' vectors of a round, and what it has told.
+
+    Args:
+        folder: of one run at a site.
+
+    Attributes:
+        round: whose vectors there are; -1 if there are none.
+        vectors: by client.
+        rules: of the sum, by the configuration, see `rules_of`.
+        used: in which rounds of the secure sums' protocol clients have taken part, by client.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._vectors_file, self._told_file = folder / "vectors.npz", folder / "sums.json"
+        self.round = -1
+        self.vectors: dict[int, RingIntegers] = {}
+        self.rules: Mapping[str, Any] = {}
+        self.used: defaultdict[int, UsedRounds] = defaultdict(UsedRounds)
+        self._told: dict[str, Any] = {"round": -1}
+        if self._vectors_file.exists():
+            with np.load(self._vectors_file, allow_pickle=False) as kept:
+                told = json.loads(str(kept["told"]))
+                self.round, self.rules = told["round"], told["rules"]
+                self.vectors = {int(name): kept[name] for name in kept.files if name != "told"}
+        if self._told_file.exists():
+            self._told = json.loads(self._told_file.read_text())
+            for client, state in self._told.pop("used").items():
+                self.used[int(client)].load_state_dict(state)
+
+    def keep(
+        self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
+    ) -> None:
+        """Write down the vectors of a round, ahead of the answer that says that they are there."""
+        arrays: dict[str, Any] = {str(client): vector for client, vector in vectors.items()}
+        told = json.dumps({"round": round_index, "rules": dict(rules)})
+        with whole_file(self._vectors_file) as file:
+            np.savez(file, told=np.array(told), **arrays)
+        self.round, self.vectors, self.rules = round_index, dict(vectors), rules
+
+    def begin(self, parties: Any, how: str) -> None:
+        """Note who takes part in the round's sum, or opens it, before anything leaves.
+
+        Raises:
+            OrderRefused: if the round began with others.
+        """
+        if self._told["round"] != self.round:
+            self._told = {"round": self.round, "parties": parties, "opened": {}}
+        elif self._told["parties"] != parties:
+            before = how.format(self._told["parties"])
+            raise OrderRefused("sum", f"round {self.round} {before}")
+        self.note()
+
+    def open(self, who: str, clients: Iterable[int]) -> None:
+        """Note the sum of whose vectors is opened with somebody's help, before that is given.
+
+        Raises:
+            OrderRefused: if it was given for another one of this round.
+        """
+        asked = sorted(clients)
+        opened = self._told["opened"].setdefault(who, asked)
+        if opened != asked:
+            raise OrderRefused("sum", f"{who} opened the sum of {opened}, and is asked for {asked}")
+        self.note()
+
+    def note(self) -> None:
+        """Write down what was told and which rounds of the protocol were used, before a message leaves."""
+        used = {str(client): each.state_dict() for client, each in self.used.items()}
+        with whole_file(self._told_file) as file:
+            file.write(json.dumps(self._told | {"used": used}).encode())

@@ -1,1 +1,0 @@
-"""Hidden sums over a network: secure ones, a message round for every stage, and encrypted ones."""
