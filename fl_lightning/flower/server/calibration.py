@@ -24,7 +24,7 @@ VALUES, SUMS = "stage/values/", "stage/sums/"
 
 
 class CalibrationAtSites:
-    """Asks clients at sites; who does not answer ends the run, as every client's answer is needed.
+    """Asks clients at sites; a missing answer ends the run, as every one is needed.
 
     Args:
         correspondence: with sites.
@@ -71,7 +71,7 @@ class CalibrationAtSites:
             yield Scores(sums, num_examples)
 
     def sums(self, clients: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-        """Yield what clients send for the head, in the order given.
+        """Yield the clients' sums for the head, in the order given.
 
         Args:
             clients: who.

@@ -65,7 +65,7 @@ class DataElsewhere(FederatedDataModule):
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
-        """Return what refuses to read."""
+        """Return a reader that always refuses: the data are at sites."""
 
         def refuse(indices: Tensor) -> Any:
             raise ConfigurationError(_AT_SITES)
@@ -83,7 +83,7 @@ class DataElsewhere(FederatedDataModule):
         return self.held_out_for("validation")
 
     def held_out_for(self, stage: str) -> FlatShards:
-        """Return how many examples each holds out for ``validation`` or ``test``, at its site."""
+        """Numbers of examples that clients hold out for ``validation`` or ``test``."""
         return self._held_out[stage]
 
     @property
@@ -120,7 +120,7 @@ SCALED = "16-mixed"  # a precision
 
 
 def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
-    """Refuse what has no meaning over a network, or would say there what is not true.
+    """Refuse options that have no meaning, or another one, over a network.
 
     Raises:
         ConfigurationError: all of it at once.
