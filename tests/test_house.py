@@ -61,7 +61,7 @@ CAPS = {
     "privacy": (2499, 13),
     "secure": (4579, 21),
     "reports": (3167, 14),
-    "server": (4034, 20),
+    "server": (4034, 19),
     "sparsity": (3225, 22),
     "updates": (2282, 8),
     "__main__": (6, 1),
