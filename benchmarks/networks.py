@@ -99,7 +99,7 @@ def resnet18_gn() -> nn.Module:
     import timm
 
     network: nn.Module = timm.create_model(
-        "resnet18", num_classes=100, norm_layer=lambda size: nn.GroupNorm(size // 2, size)
+        "resnet18", num_classes=100, norm_layer=lambda size, **_: nn.GroupNorm(size // 2, size)
     )
     network.conv1, network.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return network
