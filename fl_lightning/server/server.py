@@ -199,15 +199,14 @@ class Server:
 
     def _step(self, change: PseudoGradient | None) -> Tensor:
         aggregate = self._aggregator.close()
+        untouched, own = self._aggregator.untouched, self._aggregator.buffers
         pseudo_gradient = aggregate if change is None else change(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
-        untouched = self._aggregator.untouched
         kept = self.model.params[untouched]
         self._descend(pseudo_gradient)
         self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
         if not self._aggregator.is_private:
-            own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         params = self.model.params

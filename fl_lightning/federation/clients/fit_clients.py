@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -41,17 +42,21 @@ class FitClients:
         engine: how clients are trained.
         step: one local step.
         stages_ahead: that updates have to pass once `train` has yielded them.
+        metrics_kept_apart: makes a block in which the module's torchmetrics objects exchange nothing between
+            processes.
         lose: told of a client whose update is lost later than that, in a sum over sites.
     """
 
     lose: Callable[[ClientFailure], None]
+    metrics_kept_apart: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, run: Run, options: Options, stages: Stages) -> None:
         self._run, self._options, self._stages = run, options, stages
         self.stages_ahead = stages
         self._module, self._plan, self._scale = run.module, run.plan, run.scale
         self.local, self.collector, self.step = run.local, run.collector, run.step
-        self._metrics = metrics_of(run.module)
+        shared = metrics_of(run.module) if run.ranks.size > 1 else []
+        self.metrics_kept_apart = partial(kept_apart, shared) if shared else nullcontext
         self._rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
@@ -120,10 +125,6 @@ class FitClients:
             self._rehearsal.warn_of_failures(
                 {*record.finished}.difference(record.skipped, record.lost)
             )
-
-    def metrics_kept_apart(self) -> AbstractContextManager[None]:
-        """Keep the module's torchmetrics objects from exchanging anything between processes."""
-        return kept_apart(self._metrics) if self._metrics else nullcontext()
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""
