@@ -133,18 +133,18 @@ class FitRounds:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Of
                 several processes all raise it, when they meet.
         """
-        began, clients = time.perf_counter(), self.clients
+        began, clients, parts = time.perf_counter(), self.clients, [group]
         is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
+            parts = [*self.run.groups.earlier, group]  # resumed inside a round, it begins anew
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._meeting.failure is None:
-                    # after an interruption some of the group are done, the last that were noted
-                    finished = set(self._round.record.finished[-len(group.ids) :])
-                    self._round.train([client for client in group.ids if client not in finished])
+                    for part in parts:
+                        self._round.train(part.ids)
                     clients.warn_of_rehearsal(self._round.record)
                 if is_last:
                     self.run.local.check_constants()
@@ -157,26 +157,18 @@ class FitRounds:
         self._round.record.seconds += time.perf_counter() - began
 
     def _begin(self, group: ClientGroup) -> None:
-        """Begin the present round, or go on with one that a checkpoint holds."""
-        run, server, number = self.run, self.server, self.run.trainer.current_epoch
-        if is_new := not self._is_open:
-            if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
-                self.travelling.follow_state()
-            self.follow_masks()
+        run, number = self.run, self.run.trainer.current_epoch
+        if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
+            self.travelling.follow_state()
+        self.follow_masks()
         self.clients.start_round(number)  # by now, unlike earlier, Lightning has restored all
-        if is_new and self.travelling.module_has_all:  # hooks between rounds may have changed it
-            run.local.read_into(server.model)
+        if self.travelling.module_has_all:  # hooks between rounds may have changed it
+            run.local.read_into(self.server.model)
         if not self._cost_is_told:  # not before hooks have changed the model for the last time
             self._cost_is_told = True
             self._announce()
-        if is_new:
-            self._round.open(number)
+        self._round.open(number)
         self._is_under_way = True
-
-    @property
-    def _is_open(self) -> bool:
-        """True if the server's round is the present one; a checkpoint may hold an earlier one that was cut short."""
-        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def close_round(self) -> None:
         """Step the server and put the new model into the module.
@@ -208,7 +200,7 @@ class FitRounds:
 
     def follow_masks(self) -> None:
         """Exchange other coordinates from here on if masks have changed between rounds."""
-        if self.run.local.masks.are_new and not self._is_open:
+        if self.run.local.masks.are_new:
             self.travelling.follow_masks()
 
     def idle_lines(self) -> Iterator[str]:

@@ -145,9 +145,6 @@ class Calendar:
             options.seed,
             share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
             clients_per_group=_clients_per_group(trainer, module, options, data),
-            restarts=privacy is not None
-            or aggregator.restarts
-            or any(stage.restarts for stage in options.stages),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )

@@ -133,7 +133,6 @@ class EncryptedMean(Aggregator):
     """
 
     exchanges = True
-    restarts = True  # with other keys
 
     def __init__(
         self,

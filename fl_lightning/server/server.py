@@ -230,8 +230,8 @@ class Server:
         self.optimizer.step()
         self._params.grad = None
 
-    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and aggregator, and of the open round if wanted.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and aggregator; not of an open round, which begins anew.
 
         The model itself is among the checkpoint's weights.
         """
@@ -240,8 +240,6 @@ class Server:
             state["schedule"] = self._schedule.state_dict()
         if self._aggregator.memory:
             state["memory"] = self._aggregator.memory
-        if self.is_open and with_round:
-            state["round"] = self.round_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,8 +249,6 @@ class Server:
             self._schedule.load_state_dict(state["schedule"])
         self._aggregator.memory = state.get("memory", {})
         self.is_open = False
-        if "round" in state:
-            self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
         """Return the state of the open round; tensors are live, so copy what is kept."""

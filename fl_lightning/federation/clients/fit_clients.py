@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import CannotStack
@@ -83,22 +83,12 @@ class FitClients:
         if self._scale.is_at_work:
             self._scale.start_round()
 
-    def add_named_state(self, *, inside: bool) -> bool:
-        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
-
-        Raises:
-            ConfigurationError: if it is, and the run goes on inside a round.
-        """
+    def add_named_state(self) -> bool:
+        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more."""
         names = self.local.state_names
         more = [] if names is None else self._rehearsal.together([names])
         if names is None or more == names:
             return False
-        if inside:
-            added = next(name for name in more if name not in names)
-            raise ConfigurationError(
-                f"federation.client_state names {added}, which the checkpoint's run did not average, "
-                "and the checkpoint was written inside a round: resume from one between two rounds"
-            )
         self.local.settle_state(more)
         return True
 

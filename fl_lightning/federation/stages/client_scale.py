@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import GradientScale
 from fl_lightning.federation.stage import Processes, Stage, Turn
@@ -19,8 +18,6 @@ from fl_lightning.federation.stage import Processes, Stage, Turn
 
 class ClientScale(Stage):
     """Winds the scale back before each client."""
-
-    key = "scaler"
 
     def __init__(self, scale: GradientScale) -> None:
         self._scale = scale
@@ -52,14 +49,6 @@ class ClientScale(Stage):
         if self._lowest is not None:
             self._scale.load(self._lowest)
             self._lowest = None
-
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
-        """Return the lowest scale so far; the present one is in the precision plugin's state."""
-        return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
-
-    def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Restore the lowest loss scale of the round so far."""
-        self._lowest = state.get("lowest")
 
 
 def _rank(state: dict[str, Any]) -> tuple[float, int]:

@@ -29,7 +29,7 @@ class SecureRounds(Stage):
     """
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
-        self.aggregator, self.restarts = aggregator, aggregator.restarts
+        self.aggregator = aggregator
         self._is_told = False
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 

@@ -77,13 +77,13 @@ class Transport(Stage):
         up = self.path.typical_bytes(model.params, model.buffers.numel())
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
-    def state_dict(self, *, with_round: bool) -> list[str]:
+    def state_dict(self) -> list[str]:
         """Return the paths of updates and of models."""
         return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:
         """Refuse a run in which something else happened."""
-        check_same("updates", state, self.state_dict(with_round=False))
+        check_same("updates", state, self.state_dict())
 
 
 class TransformingTransport(Transport):
