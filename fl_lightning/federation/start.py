@@ -167,7 +167,7 @@ class Calendar:
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )
-        return Run.of(trainer, self.groups, work, options.client_memory_gb * 1e9)
+        return Run(trainer, self.groups, work, options.client_memory_gb * 1e9)
 
 
 def _clients_per_group(

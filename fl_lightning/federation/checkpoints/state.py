@@ -44,7 +44,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     for stage in stages:
         if stage.key is not None:
             state[stage.key] = stage.state_dict()
-    if not rounds.travelling.is_kept_by_lightning:
+    if not rounds.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
 
@@ -57,12 +57,12 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     """
     _check(rounds, state)
     run, server = rounds.run, rounds.server
-    rounds.travelling.follow_state()
+    rounds.follow_state()
     if "model" in state:
         server.replace_model(GlobalModel(**state["model"]))
         run.local.restore(server.model)
     if rounds.clients.add_named_state():
-        rounds.travelling.follow_state()
+        rounds.follow_state()
     server.load_state_dict(state["server"])
     for stage in rounds.stages:
         if stage.key is not None:
