@@ -107,9 +107,10 @@ class FitRounds:
         if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
             self.follow_state()
         self.follow_masks()
-        self.clients.start_round(number)  # by now, unlike earlier, Lightning has restored all
+        run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
         if self.module_has_all:  # hooks between rounds may have changed it
-            run.local.read_into(self.server.model)
+            run.local.space.read(out=self.server.model.params)
+            run.local.buffers.read(out=self.server.model.buffers)
         if not self._cost_is_told:  # not before hooks have changed the model for the last time
             self._cost_is_told = True
             self._announce()

@@ -121,6 +121,7 @@ class RoundGroups:
         self.seed = seed
         self._share = share
         self._limit = limit
+        self._is_limited = isinstance(limit, int) or limit < 1.0  # 1 is one client, 1.0 are all
         num_ranks = share.num_ranks if share is not None else 1
         expected = sampler.expected_size(population.num_clients)
         self.num_clients = limited(expected, limit)
@@ -149,7 +150,7 @@ class RoundGroups:
     def _drawn(self, round_index: int) -> ClientIds:
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
         check_cohort(ids, self.population, type(self._sampler).__name__)
-        return ids[: limited(len(ids), self._limit)]
+        return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
         """Return how many clients were drawn for a round that takes none, because they are few."""

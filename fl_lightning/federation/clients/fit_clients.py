@@ -40,6 +40,7 @@ class FitClients:
         local: the sequential engine.
         collector: what clients log.
         engine: how clients are trained.
+        rehearsal: finds out what else than weights they change.
         step: one local step.
         stages_ahead: that updates have to pass once `train` has yielded them.
         metrics_kept_apart: makes a block in which the module's torchmetrics objects exchange nothing between
@@ -57,7 +58,7 @@ class FitClients:
         self.local, self.collector, self.step = run.local, run.collector, run.step
         shared = metrics_of(run.module) if run.ranks.size > 1 else []
         self.metrics_kept_apart = partial(kept_apart, shared) if shared else nullcontext
-        self._rehearsal = StateRehearsal(run, options.client_state)
+        self.rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
             run.module, run.local, run.plan, run.collector, stages, run.step.counts
@@ -77,16 +78,10 @@ class FitClients:
         self.local.renew_space()
         self.engine.renew()
 
-    def start_round(self, number: int) -> None:
-        """Note what every client of a round starts from, besides the weights."""
-        self.local.start_round(number)
-        if self._scale.is_at_work:
-            self._scale.start_round()
-
     def add_named_state(self) -> bool:
         """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more."""
         names = self.local.state_names
-        more = [] if names is None else self._rehearsal.together([names])
+        more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
             return False
         self.local.settle_state(more)
@@ -98,23 +93,22 @@ class FitClients:
         Returns:
             Whether that has become known now.
         """
-        names = self._rehearsal.known
-        if self._rehearsal.is_needed:
+        names = self.rehearsal.known
+        if self.rehearsal.is_needed:
             with self.collector.listening_to(self._module), self.metrics_kept_apart():
-                found = self._rehearsal.changed_by(self.work_of(group))
+                found = self.rehearsal.changed_by(self.work_of(group))
             answers = [answer for answer in ranks.gather(found) if answer is not None]
             if not answers:
                 return False
-            names = self._rehearsal.together(answers)
+            names = self.rehearsal.together(answers)
         self.local.settle_state(names)
         return True
 
     def warn_of_rehearsal(self, record: RoundRecord) -> None:
         """Warn of clients that have trained, and whose rehearsed steps had failed."""
-        if self._rehearsal.failures:
-            self._rehearsal.warn_of_failures(
-                {*record.finished}.difference(record.skipped, record.lost)
-            )
+        if self.rehearsal.failures:
+            ended = {*record.finished}.difference(record.skipped, record.lost)
+            self.rehearsal.warn_of_failures(ended)
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import GradientScale
 from fl_lightning.federation.stage import Processes, Stage, Turn
@@ -22,6 +23,10 @@ class ClientScale(Stage):
     def __init__(self, scale: GradientScale) -> None:
         self._scale = scale
         self._lowest: dict[str, Any] | None = None
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Begin the round with the present scale."""
+        self._scale.start_round()
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
