@@ -58,7 +58,8 @@ def _own_rows(name: str, options: Options, turns: dict[str, Any]) -> Iterator[Ro
     yield row("bare", bare, "bare")
     if turns["best"] != "sgd":
         yield row(f"bare (best: {turns['best']})", best, "bare", "--variant", turns["best"])
-    label = f"ours ({options.devices} processes)" if options.devices > 1 else "ours"
+    processes = f", {options.devices} processes" if options.devices > 1 else ""
+    label = f"ours ({turns['engine']}{processes})"
     yield replace(row(label, ours, "ours"), difference=turns["difference"])
 
 

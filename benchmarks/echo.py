@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fl_lightning.flower.channel import Channel, Lost
 from fl_lightning.flower.network.folder import SiteFolder
+from fl_lightning.flower.transport.channel import Channel, Lost
 from fl_lightning.flower.transport.resident import log_to, serve
 
 

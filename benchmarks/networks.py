@@ -6,7 +6,10 @@ Each is built from torch alone (the ViT from timm), so that a rival's environmen
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 
 
 def logistic_regression(in_features: int, num_classes: int) -> nn.Module:
@@ -95,6 +98,39 @@ def small_vit() -> nn.Module:
         num_classes=100,
     )
     return network
+
+
+class TabularNetwork(nn.Module):
+    """Columns of categories as embeddings, beside columns of numbers, then 128-64-2.
+
+    Args:
+        categories: values of each column of categories; these come first in a row, as whole numbers.
+        num_numbers: other columns.
+        width: of an embedding.
+        depth: layers of attention over the embedded columns; TabTransformer (Huang et al. 2020,
+            2012.06678, section 2) has 6 of width 32 with 8 heads.
+    """
+
+    def __init__(
+        self, categories: Sequence[int], num_numbers: int, width: int, depth: int = 0
+    ) -> None:
+        super().__init__()
+        self.columns = nn.ModuleList([nn.Embedding(count, width) for count in categories])
+        layers = [
+            nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(depth)
+        ]
+        self.attention = nn.Sequential(*layers)
+        inputs = len(categories) * width + num_numbers
+        self.head = nn.Sequential(*_dense(inputs, 128), *_dense(128, 64), nn.Linear(64, 2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return logits, shape (B, 2)."""
+        count = len(self.columns)
+        values = rows[:, :count].long().unbind(1)
+        embedded = torch.stack([e(v) for e, v in zip(self.columns, values, strict=True)], 1)
+        mixed = self.attention(embedded).flatten(1)
+        return self.head(torch.cat([mixed, rows[:, count:]], 1))
 
 
 def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:

@@ -83,6 +83,16 @@ def federation(work: Workload, options: Options) -> Federation:
     return Federation(cohort=UniformCohort(size=work.cohort), **arguments)
 
 
+def engine_of(trainer: Trainer) -> str:
+    """Return how clients are trained in a fit that runs, as the engine itself knows it."""
+    federation = next(c for c in trainer.callbacks if isinstance(c, Federation))  # type: ignore[attr-defined]
+    engine = federation.rounds.clients.engine
+    if engine.slots is None:
+        return ", ".join(["sequential", *engine.state_dict()["speedups"]])
+    compiled = "compiled" if engine.slots.is_compiled else "not compiled"
+    return f"{engine.slots.stacking.num_slots} slots, {compiled}"
+
+
 def fit(
     work: Workload, data: tuple[Tensor, Tensor], options: Options, num_rounds: int, watch: Callback
 ) -> None:

@@ -48,6 +48,7 @@ class Turns:
         bare_best: seconds of its fastest variant.
         bare_full: seconds of the fastest in full precision; none where the others are.
         ours: seconds of the federation.
+        engine: how the federation trained its clients.
         difference: the largest difference between an entry of the federation's and of the bare
             loop's aggregate in any round, as a share of that aggregate's largest entry.
     """
@@ -58,6 +59,7 @@ class Turns:
     bare_best: list[float] = field(default_factory=list)
     bare_full: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
+    engine: str = ""
     difference: float = 0.0
 
 
@@ -135,6 +137,7 @@ class TakeTurns(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave what was seen."""
         if trainer.is_global_zero:
+            self.turns.engine = ours.engine_of(trainer)
             self.path.write_text(json.dumps(asdict(self.turns)))
 
     def _train_bare(self, clients: FlatShards, *, is_warm: bool) -> None:

@@ -39,6 +39,7 @@ class Workload:
         weight_decay: of the clients' SGD.
         pool: if given, all clients' examples are windows into so many, which overlap; otherwise
             every client owns its own.
+        categories: values of the first columns of a row, which hold whole numbers.
     """
 
     title: str
@@ -54,6 +55,7 @@ class Workload:
     momentum: float = 0.0
     weight_decay: float = 0.0
     pool: int | None = None
+    categories: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -83,6 +85,8 @@ class Workload:
         count = self.pool or int(self.sizes.sum())
         generator = torch.Generator().manual_seed(SEED)
         x = torch.randn(count, *self.shape, generator=generator)
+        for column, values in enumerate(self.categories):
+            x[:, column] = torch.randint(values, (count,), generator=generator).float()
         return x, torch.randint(self.num_classes, (count,), generator=generator)
 
     def initial_network(self) -> nn.Module:
@@ -142,6 +146,20 @@ _unequal = Workload(
     momentum=0.9,
     weight_decay=1e-4,
 )
+_adult = 9, 16, 7, 15, 6, 5, 2, 42  # categories of the census of Adult (UCI), beside 6 numbers
+_tabular = Workload(
+    title="MLP with embeddings, 20 of 100 clients",
+    network=partial(networks.TabularNetwork, _adult, 6, 8),
+    shape=(14,),
+    num_classes=2,
+    num_clients=100,
+    examples=(60, 180),
+    cohort=20,
+    batch_size=32,
+    lr=0.05,
+    categories=_adult,
+)
+_ratings = 6040, 3706  # users and films of MovieLens-1M
 
 WORKLOADS = {
     "W1": _cifar,
@@ -190,5 +208,18 @@ WORKLOADS = {
         title="wider LeNet, 40 unequal clients",
         network=networks.wide_lenet,
         shape=(3, 32, 32),
+    ),
+    "T-mlp": _tabular,
+    "T-films": replace(
+        _tabular,
+        title="MLP over users and films of MovieLens-1M, 20 of 100 clients",
+        network=partial(networks.TabularNetwork, _ratings, 0, 32),
+        shape=(2,),
+        categories=_ratings,
+    ),
+    "T-transformer": replace(
+        _tabular,
+        title="TabTransformer, 20 of 100 clients",
+        network=partial(networks.TabularNetwork, _adult, 6, 32, 6),
     ),
 }

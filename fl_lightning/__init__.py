@@ -8,13 +8,12 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.sparsity`: which parameters may move: masks, calibration, optimizers
 - `fl_lightning.kernels`: C code behind one door, and what runs without a compiler
 - `fl_lightning.client`: one client's local training
-- `fl_lightning.updates`: an update on its way to the server
-- `fl_lightning.server`: aggregation and the server's step
+- `fl_lightning.updates` and `fl_lightning.server`: an update's way to the server, aggregation, its step
 - `fl_lightning.privacy`: differential privacy
 - `fl_lightning.secure`: means of updates that the server cannot read
 - `fl_lightning.engines`: many clients in one step, and steps compiled
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
-- `fl_lightning.callbacks`: mask calibration, per-client evaluation, backdoors, reports, the console
+- `fl_lightning.callbacks`: mask calibration, per-client evaluation, backdoors, retention
 - `fl_lightning.nas`: architecture search
 - `fl_lightning.flower`: the same rounds over a real network
 - `fl_lightning.experiments`: many runs from one file
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     )
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation as ClientEvaluation
     from fl_lightning.callbacks.companions import companions as companions
+    from fl_lightning.callbacks.retention import Retention as Retention
     from fl_lightning.cli.federated_cli import FederatedCLI as FederatedCLI
     from fl_lightning.client.corrections.drift import FedDyn as FedDyn
     from fl_lightning.client.corrections.drift import FedProx as FedProx

@@ -22,7 +22,7 @@ from fl_lightning.client import Correction, Speeds
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.data import Availability, Cohort, Partition, Poison
 from fl_lightning.privacy.mechanism import Budgeted
-from fl_lightning.server import Aggregator, Forgery, RobustRule, Staleness
+from fl_lightning.server import Aggregator, Forgery, Staleness
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.sparsity import HeadFit, Rule, Sensitivity
 from fl_lightning.updates.transform import UpdateStep
@@ -33,7 +33,6 @@ secure = fl.secure
 
 FAMILIES = {
     "aggregator": Aggregator,
-    "robust rule": RobustRule,
     "correction": Correction,
     "personalisation": Personalisation,
     "transform": UpdateStep,
@@ -59,28 +58,25 @@ TABLE = {
         fl.OverlapMean: {},
         server.AFL: {"step": 0.2},
         server.ClusterFedAvg: {"num_clusters": 2},
-        server.Collected: {"rule": server.Median(), "memory_gb": 1e-7},  # most of it in a file
         server.FLoRA: {"ranks": [2, 4]},
         server.FedExLoRA: {},
         server.FlexLoRA: {"ranks": [2, 4]},
         server.HetLoRA: {"ranks": [2, 4], "prune": 0.5},
-        server.QFedAvg: {"q": 0.5, "local_lr": 0.1},
-        server.TiltedMean: {"tilt": 0.5},
-        secure.EncryptedMean: {"fraction": 0.5},
-        secure.SecureMean: {"clip": 4.0, "levels": 1 << 20},
-    },
-    "robust rule": {
         server.Bucketing: {"rule": server.TrimmedMean(1), "seed": 3},
         server.Bulyan: {"num_attackers": 1},
         server.CentredClipping: {"radius": 0.5, "num_iterations": 2},
         server.FLTrust: {"trusted_client": 4},
         server.GeometricMedian: {},
         server.Krum: {"num_attackers": 2},
-        server.Median: {},
+        server.Median: {"memory_gb": 1e-7},  # most of it in a file
         server.MultiKrum: {"num_attackers": 2},
         server.NearestNeighbourMixing: {"rule": server.Median(), "num_attackers": 2},
         server.NormBounding: {},
         server.TrimmedMean: {"num_attackers": 2},
+        server.QFedAvg: {"q": 0.5, "local_lr": 0.1},
+        server.TiltedMean: {"tilt": 0.5},
+        secure.EncryptedMean: {"fraction": 0.5},
+        secure.SecureMean: {"clip": 4.0, "levels": 1 << 20},
     },
     "correction": {
         fl.FedDyn: {"alpha": 0.1},

@@ -86,7 +86,7 @@ DIFFS = {
 
 EXPERIMENTS = {  # and how many runs they are
     "sparse_quickstart.yaml": 4,
-    "experiments/mask_rules.yaml": 18,
+    "experiments/mask_rules.yaml": 39,
     "experiments/cifar10_sparse.yaml": 27,
     "experiments/niid_bench.yaml": 4,
     "experiments/private.yaml": 9,

@@ -34,7 +34,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
 from fl_lightning.federation import Learning, Stage
 from fl_lightning.federation.stage import Correcting
-from fl_lightning.server import Collected, WeightedMean
+from fl_lightning.server import WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
 
@@ -178,7 +178,7 @@ class TestARobustRule:
     def test_it_is_the_mean_of_the_shortest(self):
         rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
         rows *= 10.0 ** np.arange(7)[::-1, None]  # the last ones are the shortest
-        rule = Collected(part("Shortest")(share=3 / 7))
+        rule = part("Shortest")(share=3 / 7)
         rule.open(torch.empty(5))
         for update in updates(*rows.tolist()):
             rule.add(update)

@@ -110,7 +110,7 @@ class Way:
 
 def ways():
     for family, cls in ROWS:
-        if family in ("aggregator", "robust rule"):
+        if family == "aggregator":
             yield Way(cls)
             if "exact" in inspect.signature(cls).parameters:
                 yield Way(cls, exact=True)

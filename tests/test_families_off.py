@@ -35,7 +35,6 @@ THE_SAME = [
     (server.QFedAvg(q=0.0), ALIKE),
     (server.TiltedMean(tilt=0.0), fl.Mean()),
     (server.Bucketing(server.Krum(1), bucket_size=1), server.Krum(1)),
-    (server.Collected(server.Krum(1)), server.Krum(1)),
 ]
 ALMOST_THE_SAME = [
     (fl.NormalisedMean(), fl.Mean()),  # the steps are equal

@@ -19,6 +19,7 @@ from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling, Privacy
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.updates import Chain, Dense, ErrorFeedback
+from fl_lightning.updates.transform import with_memory
 
 pytestmark = pytest.mark.usefixtures("global_generators_stay")
 
@@ -32,7 +33,7 @@ LENGTH = 12 + 5 + 120
 
 @of("transform")
 def test_a_transform_is_a_pure_function_of_numbers_and_seed(cls):
-    step = Chain(made(cls).with_shapes(SHAPES).parts)
+    step = Chain(made(cls).parts).with_shapes(SHAPES)
     arrived = []
     for seed in (1, 1):
         sent = vector(LENGTH)
@@ -50,16 +51,15 @@ def test_a_transform_is_a_pure_function_of_numbers_and_seed(cls):
 
 @of("transform")
 def test_a_transform_with_feedback_loses_nothing_or_is_refused(cls):
-    step = made(cls).with_shapes(SHAPES)
-    scaling = Chain(step.parts).scaling
-    if scaling is not None:
-        with pytest.raises(ConfigurationError, match=scaling.name):
-            ErrorFeedback(step.parts)
+    chain = Chain(made(cls).parts).with_shapes(SHAPES)
+    if chain.scaling is not None:
+        with pytest.raises(ConfigurationError, match=chain.scaling.name):
+            ErrorFeedback(chain.parts)
         return
-    feedback, memory, total = ErrorFeedback(step.parts), None, torch.zeros(LENGTH)
+    memory, total = None, torch.zeros(LENGTH)
     for index in range(6):
-        payload, memory = feedback.on_client(vector(LENGTH, seed=index), memory, seed=index)
-        total += feedback.on_server(payload, index, LENGTH).to_dense()
+        payload, memory = with_memory(chain, vector(LENGTH, seed=index), memory, seed=index)
+        total += chain.on_server(payload, index, LENGTH).to_dense()
     wanted = sum(vector(LENGTH, seed=index) for index in range(6))
     torch.testing.assert_close(total + memory, wanted, rtol=1e-5, atol=1e-4)
     assert float(memory.norm()) < 6 * float(wanted.norm())

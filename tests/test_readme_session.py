@@ -56,7 +56,7 @@ NOT_TYPED = {
     first_with("--rivals"): "makes an environment for each of the other frameworks",
     **dict.fromkeys(
         (c for c in commands() if "mask_rules" in c),
-        "takes 18 runs; the command before it is of the same kind",
+        "takes 39 runs; the command before it is of the same kind",
     ),
     **dict.fromkeys(
         (c for c in commands() if "configs/algorithms/" in c),

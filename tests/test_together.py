@@ -24,8 +24,6 @@ from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet
 from fl_lightning.server import ALIE
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.server import as_aggregator
 from fl_lightning.server.staleness import ASYNCHRONOUS
 
 PAGE = ROOT / "docs" / "together.md"
@@ -49,7 +47,6 @@ OF_THE_RUN = {
 # The families whose members are options of a federation.
 FAMILIES = {
     "aggregator": "aggregator",
-    "robust rule": "aggregator",
     "correction": "correction",
     "personalisation": "personal",
     "transform": "updates",
@@ -65,8 +62,6 @@ def parts():
     for family, cls in ROWS:
         if family in FAMILIES:
             part = made(cls)
-            if isinstance(part, Aggregator) or family == "robust rule":
-                part = as_aggregator(part)
             traits = ASYNCHRONOUS if family == "asynchrony" else traits_of(part)
             found[f"{FAMILIES[family]} {cls.__name__}"] = traits
     found["devices Devices"] = Devices(speeds=LogNormalSpeeds(), deadline=9.0).traits

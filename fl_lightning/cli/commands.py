@@ -1,4 +1,4 @@
-"""The commands: what runs each, and fits that are resolved or run on behalf of another command.
+"""The commands, the code behind each, and fits that are resolved or run for another command.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
 ``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``
@@ -72,8 +72,8 @@ def _run(words: Any) -> None:
     at = rest.index("--") if "--" in rest and command in _WITH_FITS else len(rest)
     options = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
     functions: dict[str, dict[str, Any]] = {
-        "compare": {"resolve": resolve},
-        "sweep": {"resolve": resolve, "fit": fit_trial},
+        "compare": {"resolve": resolve, "fit": fit_run},
+        "sweep": {"resolve": resolve, "fit": fit_run},
         "search": {"validate": validate, "resolve": resolve, "defaults": parser.get_defaults()},
     }
     run = getattr(import_module(_HOMES[command]), command)
@@ -97,15 +97,15 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
-def fit_trial(words: Sequence[str], callback: Callback) -> None:
-    """Run ``fit`` with a callback of ours, in a process that has just begun.
+def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
+    """Run ``fit`` with callbacks of ours, in a process that has just begun.
 
     Raises:
         ConfigurationError: for a setting that cannot work, whoever refuses it.
     """
     with console():
         try:
-            run_lightning(["fit", *words], [callback])
+            run_lightning(["fit", *words], callbacks)
         except (ClientFailure, RoundFailure):
             raise
         except Exception as error:

@@ -63,7 +63,7 @@ def with_paths(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> str:
-    """Run ``fl-lightning configs`` and return what it says.
+    """Run ``fl-lightning configs`` and return its output.
 
     Raises:
         ConfigurationError: if the words or the file cannot be.

@@ -1,4 +1,4 @@
-"""Errors of the command line: one sentence with the option's path, its value, what is allowed, what to do.
+"""Errors of the command line: one sentence with path, value, allowed values and remedy.
 
 A setting that cannot work may be found by the parser (a misspelt key, an unknown class), by a class that
 refuses its arguments while the parser builds it, or by the run at its start. Each ends with one sentence
@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pickle import UnpicklingError
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import Namespace, add_instantiator, dict_to_namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -86,7 +87,7 @@ class Refusal(BaseException):
         return ConfigurationError(shortened(self._placed(text, place) if place else text))
 
     def _is_of(self, spec: Namespace) -> bool:
-        """Return whether a namespace describes what was refused."""
+        """True if a namespace describes the refused object."""
         name = spec.get("class_path")
         given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
         is_kind = (
@@ -103,18 +104,54 @@ class Refusal(BaseException):
         inside = place if self.kind.__name__ in BARE else f"{place}.init_args"
         for prefix in (f"{self.kind.__name__}: ", f"{place}: ", f"{place.rpartition('.')[2]}: "):
             text = text.removeprefix(prefix)
-        if text.startswith(f"{inside}."):
-            return text
-        option = next((word for word in re.findall(r"\w+", text) if word in self.options), None)
-        if option is None:
-            return f"{place}: {text}"
-        text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
-        joint = "." if text.startswith(f"{option} ") else f".{option}: "
-        return f"{inside}{joint}{text}"
+        found = _with_path(text, inside, self.options)
+        return found if found.startswith(f"{inside}.") else f"{place}: {text}"
+
+
+def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
+    """Return a sentence with the whole path of the first option that it names; unchanged if it names none."""
+    if text.startswith(f"{inside}."):
+        return text
+    option = next((word for word in re.findall(r"\w+", text) if word in options), None)
+    if option is None:
+        return text
+    text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
+    joint = "." if text.startswith(f"{option} ") else f".{option}: "
+    return f"{inside}{joint}{text}"
+
+
+# what Lightning says without the option's name
+_WITHOUT_OPTION = {
+    "No supported gpu": "accelerator must be cpu or auto on this machine: ",
+    "Found more than one stateful callback": "callbacks must hold one of a kind at most: ",
+}
+
+
+def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
+    """Build a Trainer.
+
+    Args:
+        build: does it.
+        options: of the Trainer.
+
+    Raises:
+        ConfigurationError: naming the option that Lightning refuses, and its value.
+    """
+    try:
+        return build()
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        start = next((words for words in _WITHOUT_OPTION if str(error).startswith(words)), "")
+        text = _with_path(f"{_WITHOUT_OPTION.get(start, '')}{error}", "trainer", options)
+        option = re.match(r"trainer\.(\w+)", text)
+        value = str(options[option[1]]) if option else ""
+        given = "" if value in text else f", got {value}"
+        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
-    """Return an object that the parser wants; what a class refuses passes all the types that are tried."""
+    """Build an object for the parser; a class's refusal passes through all types that are tried."""
     return _built(kind, kind, args, options)
 
 
@@ -147,7 +184,7 @@ def _takes(kind: Any, args: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _build_anew(spec: Any) -> None:
-    """Raise what is wrong with a class that the parser could not build, and has passed on as text."""
+    """Raise the error of a class that the parser could not build, and has passed on as text."""
     given = dict_to_namespace(dict(spec))
     kind, options = imported(given.class_path), vars(given.get("init_args") or given)
     if kind is not None:
@@ -162,7 +199,7 @@ class Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong and end with code 2."""
+        """Print the error as one sentence and exit with code 2."""
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
         told = f"fl-lightning: {sentence(message, self._options())}"
@@ -247,7 +284,7 @@ def _of_checkpoint(error: BaseException) -> str | None:
 
 
 def _by_text(error: BaseException) -> str | None:
-    """Return a sentence for what PyTorch and Lightning raise as a `ValueError` and the like."""
+    """Return a sentence for errors of PyTorch and Lightning that are known by their text."""
     text = str(error)
     if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
         return f"the optimizer refuses one of its options: {text}"
@@ -257,7 +294,7 @@ def _by_text(error: BaseException) -> str | None:
 
 
 def bug_behind(error: BaseException) -> str:
-    """Return the traceback of what a module raised on a client's examples; empty for all else."""
+    """Traceback of a module's error on a client's examples; empty for all other errors."""
     failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
     cause = None if failure is None else failure.__cause__
     if isinstance(cause, ProcessTraceback):

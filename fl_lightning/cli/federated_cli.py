@@ -24,10 +24,10 @@ from typing_extensions import override
 
 from fl_lightning.callbacks.companions import companions
 from fl_lightning.callbacks.predictions import Predictions
-from fl_lightning.cli.checks import check_environment, check_ranges, check_trainer
+from fl_lightning.cli.checks import check_environment, check_values
 from fl_lightning.cli.configs import with_paths
 from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
-from fl_lightning.cli.errors import Parser, bug_behind, explain
+from fl_lightning.cli.errors import Parser, bug_behind, built_trainer, explain
 from fl_lightning.cli.help import OPTIONS
 from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
@@ -132,7 +132,7 @@ class FederatedCLI(LightningCLI):
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what is not Lightning's; `add_arguments_to_parser` is for classes of your own."""
+        """Add options beyond Lightning's; `add_arguments_to_parser` is for classes of your own."""
         super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
@@ -148,13 +148,12 @@ class FederatedCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and refuse what Lightning would stumble over, or take without a look."""
+        """Parse, and refuse values that Lightning would accept or fail on later."""
         super().parse_arguments(parser, args)
         own = self._parser(self.config.get("subcommand"))
         if isinstance(own, Parser) and own.default_env:
             check_environment(own, os.environ)
-        check_trainer(self._settings)
-        check_ranges(self._settings)
+        check_values(self._settings)
 
     def _parse_ckpt_path(self) -> None:
         """Read the model's options from a checkpoint to evaluate, as Lightning does.
@@ -184,7 +183,7 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
+        """Add the federation and its companions to the Trainer's callbacks."""
         federation = self._get(self.config_init, "federation")
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []
@@ -207,7 +206,7 @@ class FederatedCLI(LightningCLI):
             given, options, is_federated=federation is not None
         )
         self._add_report(options)
-        trainer = super().instantiate_trainer(**kwargs)
+        trainer = built_trainer(partial(super().instantiate_trainer, **kwargs), options)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
             clean_up_after(self._run)

@@ -224,7 +224,7 @@ def classes_help(block: str, option: str) -> str:
 
 
 def in_columns(texts: Mapping[str, str], width: int) -> Iterator[str]:
-    """Yield lines of two columns: names, the first of which is so wide, and what is said of each."""
+    """Yield lines of two columns: names, in a column of the given width, and texts."""
     for name, text in texts.items():
         first, *more = textwrap.wrap(text, 77 - width, break_on_hyphens=False) or [""]
         if len(name) >= width:  # on a line of its own

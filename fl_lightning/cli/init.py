@@ -29,7 +29,7 @@ _USAGE = "\n".join(
 
 
 def run(words: Sequence[str]) -> str:
-    """Make the project that a command line asks for, and return what to do next.
+    """Make the project that a command line asks for, and return the next steps.
 
     Args:
         words: after ``init``.

@@ -1,4 +1,4 @@
-"""The door of the command line: what needs no PyTorch is said before it is imported.
+"""Entry point of the command line: answers that need no PyTorch come before its import.
 
 Help, the version, the configurations in the box, what an option takes, files for another command, mistyped
 paths, options and classes take a fraction of a second. A configuration's name becomes a path here, and a

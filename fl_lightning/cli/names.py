@@ -11,7 +11,6 @@ only after it has imported everything.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -209,7 +208,7 @@ def where_listed(path: str) -> str:
 
 @cache
 def names_in(module: str) -> frozenset[str] | None:
-    """Names that a module defines, found without importing it; None if its text does not tell.
+    """Names of classes in a module's text, which is not imported; None if the text does not tell.
 
     Example:
         >>> "Adam" in names_in("torch.optim"), "Adamm" in names_in("torch.optim")
@@ -225,18 +224,7 @@ def names_in(module: str) -> frozenset[str] | None:
     file = next(filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py"))), None)
     if file is None:
         return None
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        found |= set(_bound_by(node))
-    is_lazy = "__getattr__" in found and module not in PACKAGES
-    return None if is_lazy or "*" in found else frozenset(found)
-
-
-def _bound_by(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement binds; inside functions as well, which refuses too little."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-        yield node.name
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
+    text = file.read_text(encoding="utf-8")
+    is_lazy = ("__getattr__" in text and module not in PACKAGES) or "import *" in text
+    # also those in comments and inside functions, which refuses too little
+    return None if is_lazy else frozenset(re.findall(r"\b[A-Z]\w*", text))

@@ -1,4 +1,4 @@
-"""A message of the parser as one sentence: the option's path, its value, what is allowed, what was meant.
+"""A message of the parser as one sentence: path, value, allowed values, a suggestion.
 
 A message of jsonargparse is a tree: an option, the types that were tried for it, what each of them said of
 the value, which may again be about an option. The useful part is a leaf far inside:
@@ -22,8 +22,11 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fl_lightning.cli.checks import imported, what_is_missing
+from typing_extensions import get_protocol_members
+
+from fl_lightning.cli.checks import imported
 from fl_lightning.cli.names import no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
 
@@ -184,7 +187,14 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
         given = f", got {unknown['rest']}" if unknown["rest"] else ""
         return f"{name}: {name!r} is not accepted{given}. {_close_to(name, options, most=0)}"
     found = complaint(message)
-    rules = (_unknown_option, _missing_option, _unknown_class, _wrong_class, _wrong_type)
+    rules = (
+        _unknown_option,
+        _missing_option,
+        _unknown_class,
+        _unfinished_class,
+        _wrong_class,
+        _wrong_type,
+    )
     for rule in rules:
         if said := rule(found):
             return shortened(said)
@@ -231,10 +241,43 @@ def _unknown_class(found: Complaint) -> str | None:
     return None
 
 
+# the parser leaves out a path that is the whole value
+_UNLIKE = re.compile(
+    r"(?:\"(?P<path>[\w.]+)\" is not a subclass or implementer of|does not implement) "
+    r"protocol \{?(?P<protocols>[\w,]+)"
+)
+# of a value: a class's path, or a mapping that names it
+_NAMED = re.compile(r"(?:.*class_path['\"]?[=:] ?['\"])?(?P<path>[\w.]+)")
+
+
+def _unfinished_class(found: Complaint) -> str | None:
+    """Methods that a class lacks for its base or a protocol; one that has none of a protocol's is no try."""
+    for reason in found.reasons:
+        unlike, named = _UNLIKE.search(reason), _NAMED.match(found.given or "")
+        path = (unlike and unlike["path"]) or (named and named["path"]) or ""
+        own = imported(path)
+        if reason.startswith("Expected an instantiatable class, but ") and inspect.isabstract(own):
+            names = ", ".join(sorted(own.__abstractmethods__))
+            return (
+                f"{found.path}: {path} is unfinished, it lacks {names}: write a class that has it"
+            )
+        for name in unlike["protocols"].split(",") if unlike else ():
+            protocol = imported(public_paths().get(name, ""))
+            members = sorted(get_protocol_members(protocol)) if protocol is not None else ()
+            if any(hasattr(own, member) for member in members):
+                needs = "; ".join(_written(member, getattr(protocol, member)) for member in members)
+                return f"{found.path}: {path} is a {name} once it has, annotations and all: {needs}"
+    return None
+
+
+def _written(name: str, member: Any) -> str:
+    if isinstance(member, property):
+        return f"a property {name}"
+    return f"{name}{inspect.signature(member)}".replace("'", "")
+
+
 def _wrong_class(found: Complaint) -> str | None:
     given = found.given or ""
-    if missing := next(filter(None, (what_is_missing(r, given) for r in found.reasons)), None):
-        return f"{found.path}: {missing}"
     others = [reason for reason in found.reasons if not _NO_CLASS.match(reason)]
     if len(others) == len(found.reasons):
         return None

@@ -1,4 +1,4 @@
-"""The screen of a command, what a run leaves behind, and what it says when a signal ends it.
+"""The screen of a command, the files of a run, and its message when a signal ends it.
 
 Messages are laid out, warnings are a sentence, and other libraries' own are left out. Until a run has its
 log file, messages wait to be written into it.

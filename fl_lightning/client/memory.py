@@ -11,7 +11,7 @@ and a later version cannot take an earlier one's place.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -48,6 +48,12 @@ class _Entry:
         if self.vector is not None:
             return self.vector.nbytes
         return 0 if self.file is None else self.file.num_bytes
+
+    def read(self) -> Tensor:
+        if self.vector is not None:
+            return self.vector
+        assert self.file is not None
+        return self.file.read()
 
 
 class ClientMemory:
@@ -94,7 +100,7 @@ class ClientMemory:
         if not entry.is_checked and entry.file is not None:
             entry.file.check()
             self._present[key] = replace(entry, is_checked=True)
-        return _read(entry)
+        return entry.read()
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
         """Store a vector of a client, shape (k,); it counts from the next `commit` on."""
@@ -103,7 +109,7 @@ class ClientMemory:
 
     def waiting(self) -> dict[Key, Tensor]:
         """Return what was put since the last `commit`."""
-        return {key: _read(entry) for key, entry in self._new.items()}
+        return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_keys(self) -> frozenset[Key]:
@@ -118,8 +124,7 @@ class ClientMemory:
 
     def commit(self, client: int | None = None) -> None:
         """Make stored vectors count, of one client or of all."""
-        chosen = [key for key in self._new if client in (None, key[1])]
-        for key in chosen:
+        for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)
         self._delete_unused()
@@ -149,10 +154,6 @@ class ClientMemory:
                 self._forget(entries.pop(key))
         self._delete_unused()
 
-    def _files(self) -> Iterator[VectorFile]:
-        entries = [*self._present.values(), *self._new.values()]
-        yield from (entry.file for entry in entries if entry.file is not None)
-
     def state_dict(self, *, inside: bool = True) -> dict[str, Any]:
         """Return all that was committed, or where it is if it is large.
 
@@ -162,7 +163,7 @@ class ClientMemory:
         """
         self.files_of_checkpoint = []
         if inside or self.is_small:
-            return {"present": [(*key, _read(entry)) for key, entry in self._present.items()]}
+            return {"present": [(*key, entry.read()) for key, entry in self._present.items()]}
         return {"present": self._written(self._present)}
 
     @property
@@ -228,16 +229,10 @@ class ClientMemory:
         return entries
 
     def _delete_unused(self) -> None:
-        for file in self._own_files - set(self._files()) if self._own_files else ():
+        entries = [*self._present.values(), *self._new.values()] if self._own_files else []
+        for file in self._own_files - {entry.file for entry in entries}:
             file.path.unlink(missing_ok=True)
             self._own_files.discard(file)
-
-
-def _read(entry: _Entry) -> Tensor:
-    if entry.vector is not None:
-        return entry.vector
-    assert entry.file is not None
-    return entry.file.read()
 
 
 SUFFIX = ".vector"

@@ -1,4 +1,4 @@
-"""Exceptions, by who can fix their cause, and a hint for clients with one example."""
+"""Exceptions, by the person who can fix the cause, and a hint for clients with one example."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     """
     if value is None:
         return
-    bounds = [float(bound) for bound in re.findall(r"\d[\d.]*", allowed)]
+    bounds = [float(bound) for bound in re.findall(r"-?\d[\d.]*", allowed)]
     low = bounds[0] if bounds else -math.inf
     high = bounds[1] if bounds[1:] else math.inf
     is_above = value > low if allowed.startswith(("above", "greater", "in (")) else value >= low

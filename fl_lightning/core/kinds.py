@@ -58,7 +58,7 @@ def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_checked_kinds(found: Any) -> Any:
-    """Return what is given; if it is a class of ours, its constructor then checks kinds."""
+    """Return the argument; if it is a class of ours, its constructor checks kinds from now on."""
     for owner in found.__mro__ if inspect.isclass(found) else ():
         build = vars(owner).get("__init__")
         if build is None or not owner.__module__.startswith("fl_lightning."):

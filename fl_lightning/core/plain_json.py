@@ -74,7 +74,7 @@ def parse(text: str) -> Any:
 
 
 def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
-    """Refuse what is not plain JSON: None, bool, int, finite float, str, list, dict of str.
+    """Refuse values beyond plain JSON: None, bool, int, finite float, str, list, dict of str.
 
     Raises:
         MessageError: with the place.
@@ -106,13 +106,13 @@ def _check_leaf(value: Any, where: str) -> None:
 
 
 def check_form(written: Any, read: Any) -> None:
-    """Refuse a document that is not what its message would be written as, 1 and 1.0 apart."""
+    """Refuse a document that differs from its message as written; 1 and 1.0 differ."""
     if to_text(written) != to_text(read):
         raise MessageError("the message is not in its only form")
 
 
 def check_string(value: Any, what: str) -> None:
-    """Refuse what is no string, or one that has no UTF-8."""
+    """Refuse values other than strings, and strings without UTF-8."""
     if type(value) is not str:
         raise MessageError(f"{what} must be a text, got {shown(value)}")
     try:
@@ -140,19 +140,19 @@ def shown(value: Any) -> str:
 
 
 def check_choice(what: str, value: Any, choices: tuple[str, ...] | Mapping[str, str]) -> None:
-    """Refuse what is not one of the choices."""
+    """Refuse a value that is not one of the choices."""
     if type(value) is not str or value not in choices:
         raise MessageError(f"{what} must be one of {', '.join(choices)}, got {shown(value)}")
 
 
 def check_hex(what: str, value: Any, digits: int) -> None:
-    """Refuse what is not so many small hexadecimal digits."""
+    """Refuse a value that is not this number of lower-case hexadecimal digits."""
     if type(value) is not str or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
         raise MessageError(f"{what} must be {digits} hexadecimal digits, got {shown(value)}")
 
 
 def check_whole(what: str, value: Any, least: int = 0, most: int = LARGEST_NUMBER) -> None:
-    """Refuse what is not a whole number in a range."""
+    """Refuse a value that is not a whole number in a range."""
     if type(value) is not int or not least <= value <= most:
         above = "" if most == LARGEST_NUMBER else f" and at most {most}"
         raise MessageError(
@@ -161,13 +161,13 @@ def check_whole(what: str, value: Any, least: int = 0, most: int = LARGEST_NUMBE
 
 
 def check_number(what: str, value: Any) -> None:
-    """Refuse what is not a finite float."""
+    """Refuse a value that is not a finite float."""
     if type(value) is not float or not math.isfinite(value):
         raise MessageError(f"{what} must be a finite number, a float, got {shown(value)}")
 
 
 def check_names(what: str, mapping: Any) -> None:
-    """Refuse what is not a mapping from printable names."""
+    """Refuse a value that is not a mapping from printable names."""
     if not isinstance(mapping, Mapping):
         raise MessageError(f"{what} must be a mapping, got {shown(mapping)}")
     for name in mapping:
@@ -180,7 +180,7 @@ def check_names(what: str, mapping: Any) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Refuse what is not a mapping from names to plain JSON."""
+    """Refuse a value that is not a mapping from names to plain JSON."""
     check_names("options", options)
     check_plain(dict(options), "options")
 

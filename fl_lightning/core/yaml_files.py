@@ -153,7 +153,7 @@ class _Place:
 
 
 def check(content: Any) -> None:
-    """Refuse what has no end, or hardly one.
+    """Refuse content that refers to itself, or that is too deep or too large.
 
     Raises:
         ConfigurationError: with the path of the option.

@@ -1,7 +1,7 @@
 """Many runs from one file: variants times seeds, searches; tables, CSV files and figures."""
 
 from fl_lightning.experiments.experiment import Experiment, Variant
+from fl_lightning.experiments.processes import ReportRounds
 from fl_lightning.experiments.space import Search
-from fl_lightning.experiments.trial import ReportRounds
 
 __all__ = ["Experiment", "ReportRounds", "Search", "Variant"]

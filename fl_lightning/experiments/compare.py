@@ -21,6 +21,7 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment, PlannedRun, Resolve, plan_runs
+from fl_lightning.experiments.processes import Fit, prepare_processes, train_all
 from fl_lightning.experiments.results import (
     RunResult,
     by_variant,
@@ -35,7 +36,7 @@ from fl_lightning.experiments.results import (
     runs_table,
     spreads,
 )
-from fl_lightning.experiments.runs import is_finished, train_all
+from fl_lightning.experiments.runs import is_finished
 from fl_lightning.reports.charts import Chart, Panel, draw, series
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.page import Page
@@ -65,26 +66,28 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def compare(given: Any, *, options: Sequence[str], resolve: Resolve) -> None:
+def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
     """Run the command; ends the process with code 1 if a run failed.
 
     Args:
         given: the parsed options of the command.
         options: words of the command line that go to every run.
         resolve: from the words of a fit's command line to its complete configuration as YAML.
+        fit: runs a fit's command line, in another process.
 
     Raises:
         ConfigurationError: if anything is refused, before any run starts.
     """
+    context = prepare_processes(fit)
     experiment = Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
     out = Path(
         given.out or Path("runs", Path(given.config[-1]).stem if given.config else "compare")
     )
     runs = plan_runs(experiment, out=out, options=options, resolve=resolve)
     wanted = _wanted(runs, given.only)
-    with sole_writer(out / ".lock", "wait for its end, or give another --out") as lock:
+    with sole_writer(out / ".lock", "wait for its end, or give another --out"):
         print(_planned(experiment, wanted, given.workers), flush=True)
-        failures = train_all(wanted, lock, workers=given.workers)
+        failures = train_all(wanted, context, fit, workers=given.workers)
         finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
         if finished:
             _report(experiment, [read_result(run, experiment) for run in finished], out)
@@ -95,7 +98,7 @@ def compare(given: Any, *, options: Sequence[str], resolve: Resolve) -> None:
 
 
 def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -> str:
-    """Return what is to be trained, in a line.
+    """Summary of the planned runs, in a line.
 
     Example:
         >>> experiment = Experiment(variants={"a": None, "b": None}, seeds="0,1,2")

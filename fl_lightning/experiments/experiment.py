@@ -63,7 +63,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Runs that differ in one thing, and what is reported of them.
+    """Runs that differ in one thing, and the metrics to report.
 
     Args:
         configs: files of the configuration that all runs share, layered; paths are relative to the

@@ -1,4 +1,4 @@
-"""Results of runs: what each logged, mean and standard deviation over seeds, tables of both.
+"""Results of runs: their logged metrics, mean and standard deviation over seeds, tables of both.
 
 mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std of one run
 """
@@ -82,7 +82,7 @@ def curves(run: Path) -> dict[str, Curve]:
 
 
 def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
-    """Return what a finished run logged.
+    """Read the metrics of a finished run.
 
     Raises:
         ConfigurationError: if it did not log a metric that is to be reported.

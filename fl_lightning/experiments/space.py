@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, Path_fr, PositiveInt
 
@@ -28,127 +28,87 @@ _MOST_GRID = 10_000  # numbers of one range: more is a mistake
 
 
 @dataclass(frozen=True)
-class Range:
-    """Numbers between two ends, both included; whole ones if the ends are.
+class Parameter:
+    """Values that an option may have, and their names for Optuna.
 
     Attributes:
-        low: the lower end.
-        high: the upper end, not below it.
-        log: whether equal ratios are equally likely, rather than equal differences.
-        step: distance of neighbours from `low` on; None: any number in between.
-        points: how many a grid takes, both ends among them; None: every step.
+        distribution: of Optuna's: of a range its numbers, of choices their names.
+        choices: value by name; a number, a word, true, false or null is its own name. None of a range.
+        points: how many numbers of a range a grid takes, both ends among them; None: every step.
     """
 
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
+    distribution: BaseDistribution
+    choices: Mapping[Any, Any] | None = None
     points: int | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """True for whole numbers."""
-        return all(isinstance(one, int) for one in (self.low, self.high, self.step or 1))
-
-    @property
     def ends(self) -> list[Any]:
-        """The values that show whether the option takes such numbers."""
-        return list(dict.fromkeys((self.low, self.high)))
-
-    def distribution(self) -> BaseDistribution:
-        """Return the same for Optuna."""
-        from optuna.distributions import FloatDistribution, IntDistribution
-
-        if self.is_whole:
-            return IntDistribution(
-                int(self.low), int(self.high), log=self.log, step=int(self.step or 1)
-            )
-        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+        """The values that show whether the option takes such: both ends, or all choices."""
+        own: Any = self.distribution
+        ends = (own.low, own.high) if self.choices is None else None
+        return [*(self.choices or {}).values()] if ends is None else [*dict.fromkeys(ends)]
 
     def grid(self, path: str) -> list[Any]:
-        """Return the values of a grid.
+        """Return the names of a grid's values.
 
         Raises:
             ConfigurationError: if there is no end of them.
 
         Example:
-            >>> Range(1, 7, step=2).grid("x"), Range(0.01, 1.0, log=True, points=3).grid("x")
-            ([1, 3, 5, 7], [0.01, 0.1, 1.0])
+            >>> found = read_parameters({"x": {"low": 0.01, "high": 1, "log": True, "points": 3}})
+            >>> found["x"].grid("x"), read_parameters({"y": {"low": 1, "high": 7, "step": 2}})["y"].grid("y")
+            ([0.01, 0.1, 1.0], [1, 3, 5, 7])
         """
+        if self.choices is not None:
+            return list(self.choices)
+        own: Any = self.distribution
         if self.points is not None:
-            return self._spaced(self.points)
-        step = self.step or (1 if self.is_whole and not self.log else None)
+            return _spaced(own, self.points)
+        # of whole numbers Optuna's step is 1 at least
+        step = None if own.log else own.step
         if step is None:
             raise ConfigurationError(
                 f"space: a grid over {path} needs to know which numbers: give points, or a list"
             )
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        count = math.floor((own.high - own.low) / step + 1e-9) + 1
         if count > _MOST_GRID:
             raise ConfigurationError(
                 f"space: a grid over {path} has {count} numbers: give points, or a larger step"
             )
-        return [self.low + number * step for number in range(count)]
+        return [own.low + number * step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
-        """Return a value of the configuration as Optuna knows it; None if it is outside."""
+        """Name of a value of the configuration; None if it is outside."""
+        if self.choices is not None:
+            return next((key for key, one in self.choices.items() if one == value), None)
+        own: Any = self.distribution
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if not self.low <= value <= self.high or (self.is_whole and value != int(value)):
-            return None
-        return int(value) if self.is_whole else float(value)
+        kind = type(own.low)
+        return kind(value) if own.low <= value <= own.high and kind(value) == value else None
 
     def value_of(self, key: Any) -> Any:
-        """Return a value of Optuna's as the configuration has it."""
-        return key
-
-    def _spaced(self, count: int) -> list[Any]:
-        if count == 1 or self.low == self.high:
-            return [self.low]
-        shares = [number / (count - 1) for number in range(count)]
-        if self.log:
-            between = [self.low * (self.high / self.low) ** share for share in shares]
-        else:
-            between = [self.low + (self.high - self.low) * share for share in shares]
-        # 0.1 rather than 0.10000000000000002; the ends are as they were given
-        inside = [self.low, *(float(f"{one:.12g}") for one in between[1:-1]), self.high]
-        return list(dict.fromkeys(round(one) for one in inside)) if self.is_whole else inside
+        """Value of a name, as the configuration has it."""
+        return key if self.choices is None else self.choices[key]
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Values by name; a value that is a number, a word, true, false or null is its own name."""
-
-    values: Mapping[Any, Any]
-
-    @property
-    def ends(self) -> list[Any]:
-        """All values."""
-        return list(self.values.values())
-
-    def distribution(self) -> BaseDistribution:
-        """Return the names, for Optuna."""
-        from optuna.distributions import CategoricalDistribution
-
-        return CategoricalDistribution(list(self.values))
-
-    def grid(self, path: str) -> list[Any]:
-        """Return all names."""
-        return list(self.values)
-
-    def key_of(self, value: Any) -> Any:
-        """Return a value's name; None if it is not among them."""
-        return next((key for key, one in self.values.items() if one == value), None)
-
-    def value_of(self, key: Any) -> Any:
-        """Return the value of a name."""
-        return self.values[key]
-
-
-Parameter: TypeAlias = Range | Choices
+def _spaced(numbers: Any, count: int) -> list[Any]:
+    """Return numbers from one end of a distribution to the other, at equal distances or ratios."""
+    low, high = numbers.low, numbers.high
+    if count == 1 or low == high:
+        return [low]
+    shares = [number / (count - 1) for number in range(1, count - 1)]
+    if numbers.log:
+        between = [low * (high / low) ** share for share in shares]
+    else:
+        between = [low + (high - low) * share for share in shares]
+    # 0.1 rather than 0.10000000000000002; the ends are as they were given
+    inside = [low, *(float(f"{one:.12g}") for one in between), high]
+    return list(dict.fromkeys(map(round, inside))) if isinstance(low, int) else inside
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Return what is searched, by the path of the option.
+    """Searched ranges and choices, by the path of the option.
 
     Args:
         space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.
@@ -157,10 +117,10 @@ def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
         ConfigurationError: with everything that is wrong with it.
 
     Example:
-        >>> read_parameters({"model.lr": {"low": "1e-3", "high": 1, "log": True}})
-        {'model.lr': Range(low=0.001, high=1.0, log=True, step=None, points=None)}
-        >>> read_parameters({"data.batch_size": [8, 16]})
-        {'data.batch_size': Choices(values={8: 8, 16: 16})}
+        >>> read_parameters({"model.lr": {"low": "1e-3", "high": 1, "log": True}})["model.lr"].distribution
+        FloatDistribution(high=1.0, log=True, low=0.001, step=None)
+        >>> read_parameters({"data.batch_size": [8, 16]})["data.batch_size"].choices
+        {8: 8, 16: 16}
     """
     found: dict[str, Parameter] = {}
     issues = []
@@ -183,7 +143,7 @@ def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
 
 def _parameter(given: Any) -> Parameter:
     if isinstance(given, list):
-        return Choices(_named(given))
+        return _choices(_named(given))
     if not isinstance(given, dict) or ("choices" in given) == ("low" in given or "high" in given):
         raise ConfigurationError(
             f"must be a list of values, or have low and high, or choices, got {given!r}"
@@ -192,12 +152,20 @@ def _parameter(given: Any) -> Parameter:
         _only(given, ("choices",))
         choices = given["choices"]
         if isinstance(choices, dict) and choices:
-            return Choices({str(name): value for name, value in choices.items()})
-        return Choices(_named(choices))
+            return _choices({str(name): value for name, value in choices.items()})
+        return _choices(_named(choices))
     return _range(given)
 
 
-def _range(given: Mapping[str, Any]) -> Range:
+def _choices(values: dict[Any, Any]) -> Parameter:
+    from optuna.distributions import CategoricalDistribution
+
+    return Parameter(CategoricalDistribution(list(values)), values)
+
+
+def _range(given: Mapping[str, Any]) -> Parameter:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     _only(given, _KEYS)
     low, high, step = (_number(given.get(key), key) for key in ("low", "high", "step"))
     log, points = given.get("log", False), given.get("points")
@@ -213,9 +181,9 @@ def _range(given: Mapping[str, Any]) -> Range:
         raise ConfigurationError(f"has a step above 0 and no log, got step: {step}, log: {log}")
     if points is not None and (not isinstance(points, int) or points < 1):
         raise ConfigurationError(f"has points that are a whole number > 0, got {points!r}")
-    if not all(isinstance(one, int) for one in (low, high, step or 1)):
-        low, high, step = float(low), float(high), None if step is None else float(step)
-    return Range(low, high, log, step, points)
+    if all(isinstance(one, int) for one in (low, high, step or 1)):
+        return Parameter(IntDistribution(int(low), int(high), log, int(step or 1)), points=points)
+    return Parameter(FloatDistribution(low, high, log, step), points=points)
 
 
 def _number(given: Any, key: str) -> float | int | None:

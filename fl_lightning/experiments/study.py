@@ -1,4 +1,4 @@
-"""The study: where trials are kept, Optuna's samplers and pruners with our seeds, and what was found.
+"""The study: storage of trials, Optuna's samplers and pruners with our seeds, and results.
 
 The study is a file, or a database that many machines share. A sampler's own generator would begin anew in every
 process, and propose the same again after a resume or on a second machine. Here every trial's draws are a
@@ -33,8 +33,9 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.experiments.experiment import as_text
-from fl_lightning.experiments.space import Parameter, Range, Search
-from fl_lightning.experiments.sweep_plan import Plan
+from fl_lightning.experiments.space import Parameter, Search
+from fl_lightning.experiments.sweep_plan import Plan, with_values
+from fl_lightning.federation import differences
 from fl_lightning.reports.charts import Chart, draw
 from fl_lightning.reports.panels import bars, points
 
@@ -110,14 +111,17 @@ def _without_password(url: str) -> str:
 
 
 def _identity(search: Search, plan: Plan) -> dict[str, Any]:
-    own = {
+    """Options that trials must share to be comparable; the values of searched ones are left out."""
+    searched = dict.fromkeys(plan.places.values(), "<searched>")
+    own = with_values(plan.configuration, searched) | {
         "metric": search.metric,
         "mode": search.mode,
         "value": search.value,
         "seeds": list(plan.seeds),
+        "rounds": plan.num_rounds,
         "space": {path: repr(parameter) for path, parameter in plan.parameters.items()},
-        "configuration": plan.identity(),
     }
+    own["trainer"] = {**own["trainer"], "logger": None}
     known: dict[str, Any] = json.loads(json.dumps(own, default=str))
     return known
 
@@ -127,17 +131,7 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
     if then is None:
         study.set_user_attr(_IDENTITY, now)
         return
-    found = [
-        f"{name} ({old.get(key, 'nothing')} there, {new.get(key, 'nothing')} here)"
-        for old, new, prefix in (
-            (then, now, ""),
-            (then["space"], now["space"], "space."),
-            (then["configuration"], now["configuration"], ""),
-        )
-        for key in sorted(old.keys() | new.keys())
-        for name in [f"{prefix}{key}"]
-        if key not in ("space", "configuration") and old.get(key) != new.get(key)
-    ]
+    found = differences(then, now, then | now)
     if found:
         more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         raise ConfigurationError(
@@ -156,7 +150,7 @@ class _Grid(samplers.GridSampler):
 
 
 def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
-    """Return what proposes the values of the trial with a number."""
+    """Sampler that proposes the values of the trial with this number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
         order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
@@ -172,12 +166,12 @@ def ask(study: Study, search: Search) -> optuna.Trial:
     trial = study.ask()
     study.sampler = sampler_of(search, trial.number)
     for path, parameter in search.parameters.items():
-        trial._suggest(path, parameter.distribution())
+        trial._suggest(path, parameter.distribution)
     return trial
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return what stops trials, of which a whole one has so many rounds."""
+    """Pruner that stops trials early; a whole trial has this number of rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -282,7 +276,7 @@ def _value(trial: FrozenTrial) -> str:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Return by path how much an option matters, the most important one first; none if unknown."""
+    """Importance of each option by path, the highest first; empty if it is unknown."""
     values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
     if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
         return {}
@@ -333,7 +327,7 @@ def draw_trials(
     panel = points(history, x="trial", y=metric, line=("best so far", best))
     charts = [Chart("trials", f"{metric} of each trial", panel)]
     for option, parameter in parameters.items():
-        keys = [] if isinstance(parameter, Range) else [str(key) for key in parameter.grid(option)]
+        keys = [str(key) for key in parameter.choices or ()]
         groups = {
             label: [
                 (keys.index(str(one.params[option])) if keys else one.params[option], value)
@@ -342,7 +336,7 @@ def draw_trials(
             ]
             for state, label in _SHOWN.items()
         }
-        is_log = isinstance(parameter, Range) and parameter.log
+        is_log = getattr(parameter.distribution, "log", False)
         panel = points(groups, x=names[option], y=metric, log=is_log, ticks=keys)
         charts.append(Chart(option, f"over {names[option]}", panel))
     _save(charts, path)

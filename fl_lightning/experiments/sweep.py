@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
 from fl_lightning.experiments.experiment import Resolve
+from fl_lightning.experiments.processes import Fit, prepare_processes
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.study import (
     cells,
@@ -28,8 +29,7 @@ from fl_lightning.experiments.study import (
     write_best,
 )
 from fl_lightning.experiments.sweep_plan import Plan, plan_search
-from fl_lightning.experiments.trial import Fit
-from fl_lightning.experiments.workers import DONE, Trials, TrialsFail, Workers, prepare_processes
+from fl_lightning.experiments.workers import DONE, Trials, TrialsFail, Workers
 from fl_lightning.reports.layout import in_lines, width_of
 from fl_lightning.reports.screen import in_blocks, markdown
 
@@ -123,7 +123,7 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
 
 
 def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
-    """Write what was found, and print the best of it."""
+    """Write the results, and print the best trials."""
     study, names = trials.study, plan.names
     trials_table(study, list(plan.parameters)).to_csv(out / "trials.csv", index=False)
     told = [one for one in ranked(study) if one.state != TrialState.FAIL]

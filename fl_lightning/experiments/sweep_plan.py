@@ -111,7 +111,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 def _keys(
     node: Mapping[str, Any], word: str, is_last: bool, before: Sequence[str], path: str
 ) -> list[str | int]:
-    """Return the keys from a mapping to what a word names."""
+    """Keys from a mapping to the option that a word names."""
     if word in node:
         return [word]
     inside = node.get("init_args") or {}
@@ -135,10 +135,6 @@ def _entry(node: Sequence[Any], word: str, before: Sequence[str], path: str) -> 
             f"got {word!r}"
         )
     return int(word)
-
-
-# What a trial may have otherwise on another machine, and remains comparable.
-_FREE = ("num_threads", "test_after_fit", "trainer.accelerator", "trainer.devices")
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,7 @@ class Plan:
 
     @property
     def names(self) -> dict[str, str]:
-        """Short names of what is searched, by path."""
+        """Short names of the searched options, by path."""
         return short_names(list(self.parameters))
 
     @property
@@ -196,17 +192,6 @@ class Plan:
         # what the test says must not decide
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
         return PlannedRun(Variant(folder.name, ()), seed, text, folder / f"seed_{seed}")
-
-    def identity(self) -> dict[str, Any]:
-        """Return what trials must have in common to be compared, path to value."""
-        # what is searched is no part of it, but whether it is searched
-        values = {self.places[path]: "<searched>" for path in self.parameters}
-        flat = dict(_leaves("", with_values(self.configuration, values)))
-        return {
-            key: value
-            for key, value in flat.items()
-            if value is not None and key not in _FREE and not key.startswith("trainer.logger")
-        }
 
 
 def plan_search(
@@ -262,11 +247,3 @@ def _check_ends(plan: Plan, resolve: Resolve) -> None:
         except ConfigurationError as error:
             shown = ", ".join(f"{path}: {value}" for path, value in values.items())
             raise ConfigurationError(f"space: with {shown}: {error}") from error
-
-
-def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        return [leaf for k, v in value.items() for leaf in _leaves(f"{key}.{k}".strip("."), v)]
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        return [leaf for n, one in enumerate(value) for leaf in _leaves(f"{key}.{n}", one)]
-    return [(key, value)]

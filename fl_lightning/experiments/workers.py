@@ -3,23 +3,16 @@
 A trial belongs to the process that holds the lock in its folder. An unfinished trial whose lock is free is
 resumed from its last checkpoint. Machines without a common disk cannot do that: there a trial that was not
 heard of for long is given up, and another one takes its place.
-
-Processes are forked from one that has imported everything and trained nothing, so that a trial begins
-at once. They end with the command, however it ends, and by themselves when nobody hears them any more.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +20,12 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from fl_lightning.experiments.experiment import PlannedRun
-from fl_lightning.experiments.runs import Watch, is_finished, save_state
+from fl_lightning.experiments.processes import Ended, Fit, Running, RunPool
+from fl_lightning.experiments.runs import Watch, state_of
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.study import ask, shown_values, told
 from fl_lightning.experiments.sweep_plan import Plan
-from fl_lightning.experiments.trial import Ended, Fit, train_run
 from fl_lightning.reports.layout import in_lines
-from fl_lightning.reports.screen import StatusLines
 
 SECONDS_BETWEEN_SIGNS = 30.0
 SECONDS_OF_SILENCE = 600.0  # clocks of machines may differ by minutes
@@ -52,6 +43,9 @@ class Held:
         seconds_before: that it had run before it was taken up.
         is_taken_up: whether it was interrupted before.
         reported: rounds that the study knows of.
+        values: of the runs that have ended.
+        rounds: how many the present run has told of.
+        stopped: why it was stopped, None if it was not.
     """
 
     trial: optuna.Trial
@@ -60,6 +54,9 @@ class Held:
     seconds_before: float = 0.0
     is_taken_up: bool = False
     reported: set[int] = field(default_factory=set)
+    values: list[float] = field(default_factory=list)
+    rounds: int = 0
+    stopped: str | None = None
     _signed: float = 0.0
 
     @property
@@ -115,7 +112,7 @@ class Trials:
     def end(
         self, held: Held, state: TrialState | None, value: float | None = None, **known: Any
     ) -> None:
-        """Note how a trial has ended.
+        """Record the end of a trial.
 
         Args:
             held: the trial.
@@ -192,68 +189,14 @@ class Trials:
 
 
 _MOST_FAILURES = 3
-_SECONDS_TO_END = 6.0
-# what every run needs, and takes seconds to import
-_IMPORTED = (
-    *("lightning.pytorch.cli", "torch.utils.tensorboard", "matplotlib.figure", "torchvision"),
-    *("fl_lightning.federation.federation", "fl_lightning.models.image_classifier"),
-)
 
 
 class TrialsFail(RuntimeError):  # noqa: N818 - says what is wrong
     """Trials fail whatever their values are."""
 
 
-@dataclass
-class Running:
-    """A trial in progress.
-
-    Attributes:
-        held: the trial.
-        process: of its present run.
-        run: the present one.
-        connection: to that process.
-        began: the present run, by the monotonic clock.
-        values: of the runs that have ended.
-        told: the metric of the present run, round to value.
-        stopped: why it was stopped, None if it was not.
-    """
-
-    held: Held
-    process: BaseProcess
-    connection: Connection
-    run: PlannedRun
-    began: float = field(default_factory=time.monotonic)
-    values: list[float] = field(default_factory=list)
-    told: dict[int, float] = field(default_factory=dict)
-    stopped: str | None = None
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds the present run has told of."""
-        return max(self.told, default=0)
-
-    @property
-    def is_first_run(self) -> bool:
-        """True for the run by which trials are stopped; the others only count in the mean."""
-        return not self.values
-
-
-def prepare_processes(fit: Fit) -> Any:
-    """Return how processes are started, and import in the background what they need."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver
-
-    context = multiprocessing.get_context("forkserver")
-    tied = "fl_lightning.experiments.ends_with_sweep"
-    context.set_forkserver_preload([tied, fit.__module__, *_IMPORTED])
-    forkserver.ensure_running()
-    return context
-
-
 class Workers:
-    """Processes that run trials.
+    """Trains trials side by side, and stops those that the study's pruner gives up.
 
     Args:
         trials: to run.
@@ -262,12 +205,10 @@ class Workers:
     """
 
     def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
-        self._trials, self._fit, self._context = trials, fit, context
-        self._search, self._plan = trials.search, trials.plan
-        self._num_done = len(trials.of(*DONE))
-        self._watch = Watch("trials", self._search.num_trials, self._num_done)
-        self._screen = StatusLines(self._show)
-        self._running: list[Running] = []
+        self._trials, self._search, self._plan = trials, trials.search, trials.plan
+        watch = Watch("trials", self._search.num_trials, len(trials.of(*DONE)))
+        self._processes = RunPool(context, fit, watch, self._search.metric)
+        self._running: dict[Path, Held] = {}  # by folder
         self._failures = 0
 
     def run(self, count: int) -> None:
@@ -276,21 +217,20 @@ class Workers:
         Raises:
             TrialsFail: if several in a row fail, or the first one cannot work.
         """
-        self._screen.open()
         try:
-            while self._fill(count):
-                ready = wait([one.connection for one in self._running], SECONDS_BETWEEN_SIGNS)
-                for running in [one for one in self._running if one.connection in ready]:
-                    self._hear(running)
-                for running in self._running:
-                    running.held.give_sign_if_due()
-        finally:
-            self._end_all()
-            self._screen.close()
-
-    def _show(self) -> None:
-        running = [one.run for one in self._running]
-        self._screen.show(self._watch.bars(self._num_done, running, self._screen.width))
+            with self._processes as processes:
+                while self._fill(count):
+                    for running, message in processes.heard(SECONDS_BETWEEN_SIGNS):
+                        held = self._running[running.run.folder.parent]
+                        if isinstance(message, Ended):
+                            self._end(held, running, message)
+                        else:
+                            self._answer(held, running, message)
+                    for held in self._running.values():
+                        held.give_sign_if_due()
+        finally:  # after an interruption or an error: they can be taken up again
+            for held in self._running.values():
+                self._trials.end(held, None)
 
     def _fill(self, count: int) -> bool:
         """Start trials; return whether any runs."""
@@ -300,80 +240,56 @@ class Workers:
                 break
             if held.is_taken_up:
                 print(f"trial {held.number}: taken up where it was interrupted", flush=True)
-            self._running.append(Running(held, *self._started(held, 0)))
-        self._num_done = len(self._trials.of(*DONE))
+            self._running[self._plan.folder(held.number)] = held
+            self._start(held)
+        self._processes.watch.done = len(self._trials.of(*DONE))
         return bool(self._running)
 
-    def _started(self, held: Held, number: int) -> tuple[BaseProcess, Connection, PlannedRun]:
-        run = self._plan.run(held.number, held.trial.params, self._plan.seeds[number])
-        own, other = self._context.Pipe()
-        arguments = (run, self._search.metric, other, self._fit, os.getcwd())
-        process = self._context.Process(target=train_run, args=arguments)
-        process.start()
-        other.close()  # else its end would not be noticed
-        return process, own, run
+    def _start(self, held: Held) -> None:
+        """Start the trial's next run."""
+        held.rounds, seed = 0, self._plan.seeds[len(held.values)]
+        self._processes.start(self._plan.run(held.number, held.trial.params, seed))
 
-    def _hear(self, running: Running) -> None:
-        try:
-            message = running.connection.recv()
-        except (EOFError, OSError):
-            running.process.join()
-            code = running.process.exitcode
-            message = Ended({}, f"its process ended with code {code}", "crash")
-        if isinstance(message, Ended):
-            running.connection.close()
-            running.process.join()
-            self._end(running, message)
-        else:
-            self._answer(running, message)
-
-    def _answer(self, running: Running, values: dict[int, float]) -> None:
-        trial = running.held.trial
-        running.told = values
-        number, value = running.rounds, values[max(values)]
+    def _answer(self, held: Held, running: Running, values: dict[int, float]) -> None:
+        held.rounds = max(values)
+        value = values[held.rounds]
         if not math.isfinite(value):
-            running.stopped = f"{self._search.metric} is {value} in round {number}"
-        elif running.is_first_run:
-            if number not in running.held.reported:  # before it was interrupted
-                trial.report(value, number)
-                running.held.reported.add(number)
-            if number != self._plan.num_rounds and trial.should_prune():
-                running.stopped = f"stopped after round {number}"
+            held.stopped = f"{self._search.metric} is {value} in round {held.rounds}"
+        elif (
+            not held.values
+        ):  # trials are stopped by their first run; others only count in the mean
+            if held.rounds not in held.reported:  # before it was interrupted
+                held.trial.report(value, held.rounds)
+                held.reported.add(held.rounds)
+            if held.rounds != self._plan.num_rounds and held.trial.should_prune():
+                held.stopped = f"stopped after round {held.rounds}"
         with suppress(OSError):  # it has died: that is heard next
-            running.connection.send(running.stopped is None)
+            running.connection.send(held.stopped is None)
 
-    def _end(self, running: Running, ended: Ended) -> None:
-        running.told = running.told or ended.values
-        if ended.failure is None and running.stopped is None and not running.told:
-            said = f"metric: the run has not logged {self._search.metric!r}"
-            ended = Ended({}, said, "setting")
-        if ended.failure is None and running.stopped is None:
-            if not is_finished(running.run):
-                seconds = round(time.monotonic() - running.began, 1)
-                save_state(running.run, {"seconds": seconds, "values": running.told})
-            running.values.append(self._value(running.told))
-            if len(running.values) < len(self._plan.seeds):
-                started = self._started(running.held, len(running.values))
-                running.process, running.connection, running.run = started
-                running.began, running.told = time.monotonic(), {}
+    def _end(self, held: Held, running: Running, ended: Ended) -> None:
+        if ended.failure is None and held.stopped is None:
+            kept: Any = state_of(running.run)["values"]
+            values = {int(number): value for number, value in kept.items()}
+            held.values.append(self._value(values))
+            if len(held.values) < len(self._plan.seeds):
+                self._start(held)
                 return
-        self._running.remove(running)
-        self._note(running, ended)
-
-    def _note(self, running: Running, ended: Ended) -> None:
-        """Tell the study how a trial has ended."""
-        held, rounds = running.held, running.rounds
+            held.rounds = max(values)
+        del self._running[self._plan.folder(held.number)]
         if ended.failure is not None and ended.cause != "training":
-            self._fail(running, ended)
-            return
-        self._failures = 0
-        reason = ended.failure or running.stopped
-        if reason is not None:
-            self._trials.end(held, TrialState.PRUNED, rounds=rounds, reason=reason)
+            self._fail(held, ended)
         else:
-            values = running.values
-            mean = sum(values) / len(values)
-            self._trials.end(held, TrialState.COMPLETE, mean, rounds=rounds, values=values)
+            self._note(held, ended.failure or held.stopped)
+
+    def _note(self, held: Held, reason: str | None) -> None:
+        """Tell the study how a trial has ended."""
+        self._failures = 0
+        if reason is not None:
+            self._trials.end(held, TrialState.PRUNED, rounds=held.rounds, reason=reason)
+        else:
+            mean = sum(held.values) / len(held.values)
+            known = {"rounds": held.rounds, "values": held.values}
+            self._trials.end(held, TrialState.COMPLETE, mean, **known)
         study, done = self._trials.study, len(self._trials.of(*DONE))
         one = study.trials[held.number]
         is_best = reason is None and study.best_trial.number == held.number
@@ -381,8 +297,8 @@ class Workers:
         text = f"{text}: {shown_values(one.params, self._plan.names)}"
         print(in_lines(text, sys.stdout), flush=True)
 
-    def _fail(self, running: Running, ended: Ended) -> None:
-        held, reason = running.held, str(ended.failure)
+    def _fail(self, held: Held, ended: Ended) -> None:
+        reason = str(ended.failure)
         self._trials.end(held, TrialState.FAIL, reason=reason)
         self._failures += 1
         print(f"trial {held.number} failed: {reason}", flush=True)
@@ -397,15 +313,3 @@ class Workers:
         if self._search.value == "last":
             return values[max(values)]
         return (max if self._search.mode == "max" else min)(values.values())
-
-    def _end_all(self) -> None:
-        """End what still runs, after an interruption or an error; it can be taken up again."""
-        for running in self._running:
-            running.connection.close()  # nobody hears it: it ends after its round
-        for running in self._running:
-            running.process.join(_SECONDS_TO_END)
-            if running.process.is_alive():
-                running.process.kill()
-                running.process.join()
-            self._trials.end(running.held, None)
-        self._running = []

@@ -19,18 +19,16 @@ from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort, UniformCohort
-from fl_lightning.engines import Speedup
-from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName, EngineOptions
+from fl_lightning.engines import SPEEDUPS, Speedup
+from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
-    as_aggregator,
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
@@ -49,14 +47,16 @@ _RANGES = {
     **dict.fromkeys(("local_steps", "local_epochs", "clients_per_group"), "at least 1"),
     "min_replies": "at least 1 client",
     "client_memory_gb": "at least 0 and finite",
+    "slots": "at least 1 client at once",
+    "spot_check": "in [0, 1]",
 }
+_ADVICE = {"spot_check": ": it is the fraction of clients that are trained both ways"}
 
 
 class Options:
     """The options of a federation; attributes hold what was given, or what None stands for.
 
     Attributes:
-        execution: how clients are to be trained.
         parts: traits of what was given, by option and class.
         client_privacy: privacy of clients, if that was asked for.
         example_privacy: privacy of their examples, if that was asked for.
@@ -72,7 +72,7 @@ class Options:
         personal: Personalisation | None = None,
         updates: list[Transform | ErrorFeedback] | None = None,
         download: list[Transform] | None = None,
-        aggregator: Aggregator | RobustRule | None = None,
+        aggregator: Aggregator | None = None,
         privacy: Privacy | ExampleDP | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | RecordedArrivals | None = None,
@@ -178,7 +178,8 @@ class Options:
         self.handed: list[Stage] = []  # by other callbacks, for one fit
         self.clients_side: Callable[..., Any] | None = None  # where clients are elsewhere
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
-        self.engine, self.slots, self.spot_check = engine, slots, spot_check
+        self.engine: EngineName = engine
+        self.slots, self.spot_check = slots, spot_check
         self.pad_batches = pad_batches
         self.speedups = None if speedups is None else tuple(speedups)
         self.clients_per_group = clients_per_group
@@ -188,6 +189,8 @@ class Options:
         self.seed = run_seed(seed)
         if asynchronous is not None:  # who calibrates a mask, e.g.
             self.cohort = UniformCohort(size=asynchronous.buffer_size)
+        if self.example_privacy is not None:
+            self.engine = "sequential"  # it has a local step of its own
         if not local_steps and not local_epochs:
             self.local_epochs = 1
 
@@ -196,11 +199,17 @@ class Options:
         raise_together(
             self._check_pairs,
             *(
-                partial(check_range, f"federation: {name}", getattr(self, name), allowed)
+                partial(
+                    check_range,
+                    f"federation: {name}",
+                    getattr(self, name),
+                    allowed,
+                    _ADVICE.get(name, ""),
+                )
                 for name, allowed in _RANGES.items()
             ),
             partial(check_seed, "federation", seed),
-            self._asked_for,
+            self._check_speedups,
             self._check_privacy,
             partial(check_together, self.parts),
             partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
@@ -222,17 +231,13 @@ class Options:
         if self.privacy is not None and self.asynchronous is None:
             self.privacy.check_cohort(self.cohort)
 
-    def _asked_for(self) -> EngineOptions:
-        return EngineOptions(
-            self.engine, self.slots, self.speedups, self.spot_check, self.pad_batches
-        )
-
-    @property
-    def execution(self) -> EngineOptions:
-        """How clients are to be trained."""
-        if self.example_privacy is not None:  # it has a local step of its own
-            return EngineOptions("sequential")
-        return self._asked_for()
+    def _check_speedups(self) -> None:
+        given = self.speedups or ()
+        if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):
+            raise ConfigurationError(
+                f"federation: speedups must be some of {', '.join(SPEEDUPS)}, each once, or null "
+                f"to have them measured, got {list(given)}"
+            )
 
     @property
     def clients_remember(self) -> bool:
@@ -270,7 +275,7 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
     if cohort is not None:
         given.append(("cohort", cohort, cohort.traits))
     if options.aggregator is not None:
-        given.append(("aggregator", options.aggregator, as_aggregator(options.aggregator).traits))
+        given.append(("aggregator", options.aggregator, options.aggregator.traits))
     if options.asynchronous is not None:
         given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
     if options.devices is not None:

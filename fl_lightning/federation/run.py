@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.memory import RunMemory
+from fl_lightning.federation.checkpoints.files import RunMemory
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.plan import LocalWork, WorkPlan

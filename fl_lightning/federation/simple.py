@@ -35,7 +35,6 @@ from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer
 from fl_lightning.updates.path import Step
 
@@ -85,7 +84,7 @@ class SimpleFederation:
         updates: Sequence[Step] = (),
         cohort: Cohort | None = None,
         local_epochs: int = 1,
-        aggregator: Aggregator | RobustRule | None = None,
+        aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer = fedavg_optimizer,
         seed: int = 0,
     ) -> None:

@@ -184,7 +184,7 @@ def _clients_per_group(
     cohort = options.cohort.expected_size(len(data.clients))
     by_hand = not module.automatic_optimization  # never in slots
     if not by_hand and trains_in_large_groups(
-        options.execution, module, trainer.strategy.root_device, rounds * cohort * per_client
+        options.engine, module, trainer.strategy.root_device, rounds * cohort * per_client
     ):
         return cohort
     interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round

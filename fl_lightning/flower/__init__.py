@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.flower.channel import Channel, Lost
     from fl_lightning.flower.transport.apps import make_client_app, make_server_app
+    from fl_lightning.flower.transport.channel import Channel, Lost
 
 __all__ = ["Channel", "Lost", "make_client_app", "make_server_app"]
 
 _HOMES = {
-    "Channel": "fl_lightning.flower.channel",
-    "Lost": "fl_lightning.flower.channel",
+    "Channel": "fl_lightning.flower.transport.channel",
+    "Lost": "fl_lightning.flower.transport.channel",
     "make_client_app": "fl_lightning.flower.transport.apps",
     "make_server_app": "fl_lightning.flower.transport.apps",
 }

@@ -35,6 +35,7 @@ from fl_lightning.core.plain_json import (
     check_whole,
     shown,
 )
+from fl_lightning.flower.class_paths import Refused
 from fl_lightning.flower.documents import (
     Number,
     Options,
@@ -44,7 +45,6 @@ from fl_lightning.flower.documents import (
     document_of,
     read_document,
 )
-from fl_lightning.flower.rules.class_paths import Refused
 
 __all__ = [
     "CATEGORIES",

@@ -4,19 +4,30 @@ What is opened is to the bit what a simulated round takes for arrived: both side
 `UpdatePath` and `Broadcast`.
 
 A `whole model` has frozen parameters as well, which orders to train leave out, and a mask.
+
+States of logged torchmetrics objects travel from sites to the server, where they are pooled: so a metric is that
+of all clients' examples together, and not a mean of metrics. A state that is a list holds what examples gave (predictions, labels): it stays at its site, and the metric is missing then.
+
+`constants_digest`: frozen weights and constants in buffers do not travel, and must be the same on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from fl_lightning.client.local_training import LocalTrainer
+from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.metrics import pool
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
@@ -250,3 +261,119 @@ def of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+log = logging.getLogger(__name__)
+OPTION = "logged"
+_PREFIX = "stage/metrics/"
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Sums of a site's metrics, as they leave it.
+
+    Attributes:
+        logged: name, name per epoch and place in the module of each.
+        states: by place, each by name.
+    """
+
+    logged: list[list[str]]
+    states: dict[str, dict[str, Tensor]]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states as they travel."""
+        return {
+            f"{_PREFIX}{place}/{name}": tensor.detach().cpu()
+            for place, state in self.states.items()
+            for name, tensor in state.items()
+        }
+
+
+def taken_sums(
+    collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
+) -> MetricSums:
+    """Return what a site's clients have logged since the last call, and reset the objects.
+
+    Args:
+        collector: of what they log.
+        module: in which the objects are.
+        allows: whether a metric of a name may leave.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    logged: list[list[str]] = []
+    places = {id(child): path for path, child in module.named_modules()}
+    for name, metric in collector.metrics.items():
+        epoch_name, place = collector.epoch_names[name], places.get(id(metric))
+        state: dict[str, Any] = dict(metric.metric_state)
+        if place is None or not all(isinstance(value, Tensor) for value in state.values()):
+            log.warning("metric %s stays here: it holds what single examples gave", name)
+        elif allows(epoch_name):
+            states[place] = {key: value.clone() for key, value in state.items()}
+            logged.append([name, epoch_name, place])
+    collector.collect_metrics()
+    return MetricSums(logged, states)
+
+
+def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
+    """Return what a site has told of metrics, if it fits the module's objects.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for entry in logged if isinstance(logged, list) else [None]:
+        name, _, place = _texts(entry, 3)
+        if place not in metrics:
+            raise ValueError("what it has logged is no metric of the module")
+        ours: dict[str, Any] = dict(metrics[place].metric_state)
+        found = {state: tensors.get(f"{_PREFIX}{place}/{state}") for state in ours}
+        for state, value in ours.items():
+            told = found[state]
+            if told is None or (told.shape, told.dtype) != (value.shape, value.dtype):
+                raise ValueError(f"the state {state} of its metric {name} does not fit")
+        states[place] = found  # type: ignore[assignment]
+    return MetricSums(logged, states)
+
+
+def _texts(entry: Any, number: int) -> list[str]:
+    """Return a list of so many texts.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    texts = [part for part in entry if isinstance(part, str)] if isinstance(entry, list) else []
+    if len(texts) != number or texts != entry:
+        raise ValueError("what it has logged is no metric of the module")
+    return texts
+
+
+def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module) -> None:
+    """Give the module's objects the examples of all sites."""
+    all_of_them = list(sums)
+    for name, epoch_name, place in sorted({tuple(e) for each in all_of_them for e in each.logged}):
+        collector.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
+    for place in sorted({place for each in all_of_them for place in each.states}):
+        states = [each.states[place] for each in all_of_them if place in each.states]
+        pool(module.get_submodule(place), states)  # type: ignore[arg-type]
+
+
+def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
+    """Return a SHA-256 of a module's numbers that neither travel nor are a client's own.
+
+    A site whose frozen backbone came from another file would train another model, without a word.
+
+    Args:
+        module: that trains.
+        local: knows what travels and what clients have for themselves.
+    """
+    elsewhere = {*local.space.names, *local.buffers.names, *local.own.names}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        if name not in elsewhere and tensor.is_floating_point():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

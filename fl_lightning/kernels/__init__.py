@@ -8,6 +8,12 @@ from fl_lightning.kernels.layers import (
     reason_against_direct_layers,
 )
 from fl_lightning.kernels.masked_sgd_step import sgd_in_one_pass
+from fl_lightning.kernels.random_rounding import (
+    keys_below,
+    places_from,
+    rounded_at_random,
+    rounds_in_one_pass,
+)
 from fl_lightning.kernels.sort_columns import sorted_columns
 
 __all__ = [
@@ -15,9 +21,13 @@ __all__ = [
     "LEAST_STDDEV",
     "Forwards",
     "direct_layers",
+    "keys_below",
     "other_forwards",
+    "places_from",
     "reason_against_direct_layers",
+    "rounded_at_random",
     "rounded_gaussian",
+    "rounds_in_one_pass",
     "sgd_in_one_pass",
     "sorted_columns",
 ]

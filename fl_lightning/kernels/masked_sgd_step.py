@@ -9,19 +9,18 @@ takes longer than a dense step of all entries. The kernel is in `one_pass.c`, se
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.kernels.c_library import c_library
+from fl_lightning.kernels.c_library import c_function, c_library
 
 SOURCE = Path(__file__).parent / "c" / "masked_sgd_step.c"
 _NAMES = {torch.float32: "sgd_float32", torch.float64: "sgd_float64"}
-_POINTERS, _NUMBERS = [ctypes.c_void_p] * 4, [ctypes.c_double] * 4
+_FLAG, _NUMBERS = ctypes.c_int, [ctypes.c_double] * 4
+_TYPES = (*[ctypes.c_void_p] * 4, ctypes.c_int64, *_NUMBERS, _FLAG, _FLAG)
 
 
 def sgd_in_one_pass(
@@ -50,12 +49,11 @@ def sgd_in_one_pass(
         ...     assert p.tolist() == [1.0, 1.5]
     """
     grad = param.grad
-    if grad is None or not _fit(param, grad, active, buffer):
+    if grad is None or isinstance(group["lr"], Tensor) or not _fit(param, grad, active, buffer):
         return False
-    kernel = _kernel(param.dtype)
-    if kernel is None or isinstance(group["lr"], Tensor):
+    if param.dtype not in _NAMES or c_library(SOURCE) is None:
         return False
-    kernel(
+    c_function(SOURCE, (), _NAMES[param.dtype], *_TYPES)(
         param.data_ptr(),
         grad.data_ptr(),
         active.data_ptr(),
@@ -96,14 +94,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.is_contiguous()
     )
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
-    library = c_library(SOURCE) if dtype in _NAMES else None
-    if library is None:
-        return None
-    kernel: Any = getattr(library, _NAMES[dtype])
-    kernel.argtypes = [*_POINTERS, ctypes.c_int64, *_NUMBERS, ctypes.c_int, ctypes.c_int]
-    kernel.restype = None
-    return kernel  # type: ignore[no-any-return]

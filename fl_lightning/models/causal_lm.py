@@ -18,6 +18,7 @@ hash; another base is refused.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
 import inspect
@@ -25,11 +26,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,6 +42,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models.schedule import Schedule, scheduled
 
 IGNORED = -100  # label of tokens that are not predicted
+ANSWERS = "answers.csv"  # in a run's folder: answers to prompts, after every validation
 _BASE = "frozen_base"  # its place in checkpoints
 _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -89,6 +93,8 @@ class CausalLM(LightningModule):
         four_bit: load the base in 4 bits (QLoRA's NF4), with bitsandbytes.
         dtype: of the base's numbers; ``auto`` is as it was saved. Adapters are in float32.
         gradient_checkpointing: compute activations twice instead of keeping them.
+        prompts: texts whose answers are written after every validation into ``answers.csv`` beside the
+            logs, into TensorBoard and the report; they need a data module with a ``tokenizer``.
         seed: seed of random weights of a configuration.
         optimizer: makes the optimizer of what trains; AdamW with rate 2e-4 and no decay if None.
         schedule: schedule of the learning rate over rounds; constant if None.
@@ -116,6 +122,7 @@ class CausalLM(LightningModule):
         four_bit: bool = False,
         dtype: _Dtype = "auto",
         gradient_checkpointing: bool = False,
+        prompts: list[str] | None = None,
         seed: int = 0,
         optimizer: OptimizerCallable | None = None,
         schedule: Schedule | None = None,
@@ -142,6 +149,7 @@ class CausalLM(LightningModule):
             if id(parameter) in originals and not parameter.requires_grad
         }
         self._changed: set[str] = set()
+        self._prompts = list(prompts or [])
         self._optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.0)
         self._schedule = schedule
         self.perplexities = nn.ModuleDict({s: Perplexity() for s in ("fit", "val", "test")})
@@ -182,6 +190,39 @@ class CausalLM(LightningModule):
         perplexity.update(loss, count)
         values = {f"{stage}/loss": loss, f"{stage}/perplexity": perplexity}
         self.log_dict(values, prog_bar=True, batch_size=int(count), sync_dist=True)
+
+    def setup(self, stage: str) -> None:
+        """Raise ConfigurationError if there are prompts, and the data module has no tokenizer."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self._prompts and getattr(data, "tokenizer", None) is None:
+            raise ConfigurationError(
+                "CausalLM: prompts need a data module with a tokenizer, as that of Completions: leave "
+                "prompts out, or give the data module an attribute tokenizer"
+            )
+
+    def on_validation_epoch_end(self) -> None:
+        """Write the answers to the prompts."""
+        folder = self.trainer.log_dir if self._prompts and self.loggers else None  # all must ask
+        if folder is None or self.trainer.sanity_checking or not self.trainer.is_global_zero:
+            return
+        tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        rows = []
+        for prompt in self._prompts:
+            text = f"{tokenizer.bos_token or ''}{prompt}"
+            tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+            answer = self.answer(tokens.to(self.device))
+            rows.append([prompt, tokenizer.decode(answer, skip_special_tokens=True)])
+        path = Path(folder, ANSWERS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerows([["round", "prompt", "answer"]] * is_new)
+            table.writerows([self.current_epoch + 1, *row] for row in rows)
+        shown = "\n\n".join(f"**{prompt}** {answer}" for prompt, answer in rows)
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("val/answers", shown, self.global_step)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> list[Tensor]:
         """Return greedy answers of at most 64 tokens, one per prompt."""

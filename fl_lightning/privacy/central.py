@@ -33,7 +33,6 @@ from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import (
     AdaptiveClip,
-    quantile_noise,
     update_noise_multiplier,
 )
 
@@ -108,7 +107,8 @@ class CentralDP(Privacy):
         noise = self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of))
         bits_stddev = None
         if self.adaptive_clip is not None:
-            bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
+            bits_stddev = self.adaptive_clip.bits_stddev
+            bits_stddev = sampling.expected / 20 if bits_stddev is None else bits_stddev
         accountant = self._accountant(sampling, noise)
         return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev, run)
 

@@ -148,11 +148,6 @@ class PrivateMean(PrivateAggregator):
         self._counts.copy_(state["counts"])
 
 
-def quantile_noise(bits_stddev: float | None, expected: float) -> float:
-    """Standard deviation of the noise on a count; a twentieth of the cohort if None is given."""
-    return expected / 20 if bits_stddev is None else bits_stddev
-
-
 def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> float:
     """Noise multiplier of the updates, z_Δ ≥ z, so that updates and count together cost as much as z.
 

@@ -112,7 +112,7 @@ class ResultsTable(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember what is evaluated."""
+        """Remember the checkpoint that is evaluated."""
         self._origin.note(trainer, pl_module, checkpoint)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

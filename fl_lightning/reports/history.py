@@ -99,7 +99,7 @@ class History:
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
     def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:
-        """Return what all clients of a round sent or received, by what it is for.
+        """Bytes that all clients of a round sent or received, by purpose.
 
         Args:
             way: ``up`` or ``down``.

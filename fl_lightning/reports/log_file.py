@@ -28,7 +28,6 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import begin_round, run_folder
 from fl_lightning.reports.layout import DETAIL, ConsoleFormatter, FileFormatter
 from fl_lightning.reports.progress import RoundProgressBar, round_line
-from fl_lightning.reports.screen import table
 
 _ADVERTISEMENT = "💡 Tip"
 
@@ -71,7 +70,7 @@ _NOISE = re.compile(
 
 
 class ForTheScreen(logging.Filter):
-    """Lets a screen have what is said of this run, and keeps details for the log file."""
+    """Lets messages about this run onto the screen, and keeps details for the log file."""
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
@@ -163,7 +162,7 @@ class RunLog(Callback):
         """Open the file, and write the model's layers."""
         self._open(trainer)
         if trainer.is_global_zero:
-            self._write(logging.INFO, f"layers\n{_layers(pl_module)}")
+            self._write(logging.INFO, f"layers\n{summarize(pl_module, max_depth=2)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue in the file, and so in a test and a prediction."""
@@ -184,7 +183,7 @@ class RunLog(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Write what has ended the run."""
+        """Write the error that has ended the run."""
         told = "".join(traceback.format_exception(exception))
         self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
         self._close()
@@ -194,7 +193,7 @@ class RunLog(Callback):
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
-        """Open the run's file at its end; the first process writes there what was logged before."""
+        """Open the run's file at its end; the first process writes the earlier messages into it."""
         folder = folder_of(trainer)  # which processes agree on: all must ask
         if folder is None or self._handler is not None:
             return
@@ -277,16 +276,8 @@ def folder_of(trainer: Trainer) -> str | None:
     return folder if is_own else None
 
 
-def _layers(module: LightningModule) -> str:
-    """Return name, class and number of parameters of a module's parts and of theirs."""
-    summary = summarize(module, max_depth=2)
-    rows = zip(summary.layer_names, summary.layer_types, summary.param_nums, strict=True)
-    head = ("part", "class", "parameters")
-    return table(head, [[name, kind, f"{count:,}"] for name, kind, count in rows])
-
-
 def software() -> str:
-    """Versions of what a run depends on most."""
+    """Versions of the most important packages of a run."""
     found = [f"{name} {_version(name)}".strip() for name in ("fl-lightning", "lightning", "torch")]
     return ", ".join([*found, f"Python {platform.python_version()}"])
 

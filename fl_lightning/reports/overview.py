@@ -30,7 +30,7 @@ _MOST_STEPS_AHEAD = 20_000
 
 
 class RunOverview(Callback):
-    """Says what a fit's model, its federation and its machine are, and where it is written.
+    """Logs a fit's model, optimizer, federation, machine and folder.
 
     Beside what others say of themselves: the data (`PartitionReport`), the cost, the engine.
     """
@@ -137,7 +137,7 @@ def _model(module: LightningModule) -> Iterator[str]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield its class and what is not that class's default: options of several layers of YAML mix."""
+    """Yield an optimizer's class and its options that differ from the class's defaults."""
     yield type(optimizer).__name__
     known = inspect.signature(type(optimizer)).parameters
     for name in (name for name in optimizer.defaults if name in known):

@@ -78,7 +78,7 @@ class RoundProgressBar(ProgressBar):
         self.enable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to draw; in other processes, to keep out of what the first one draws."""
+        """Begin to draw; other processes begin to keep their output away from the bar."""
         self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
         if self._is_wanted:
             self._open()
@@ -157,7 +157,7 @@ class RoundProgressBar(ProgressBar):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the bar as it is, above what is said of the exception."""
+        """Leave the bar as it is, above the exception's message."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -199,7 +199,7 @@ class RoundProgressBar(ProgressBar):
             self._show()
 
     def _show(self) -> None:
-        """Show what is known; every second, so that a clock goes on while nothing ends."""
+        """Show the present counts; called every second, so that the clock moves on."""
         width, inner = self._screen.width, self._inner
         lines: list[RenderableType] = [] if self._run_bar is None else [self._run_bar]
         if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
@@ -331,18 +331,18 @@ def _length(words: Sequence[str]) -> int:
 
 
 def federation_of(trainer: Trainer) -> Federation | None:
-    """Return what makes a Trainer's epochs rounds, if anything does."""
+    """Federation among a Trainer's callbacks, None if there is none."""
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, Federation)), None)
 
 
 def unit(trainer: Trainer) -> str:
-    """Return what an epoch of a Trainer is called."""
+    """Name of a Trainer's epochs: ``round`` with a federation, else ``epoch``."""
     return "epoch" if federation_of(trainer) is None else "round"
 
 
 def metrics_in_order(trainer: Trainer) -> dict[str, float]:
-    """Return what checkpoints and early stopping watch, then what the module has in its bar.
+    """Metrics for the bar: those that checkpoints and early stopping watch, then the module's own.
 
     Only what the present round has measured: without a validation none of its metrics.
     """

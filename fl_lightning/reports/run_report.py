@@ -16,13 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import (
-    is_of_test,
-    keep_once,
-    logged_once,
-    own_run_folder,
-    run_folder,
-)
+from fl_lightning.federation import is_of_test, keep_once, logged_once, own_run_folder, run_folder
+from fl_lightning.models.causal_lm import ANSWERS
 from fl_lightning.reports.board import Charts, lay_out, show_results
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
@@ -31,7 +26,7 @@ from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.progress import federation_of
-from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, run_sections
+from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
 _CONFIG = "config.yaml"
@@ -74,7 +69,7 @@ class RunReport(Callback):
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move behind all callbacks but those that save: what they log of a round is kept with it."""
+        """Move behind all callbacks but those that save, so that a round has all their metrics."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [each for each in callbacks if isinstance(each, Checkpoint)]
         others = [each for each in callbacks if each not in saving and each is not self]
@@ -125,7 +120,7 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep TensorBoard from making charts of what is logged once."""
+        """Keep TensorBoard from making charts of numbers that are logged once."""
         self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -158,7 +153,7 @@ class RunReport(Callback):
             self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Make the page of what is in the run's folder; all processes call it."""
+        """Make the page of the files in the run's folder; all processes call it."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
@@ -196,7 +191,7 @@ class RunReport(Callback):
         append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
 
     def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
-        """Return what clients of the round have shown of themselves."""
+        """Metrics of the round's clients, as far as privacy lets them be known."""
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
             return {}
@@ -244,6 +239,10 @@ def write_report(folder: str | Path) -> Path:
         page.heading(section.title)
         page.text(section.caption)
         page.charts(section.charts, folder / FIGURES)
+    if len(answers := read_table(folder / ANSWERS)):
+        answers = answers.fillna("").drop_duplicates("prompt", keep="last")
+        page.heading("Answers of the language model")
+        page.table(list(answers.columns), answers.astype(str).to_numpy().tolist())
     page.heading("Numbers")
     _numbers(page, folder, history, once)
     if (folder / _CONFIG).exists():

@@ -29,7 +29,6 @@ from fl_lightning.reports.layout import is_terminal, width_of
 
 # The rest of the screen: rich itself clears lines or everything.
 _CLEAR_DOWN = Segments([Segment("\r\x1b[J", control=[(ControlType.CARRIAGE_RETURN,)])])
-_BETWEEN = "  "
 
 # One thread at a time moves the cursor, and none during a fork, after which the child could never
 # acquire the lock.
@@ -87,23 +86,18 @@ def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
     Example:
         >>> print(in_blocks(["", "loss", "accuracy"], [["a", "0.5", "0.9"]], 14))
-           loss
-        a   0.5
+          loss
+        a  0.5
         <BLANKLINE>
-           accuracy
-        a       0.9
+          accuracy
+        a      0.9
     """
-    first, *others = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    blocks: list[list[int]] = [[0]]
-    used = first
-    for column, needed in enumerate(others, 1):
-        used += len(_BETWEEN) + needed
-        if used > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-            used = first + len(_BETWEEN) + needed
-        blocks[-1].append(column)
-    parts = ([[line[c] for c in block] for line in (head, *rows)] for block in blocks)
-    return "\n\n".join(table(top, lines) for top, *lines in parts)
+    from pandas import DataFrame, Index  # half a second to import
+
+    columns = Index(head[1:], name=head[0] or None)
+    cells = DataFrame([row[1:] for row in rows], [row[0] for row in rows], columns)
+    lines = cells.to_string(line_width=width).splitlines()
+    return "\n".join(line.removesuffix("\\").rstrip() for line in map(str.rstrip, lines))
 
 
 def clear_leftovers() -> None:

@@ -12,7 +12,6 @@ Differs: most sensitive is what has moved most so far, which needs no client's d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -40,8 +39,9 @@ from fl_lightning.secure.encryption.encrypted_update import (
     most_sensitive,
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierSum
+from fl_lightning.secure.secure_sum import HiddenUpdates
 from fl_lightning.secure.simulation import add_seconds
-from fl_lightning.server.aggregator import Aggregator, check_whole
+from fl_lightning.server.aggregator import check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
 _MOVED = "moved"
@@ -99,7 +99,7 @@ class EncryptedSum:
 
 
 @final
-class EncryptedMean(Aggregator):
+class EncryptedMean(HiddenUpdates):
     """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
 
     All clients have the key, the server has not: no client may work with it. What is opened has noise of
@@ -132,8 +132,6 @@ class EncryptedMean(Aggregator):
         tensor([3.5000])
     """
 
-    exchanges = True
-
     def __init__(
         self,
         *,
@@ -160,15 +158,7 @@ class EncryptedMean(Aggregator):
                 f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
             )
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
-        self.protection_cost = ProtectionCost()
-        self._round_index = 0
-        self._adds: SumsAtSites | None = None
         self.terms = Terms(most_clients=2)
-
-    @property
-    @override
-    def protection(self) -> EncryptedMean:
-        return self
 
     @property
     def over_sites(self) -> EncryptedMean | None:
@@ -230,16 +220,12 @@ class EncryptedMean(Aggregator):
         return up + 4 * size // num_clients, up // num_clients
 
     @override
-    def start_round(self, round_index: int) -> None:
-        self._round_index = round_index
-
-    @override
     def open(self, like: Tensor) -> None:
         self._like, self._cost = like, ProtectionCost()
         self.protection_cost = ProtectionCost()
         self._total: EncryptedUpdate | None = None
         self._counted: dict[int, int] = {}  # examples by client
-        if self._adds is None:
+        if self._adds_at_sites is None:
             layout, most = self._layout(), self._most
             self._round: CKKSRound | PaillierRound
             if self._paillier is not None:
@@ -262,7 +248,7 @@ class EncryptedMean(Aggregator):
         """
         counted, began = min(update.num_examples, self.max_examples), time.process_time()
         self._counted[update.client_id] = counted
-        if self._adds is not None:  # which has it at its site
+        if self._adds_at_sites is not None:  # which has it at its site
             return
         check_whole(update, "EncryptedMean")
         try:
@@ -292,21 +278,6 @@ class EncryptedMean(Aggregator):
         values: npt.NDArray[np.float64] = (update.delta.detach().double().cpu() * share).numpy()
         return values
 
-    def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Encrypt updates at their sites, and open their sum there."""
-        self._adds = adds
-
-    @override
-    def sums(self) -> list[Tensor]:
-        return []  # there is one process
-
-    @override
-    def load_sums(self, sums: list[Tensor]) -> None:
-        return
-
-    def miss(self, clients: Iterable[int]) -> None:
-        """Do nothing: those who sent nothing are in no sum."""
-
     def close(self) -> Tensor:
         """Return the mean, of the sum that a client decrypts.
 
@@ -319,7 +290,11 @@ class EncryptedMean(Aggregator):
                 f"round {self._round_index}: {sent} client sent an update, whose mean would show it "
                 f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
             )
-        mean = self._mean_here() if self._adds is None else self._mean_at_sites(self._adds)
+        mean = (
+            self._mean_here()
+            if self._adds_at_sites is None
+            else self._mean_at_sites(self._adds_at_sites)
+        )
         return mean.to(self._like)
 
     def _mean_here(self) -> Tensor:
@@ -349,11 +324,3 @@ class EncryptedMean(Aggregator):
     def _forget_contexts(self) -> None:
         # they have threads; freed late, in a process forked meanwhile, they would wait for these
         vars(self).pop("_round", None)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # of no use without the keys, which no checkpoint has
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return

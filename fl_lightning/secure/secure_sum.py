@@ -192,23 +192,16 @@ class SecureSum:
         return cost.bytes_up[0], cost.bytes_down[0]
 
 
-class HiddenIntegers(Aggregator):
-    """Adds up the integers of one round after the other; a subclass says what they stand for.
-
-    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
-    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+class HiddenUpdates(Aggregator):
+    """Base of aggregators whose server sees no single update.
 
     Attributes:
         protection_cost: of the last round that was closed; of nothing while one is open.
         terms: of the run.
-        clients: whose vectors are in the open round.
-        memory: nothing is kept from round to round.
     """
 
-    exact = True
     exchanges = True
     terms: Terms
-    _secure_sum: SecureSum
     _round_index = 0
     _adds_at_sites: SumsAtSites | None = None
     protection_cost = ProtectionCost()  # each round has one of its own
@@ -217,6 +210,48 @@ class HiddenIntegers(Aggregator):
     @override
     def protection(self) -> Self:
         return self
+
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
+        """Add vectors up at their sites from now on."""
+        self._adds_at_sites = adds
+
+    @override
+    def start_round(self, round_index: int) -> None:
+        self._round_index = round_index
+
+    @override
+    def sums(self) -> list[Tensor]:
+        return []  # see `exchange`
+
+    @override
+    def load_sums(self, sums: list[Tensor]) -> None:
+        return
+
+    def miss(self, clients: Iterable[int]) -> None:
+        """Called before `close` with the clients of the cohort that sent no update."""
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+class HiddenIntegers(HiddenUpdates):
+    """Adds up the integers of one round after the other; a subclass says what they stand for.
+
+    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
+    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+
+    Attributes:
+        clients: whose vectors are in the open round.
+        memory: nothing is kept from round to round.
+    """
+
+    exact = True
+    _secure_sum: SecureSum
 
     @property
     @abstractmethod
@@ -258,14 +293,6 @@ class HiddenIntegers(Aggregator):
         secure_sum = self._secure_sum
         num_clients = max(num_clients, secure_sum.min_survivors or 0)
         return secure_sum.typical_bytes(self.sent_size(size), num_clients)
-
-    def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Add vectors at their sites."""
-        self._adds_at_sites = adds
-
-    @override
-    def start_round(self, round_index: int) -> None:
-        self._round_index = round_index
 
     @override
     def open(self, like: Tensor) -> None:
@@ -311,15 +338,7 @@ class HiddenIntegers(Aggregator):
         self._vectors = [ring.reduced(summed)] if self.clients else []
 
     @override
-    def sums(self) -> list[Tensor]:
-        return []  # see `exchange`
-
-    @override
-    def load_sums(self, sums: list[Tensor]) -> None:
-        return
-
     def miss(self, clients: Iterable[int]) -> None:
-        """Learn which clients of the cohort sent no vector: they dropped before it was due."""
         self._missing = sorted(clients)
 
     def total(self) -> RingIntegers:

@@ -131,8 +131,8 @@ class SumQuantiser:
         sent *= np.uint64(counted)
         return sent.astype(self.ring.dtype)
 
-    def sum(self, total: RingIntegers) -> tuple[Tensor, int]:
-        """Return Σ w x, float64 of shape (k,), and Σ w.
+    def mean(self, total: RingIntegers) -> Tensor:
+        """Return Σ w x / Σ w, float64 of shape (k,).
 
         Args:
             total: sum of at most ``num_clients`` encoded vectors, shape (k + 1,).
@@ -149,12 +149,7 @@ class SumQuantiser:
                 f"{total[:-1].max()}, above {counted * self.levels}"
             )
         values = total[:-1].astype(np.float64) * self.step - self.clip * counted
-        return torch.from_numpy(values), counted
-
-    def mean(self, total: RingIntegers) -> Tensor:
-        """Return Σ w x / Σ w, float64 of shape (k,)."""
-        values, counted = self.sum(total)
-        return values / counted
+        return torch.from_numpy(values) / counted
 
     def _remedy(self) -> str:
         needed = self.largest_sum.bit_length()

@@ -24,7 +24,6 @@ from fl_lightning.server.optimizers import FedAdagrad as FedAdagrad
 from fl_lightning.server.optimizers import FedAdam as FedAdam
 from fl_lightning.server.optimizers import FedLion as FedLion
 from fl_lightning.server.optimizers import FedYogi as FedYogi
-from fl_lightning.server.robust.collect import Collected as Collected
 from fl_lightning.server.robust.krum import Bulyan as Bulyan
 from fl_lightning.server.robust.krum import Krum as Krum
 from fl_lightning.server.robust.krum import MultiKrum as MultiKrum

@@ -90,11 +90,6 @@ class AdapterAggregator(KeptUpdates):
 
     @property
     @override
-    def reader(self) -> str:
-        return type(self).__name__
-
-    @property
-    @override
     def traits(self) -> Traits:
         return super().traits | _OF_ADAPTERS
 

@@ -24,7 +24,6 @@ from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.protected import NoiseShares, Protected
 from fl_lightning.server.robust.matrix import UpdateRows
-from fl_lightning.server.robust.rule import RobustRule
 
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
@@ -97,11 +96,6 @@ class Aggregator(ABC):
     @memory.setter
     def memory(self, values: dict[str, Tensor]) -> None:
         self._memory = values
-
-    @property
-    def robust_rule(self) -> RobustRule | None:
-        """The robust rule that it applies, if any."""
-        return None
 
     @property
     def protection(self) -> Protected | None:
@@ -294,9 +288,9 @@ class KeptUpdates(Aggregator):
     _rows: UpdateRows
 
     @property
-    @abstractmethod
     def reader(self) -> str:
         """Name of the class that reads the updates, for error messages."""
+        return type(self).__name__
 
     def add(self, update: ClientUpdate) -> None:
         """Keep one update.

@@ -41,7 +41,7 @@ from typing_extensions import override
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregator import Aggregator, KeptUpdates
-from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows, RowsAndOne
+from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, mean_and_std, squared_distances
 
 # Returns an attacker's random generator, by its client id
@@ -229,7 +229,7 @@ class _Collusion(ABC):
         """Yield the same vector for every attacker."""
         honest = sorted(set(range(len(rows))) - set(attackers))
         # without honest updates, those that the attackers would have sent honestly
-        known = ChosenRows(rows, honest) if honest else rows
+        known = chosen_rows(rows, honest) if honest else rows
         return repeat(self.vector(known, len(rows), len(attackers)), len(attackers))
 
 
@@ -296,7 +296,7 @@ class MinMax(_Collusion):
             away = -mean / max(np.linalg.norm(mean), np.finfo(mean.dtype).tiny)
         else:
             away = -np.sign(mean)
-        distances = squared_distances(RowsAndOne(honest, mean))
+        distances = squared_distances(rows_and_one(honest, mean))
         limit, to_mean = distances[:-1, :-1].max(), distances[:-1, -1]
         gamma = largest_step(away, along(honest, mean, away), to_mean, limit)
         moved: Floats = mean + mean.dtype.type(gamma) * away

@@ -4,7 +4,7 @@
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
 Buffers are not optimized: floating-point buffers become their mean weighted by examples, or what a
-robust rule makes of them, see `Collected`; integer buffers stay the server's. With a private
+robust rule makes of them; integer buffers stay the server's. With a private
 aggregator all buffers stay the server's.
 """
 
@@ -25,8 +25,6 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import new_mean
-from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.rule import RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 # Schedule of the server optimizer's learning rate, over rounds
@@ -49,7 +47,7 @@ class Server:
 
     Args:
         model: the initial global model.
-        aggregator: aggregator of the deltas, or a robust rule; the mean if None.
+        aggregator: aggregator of the deltas; the mean if None.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
         make_schedule: builds the schedule of its learning rate, which advances by one each round.
 
@@ -76,7 +74,7 @@ class Server:
     def __init__(
         self,
         model: GlobalModel,
-        aggregator: Aggregator | RobustRule | None = None,
+        aggregator: Aggregator | None = None,
         make_optimizer: ServerOptimizer = fedavg_optimizer,
         make_schedule: ServerSchedule | None = None,
     ) -> None:
@@ -267,11 +265,9 @@ class Server:
         self._mean_buffers.load_state_dict(state["buffers"])
 
 
-def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:
-    """Return the aggregator itself, `Mean` for None, or `Collected` for a robust rule."""
-    if given is None:
-        return Mean()
-    return Collected(given) if isinstance(given, RobustRule) else given
+def as_aggregator(given: Aggregator | None) -> Aggregator:
+    """Return the aggregator itself, or `Mean` for None."""
+    return Mean() if given is None else given
 
 
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:

@@ -22,6 +22,7 @@ read without a loop. Byte-wise variable-length integers take 8 bits an index or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,7 @@ def best_code(gaps: Integers) -> RiceCode:
     if not count:
         return RiceCode(0, 0, 0)
 
+    @cache
     def length(r: int) -> int:
         return count * (r + 1) + int((gaps >> r).sum())
 

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.kernels import rounded_at_random, rounds_in_one_pass
 from fl_lightning.updates.payload import (
     Block,
     Dense,
@@ -307,6 +308,9 @@ def _rounded(
     shift: float = 0.0,
 ) -> Tensor:
     """Return values / steps + shift, rounded at random; where a step is 0 so are the values."""
+    safe = per_member(torch.where(steps > 0, steps, 1.0), values.numel(), block)
+    if rounds_in_one_pass(values):
+        return rounded_at_random(values, safe, seed, limits, shift)
     generator = torch.Generator().manual_seed(seed)
 
     def code(part: Tensor, steps: Tensor) -> Tensor:
@@ -315,8 +319,7 @@ def _rounded(
         draws = torch.rand(len(part), generator=generator).to(part.device)
         return low.add_(draws < exact.sub_(low)).clamp_(*limits)
 
-    safe = torch.where(steps > 0, steps, 1.0)
-    return in_pieces(values, torch.int8, code, per_member(safe, values.numel(), block))
+    return in_pieces(values, torch.int8, code, safe)
 
 
 @final

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.kernels import keys_below, places_from
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import Shapes, Transform, checked_fraction, num_kept, only_dense
 
@@ -87,20 +88,17 @@ class TopK(Transform):
         if not kept:
             return payload
         sizes = values.abs()
-        least = _smallest_kept(sizes, kept)
-        indices = (sizes >= least).nonzero().flatten()
+        at = sizes.numel() - kept
+        if sizes.is_cpu:  # where NumPy's selection is vectorised, five times as fast
+            least = torch.from_numpy(np.partition(sizes.numpy(), at)[at : at + 1])
+        else:
+            least = sizes.kthvalue(at + 1).values
+        indices = places_from(sizes, least)
         if len(indices) > kept or not least:
             sure = (sizes > least).nonzero().flatten()
             ties = ((sizes == least) & (sizes > 0)).nonzero().flatten()[: kept - len(sure)]
             indices = torch.cat([sure, ties]).sort().values
-        return Sparse(indices, Dense(values[indices]), values.numel())
-
-
-def _smallest_kept(sizes: Tensor, kept: int) -> Tensor:
-    at = sizes.numel() - kept
-    if sizes.device.type == "cpu":  # where NumPy's selection is vectorised, five times as fast
-        return torch.from_numpy(np.partition(sizes.numpy(), at)[at : at + 1])
-    return sizes.kthvalue(at + 1).values
+        return Sparse(indices, Dense(values.index_select(0, indices)), values.numel())
 
 
 _AS_OPTION = Traits(
@@ -183,10 +181,7 @@ class RandomK(Transform):
             return torch.empty(0, dtype=torch.int64)
         # all but certainly the smallest are among those below a little more than their share
         share = min(1.0, kept / size + 8 * np.sqrt(kept) / size + 64 / size)
-        bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
-        keys = np.random.PCG64(seed).random_raw(size)
-        places = np.flatnonzero(keys <= bound)
-        small = keys[places]
+        places, small = keys_below(seed, size, min(2**64 - 1, int(share * 2**64)))
         largest = np.partition(small, kept - 1)[kept - 1]
         return torch.from_numpy(places[small <= largest][:kept])
 

@@ -300,7 +300,7 @@ _MEMORIES = Traits(
 @final
 @dataclass(frozen=True)
 class ErrorFeedback(UpdateStep):
-    """Has clients keep what transforms leave out, and send it later, see `with_memory`.
+    """Keeps at the client what transforms leave out, for its next update, see `with_memory`.
 
     Args:
         transforms: what compresses, in the order in which the client applies them.

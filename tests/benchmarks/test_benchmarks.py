@@ -32,8 +32,7 @@ SIZES = {
 }
 
 
-SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "W5", "U-lenet", "U-lenet5", "U-mlp")
-MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WORKLOADS]
+MARKED = [n if n == "U-logreg" else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS]
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -47,6 +46,26 @@ def test_federation_and_bare_loop_agree(name, monkeypatch):
     assert len(turns.ours) == len(turns.bare) == len(turns.bare_best) == rounds
     # of the largest change, which a step of this size computes in float32 to a few 1e-6
     assert 0 < turns.difference <= 5e-5
+    assert turns.engine.startswith("sequential") or "slots" in turns.engine
+
+
+@pytest.mark.parametrize(("num_rounds", "words"), [(1000, "compiled"), (10, "not compiled")])
+def test_a_row_says_whether_slots_are_compiled(num_rounds, words, monkeypatch):
+    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
+    monkeypatch.setattr("benchmarks.ours.LONG_RUN", num_rounds)  # 40 clients of a step and more
+    turns = measure("U-logreg", Options(rounds=1, scale=0.3, engine="slots"))
+    assert turns.engine == f"12 slots, {words}"
+
+
+@pytest.mark.parametrize(("name", "most"), [("T-mlp", 1e-5), ("T-transformer", 5e-5)])
+def test_slots_agree_with_the_loop_on_embeddings_and_attention(name, most, monkeypatch):
+    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
+    monkeypatch.setattr("benchmarks.ours.LONG_RUN", 10)
+    turns = measure(name, Options(rounds=1, scale=0.1, engine="slots"))
+    assert turns.engine == "2 slots, not compiled"
+    assert 0 < turns.difference <= most  # six layers of attention round more often
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 20), (0.1, 10), (3.0, 1)])

@@ -72,7 +72,7 @@ def fails(capsys, *args):
         (
             "--model.init_args.optimizer.init_args.lr",
             "-1",
-            r"model.init_args.optimizer.init_args.lr must be at least 0, got -1",
+            r"model.init_args.optimizer.init_args.lr must be at least 0 and finite, got -1",
         ),
         ("--model.class_path", "fl_lightning.NoSuchModel", "has no attribute 'NoSuchModel'"),
         ("--model.init_args.network", "vit_tinny", "no 'vit_tinny' in timm"),

@@ -32,7 +32,7 @@ from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whol
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data import IID, Digits
-from fl_lightning.flower.rules.class_paths import own_names
+from fl_lightning.flower.class_paths import own_names
 from fl_lightning.server import Median
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -186,7 +186,7 @@ class TestWithoutATerminal:
         for line in err.splitlines():
             assert line.split(" | ", 1)[1] in first
         assert "Seed set to 0" in first
-        assert re.search(r"network\.head +Linear +650", first)
+        assert re.search(r"network\.head +\| Linear +\| 650", first)
         assert first.count("results of the model") == 1
         _, err = self.run(tmp_path, "--trainer.max_epochs", "4", "--ckpt_path", "last")
         assert re.search(r"run: .*, resumed from .*/last.ckpt after round 3\n", err)

@@ -99,7 +99,7 @@ def test_others_are_refused_with_what_to_write(given, says):
         ({"speedups": "all"}, "speedups must be a list (each entry one of 'direct_layers', 'chan"),
         (
             {"aggregator": {"class_path": "Krum"}},
-            "aggregator must be an Aggregator or a RobustRule",
+            "aggregator must be an Aggregator or None",
         ),
         ({"attackers": {"fraction": 0.3}}, "attackers must be an Attackers or None, got {"),
         ({"devices": {"speeds": 1}}, "devices must be a Devices or a RecordedArrivals or None"),

@@ -8,10 +8,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.distributions import FloatDistribution, IntDistribution
 
 from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.space import Range, Search, read_parameters
+from fl_lightning.experiments.space import Parameter, Search, read_parameters
 from fl_lightning.experiments.study import ask, sampler_of
 from fl_lightning.experiments.sweep_plan import place_of, plan_search, short_names, with_values
 
@@ -50,12 +51,10 @@ def test_ranges_and_choices_are_read():
             "e": {"choices": {"off": None, "on": {"class_path": "my.Median"}}},
         }
     )
-    assert found["a"] == Range(1, 9, step=2)
-    assert found["a"].is_whole
-    assert found["b"] == Range(1.0, 2.5)
-    assert not found["b"].is_whole
-    assert list(found["c"].values) == ["x", None, True]
-    assert list(found["d"].values) == ["Krum", "Median"]
+    assert found["a"].distribution == IntDistribution(1, 9, step=2)
+    assert found["b"].distribution == FloatDistribution(1.0, 2.5)
+    assert list(found["c"].choices) == ["x", None, True]
+    assert list(found["d"].choices) == ["Krum", "Median"]
     assert found["e"].value_of("on") == {"class_path": "my.Median"}
 
 
@@ -96,13 +95,12 @@ def test_all_problems_of_a_space_are_told_at_once():
     log=st.booleans(),
 )
 def test_a_grid_lies_in_its_range_and_is_one_of_optunas(low, ratio, points, log):
-    own = Range(low, low * ratio, log=log, points=points)
-    grid = own.grid("x")
+    distribution = FloatDistribution(low, low * ratio, log=log)
+    grid = Parameter(distribution, points=points).grid("x")
     assert len(grid) == (1 if ratio == 1 else points)
     assert grid[0] == low
     assert grid == sorted(grid)
-    assert points == 1 or grid[-1] == own.high
-    distribution = own.distribution()
+    assert points == 1 or grid[-1] == distribution.high
     assert all(distribution._contains(distribution.to_internal_repr(one)) for one in grid)
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from optuna.trial import TrialState, create_trial
 
-from fl_lightning.experiments.space import Choices, Range
+from fl_lightning.experiments.space import read_parameters
 from fl_lightning.experiments.study import (
     cells,
     draw_importance,
@@ -22,7 +22,7 @@ from fl_lightning.experiments.study import (
 from fl_lightning.experiments.sweep_plan import Plan, short_names
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
-PARAMETERS = {LR: Range(1e-3, 1.0, log=True), STEPS: Choices({1: 1, 4: 4})}
+PARAMETERS = read_parameters({LR: {"low": 1e-3, "high": 1.0, "log": True}, STEPS: [1, 4]})
 NAMES = short_names([*PARAMETERS])
 
 
@@ -37,7 +37,7 @@ def quiet_optuna():
 def study_of(trials, direction="maximize"):
     """Make a study of (state, value, lr, steps)."""
     study = optuna.create_study(direction=direction)
-    distributions = {path: one.distribution() for path, one in PARAMETERS.items()}
+    distributions = {path: one.distribution for path, one in PARAMETERS.items()}
     for number, (state, value, lr, steps) in enumerate(trials):
         stopped = state == TrialState.PRUNED
         study.add_trial(

@@ -33,7 +33,6 @@ from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
-from fl_lightning.federation.clients.engine_options import EngineOptions
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.clients.in_slots import SlotEngine
 from fl_lightning.federation.clients.spot_check import (
@@ -497,7 +496,7 @@ class TestCost:
     @pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
     def test_a_fraction_is_one(self, fraction):
         with pytest.raises(ConfigurationError, match=r"spot_check must be in \[0, 1\]"):
-            EngineOptions(spot_check=fraction)
+            Federation(spot_check=fraction)
 
 
 def trained(delta, buffers=(), own=(), own_start=(), **metrics):

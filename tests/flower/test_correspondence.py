@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.transport.channel import Lost
 
 RUN, CONFIGURATION = "a" * 32, "b" * 64
 

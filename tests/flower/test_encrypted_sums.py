@@ -17,9 +17,9 @@ from fl_lightning.flower.messages import Answer, Failure, Order, OrderRefused, c
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server import sums as server_sums
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.greeting import SiteFacts
 from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound
 from fl_lightning.flower.site.sums import SiteSums
-from fl_lightning.flower.site_facts import SiteFacts
 from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,

@@ -14,9 +14,8 @@ from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
 from flwr.supercore.task_identity import TaskIdentity
 
-from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.network.gate import make_gate
-from fl_lightning.flower.transport.carried import packed, unpacked
+from fl_lightning.flower.transport.channel import Lost, packed, unpacked
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE, GridChannel, turn
 
 

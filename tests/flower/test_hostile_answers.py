@@ -10,10 +10,10 @@ from flower.site_processes import configuration, last, over_network, three_sites
 from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer, MessageError
-from fl_lightning.flower.site_facts import SiteFacts, facts_of
+from fl_lightning.flower.server.greeting import SiteFacts, facts_of
+from fl_lightning.flower.transport.channel import Lost
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 from benchmarks.echo import serve_echo
 from fl_lightning.flower.network.certificates import make_site_key
 from fl_lightning.flower.network.folder import SiteFolder, make_network
-from fl_lightning.flower.network.serving import free_port, serving, site_supervised
+from fl_lightning.flower.network.serving import free_port, serving, site_programs
 from fl_lightning.flower.network.supervision import Supervisor
 
 LOCAL, SECONDS = "127.0.0.1", 180
@@ -56,7 +56,7 @@ def served(network):
 @contextlib.contextmanager
 def joined(network, said):
     """Have its site run."""
-    programs = site_supervised(SiteFolder.read(network.site("a")), said.append, process=ECHO)
+    programs = site_programs(SiteFolder.read(network.site("a")), said.append, process=ECHO)
     with Supervisor(programs) as supervisor, supervisor.in_background():
         yield
 

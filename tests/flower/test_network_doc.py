@@ -17,11 +17,11 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from readme import ROOT
 
 from fl_lightning.cli.commands import parser_of
-from fl_lightning.flower.channel import CATEGORIES as LOST
+from fl_lightning.flower.class_paths import DEFAULT
+from fl_lightning.flower.layers import SHARED, SHARED_TRAINER
 from fl_lightning.flower.messages import CATEGORIES
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.rules.class_paths import DEFAULT
-from fl_lightning.flower.rules.layers import SHARED, SHARED_TRAINER
+from fl_lightning.flower.transport.channel import CATEGORIES as LOST
 
 PAGE = (ROOT / "docs" / "network.md").read_text()
 SECURE = (ROOT / "docs" / "secure.md").read_text()  # which has commands of a network, too

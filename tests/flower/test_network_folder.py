@@ -27,7 +27,7 @@ from fl_lightning.flower.network.folder import (
     make_network,
     parse_address,
 )
-from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.policy import read_policy
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from lightning.pytorch import Callback
 from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.rules.class_paths import DEFAULT, FROM_SERVER, checked
-from fl_lightning.flower.rules.layers import not_shared, shared_part
-from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.class_paths import DEFAULT, FROM_SERVER, checked
+from fl_lightning.flower.layers import not_shared, shared_part
+from fl_lightning.flower.policy import Policy, Refused, read_policy
 from fl_lightning.flower.site.ledger import PrivacyBudget
 
 SITE = {"name": "hospital_a", "clients": {3: 0, 4: 1}, "socket": "s", "memory": "m"}

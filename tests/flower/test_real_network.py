@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("flwr")
 
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.following import carry_out
-from fl_lightning.flower.network.serving import NodeEnds, site_supervised
+from fl_lightning.flower.network.serving import NodeEnds, site_programs
 from fl_lightning.flower.network.supervision import Supervisor
+from fl_lightning.flower.transport.apps import write_app
 
 pytestmark = pytest.mark.slow
 
@@ -146,12 +146,12 @@ def test_who_is_not_let_in_is_told_why():
             f"name: b\nserver: {running.sites[0].server}\nclients: [0]\nsocket: {name}/s/socket\n"
         )
         (other / "ca.crt").write_bytes((running.network.server / "ca.crt").read_bytes())
-        with Supervisor(site_supervised(SiteFolder.read(other), said.append)) as supervisor:
+        with Supervisor(site_programs(SiteFolder.read(other), said.append)) as supervisor:
             assert supervisor.watch(lambda: bool(said), 60)
         assert "does not let b in: its key is not registered there" in said[0]
         said.clear()
         (other / "key").write_bytes((running.sites[0].folder / "key").read_bytes())
-        with Supervisor(site_supervised(SiteFolder.read(other), said.append)) as supervisor:
+        with Supervisor(site_programs(SiteFolder.read(other), said.append)) as supervisor:
             assert supervisor.watch(lambda: bool(said), 60)
         assert "with the same key is" in said[0]
         assert isinstance(NodeEnds(SiteFolder.read(other), print), NodeEnds)

@@ -17,8 +17,8 @@ from flower.site_processes import (
 )
 
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.flower.class_paths import DEFAULT
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.secure.protocol.session import ProtocolStage
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}

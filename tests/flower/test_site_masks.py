@@ -13,7 +13,7 @@ from fl_lightning import CentralDP, Federation, LocalDP, Mean, PoissonCohort
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.network.server import _check_calibration
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.memory import RunMemory
+from fl_lightning.federation.checkpoints.files import RunMemory
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefused, digest
 from fl_lightning.flower.packing import (

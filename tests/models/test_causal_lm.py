@@ -1,6 +1,9 @@
 """Causal language models: means over tokens, adapters alone in checkpoints, refusals in a sentence."""
 
+import csv
 import math
+from html import escape
+from itertools import product
 
 import pytest
 import torch
@@ -9,9 +12,18 @@ for module in ("peft", "datasets"):
     pytest.importorskip(module)
 
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing import event_accumulator
 from tiny_llama import LLAMA, ROWS, dataset, make_tokenizer, negative_log_likelihoods
+from torch.utils.data import DataLoader
 
-from fl_lightning import ClientEvaluation, ConfigurationError, FederatedDataModule, Federation
+from fl_lightning import (
+    ClientEvaluation,
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    RunReport,
+)
 from fl_lightning.data import Completions, NaturalPartition
 from fl_lightning.models import CausalLM
 
@@ -251,3 +263,31 @@ class TestCompletions:
             ready(Completions(**given))
         for word in words:
             assert word in str(caught.value)
+
+
+def test_answers_to_prompts_are_in_the_table_the_board_and_the_report(tmp_path):
+    prompts = ["a red", "the"]
+    data = FederatedDataModule(source(val_fraction=0.3), num_clients=2, seed=0)
+    module = model(prompts=prompts)
+    logger = TensorBoardLogger(tmp_path, "", "run")
+    federation = Federation(local_steps=1, seed=0)
+    quiet = {**QUIET, "logger": logger, "enable_checkpointing": False}
+    trainer = Trainer(**quiet, callbacks=[federation, RunReport()], max_epochs=2)
+    trainer.fit(module, datamodule=data)
+    with (tmp_path / "run" / "answers.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["round"], row["prompt"]) for row in rows] == [*product("12", prompts)]
+    tokenizer = data.tokenizer
+    tokens = tokenizer(f"{tokenizer.bos_token}the", add_special_tokens=False)["input_ids"]
+    answer = module.answer(torch.tensor(tokens))
+    assert rows[-1]["answer"] == tokenizer.decode(answer, skip_special_tokens=True)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"<td>the</td><td>{escape(rows[-1]['answer'])}</td>" in page
+    board = event_accumulator.EventAccumulator(str(tmp_path / "run"))
+    board.Reload()
+    assert "val/answers/text_summary" in board.Tags()["tensors"]
+
+
+def test_prompts_need_a_tokenizer():
+    with pytest.raises(ConfigurationError, match="prompts need a data module with a tokenizer"):
+        Trainer(**QUIET).validate(model(prompts=["the"]), DataLoader([]), verbose=False)

@@ -144,7 +144,7 @@ def test_nothing_but_the_sum_of_those_who_are_named_is_opened(three, ckks_keys, 
         (server.sum([sent[0]] * 3), senders),
         (total, [replace(senders[0], client=7), *senders[1:]]),
         (total, [replace(senders[0], nonce=bytes(16)), *senders[1:]]),
-        (total, [replace(senders[0], fewest=1), *senders[1:]]),
+        (total, [replace(senders[0], fewest=3), *senders[1:]]),
     ]
     for message, named in wrong:
         with pytest.raises(MessageError, match="not the sum of what clients"):

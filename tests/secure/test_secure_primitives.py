@@ -13,17 +13,23 @@ from fl_lightning.secure.entropy import seeded_entropy, system_entropy
 from fl_lightning.secure.protocol.keys import (
     CHUNK,
     AgreementKey,
+    Directory,
     ForgedError,
     SigningKey,
     add_pad,
-    check_signature,
-    pad,
     seal,
+    signed_content,
     unseal,
 )
-from fl_lightning.secure.protocol.session import SparseGraph, neighbours, neighbours_of
+from fl_lightning.secure.protocol.session import Session, SparseGraph, neighbours, neighbours_of
 from fl_lightning.secure.protocol.shamir import PRIME, combine, split
 from fl_lightning.secure.ring import Ring
+
+
+def pad(key, count, ring):
+    total = np.zeros(count, ring.dtype)
+    add_pad(total, key, ring)
+    return ring.reduced(total)
 
 
 def test_pads_are_the_keystream_of_rfc_8439():
@@ -100,13 +106,15 @@ def test_private_keys_are_not_shown():
 @given(st.integers(0, 8 * 26 - 1))
 def test_a_changed_box_or_signature_is_seen(bit):
     box = bytearray(seal(b"k" * 32, b"ten bytes!", b"c", sender=1, receiver=2))
-    signature = bytearray(SigningKey(b"k" * 32).sign(b"content"))
+    session = Session(run="demo", round_index=0, num_clients=4, size=1, threshold=3)
+    key = SigningKey(b"k" * 32)
+    signature = bytearray(key.sign(signed_content(session, "keys", 1, b"content")))
     for changed in (box, signature):
         changed[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ForgedError, match="from client 1 to client 2 is forged"):
         unseal(b"k" * 32, bytes(box), b"c", sender=1, receiver=2)
-    with pytest.raises(ForgedError, match="the signature of it is wrong"):
-        check_signature(SigningKey(b"k" * 32).public, bytes(signature), b"content", "it")
+    with pytest.raises(ForgedError, match="the signature of client 1's keys is wrong"):
+        Directory({1: key.public}).check(session, "keys", 1, b"content", bytes(signature))
 
 
 def test_ed25519_signs_as_in_rfc_8032():

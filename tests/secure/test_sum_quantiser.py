@@ -105,7 +105,7 @@ def test_bad_updates_and_sums_are_refused():
         quantiser.encode(torch.tensor([1.0]), 0, draws())
     for total in ([], [0, 0], [0, 7], [13, 3]):
         with pytest.raises(ValueError, match="no sum"):
-            quantiser.sum(np.array(total, np.uint32))
+            quantiser.mean(np.array(total, np.uint32))
 
 
 @given(st.integers(1, 64), st.lists(st.integers(0, 2**64 - 1), max_size=40))

@@ -24,7 +24,6 @@ from fl_lightning.server.attacks import (
     hidden_deviations,
 )
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
 from fl_lightning.server.robust.rule import Median
 
@@ -111,12 +110,12 @@ class TestForged:
         assert play(ipm, [2.0, 4.0]) == pytest.approx(-3.0)
 
     def test_noise_differs_between_rounds(self):
-        aggregator = Forged(Collected(Median()), GaussianNoise(1.0), [0], 0)
+        aggregator = Forged(Median(), GaussianNoise(1.0), [0], 0)
         assert len({play(aggregator, [0.0], index) for index in (0, 1, 2)}) == 3
         assert play(aggregator, [0.0], 1) == play(aggregator, [0.0], 1)
 
     def test_what_the_rule_remembers_is_the_aggregators(self):
-        aggregator = Forged(Collected(CentredClipping(1.0)), SignFlip(), [], 0)
+        aggregator = Forged(CentredClipping(1.0), SignFlip(), [], 0)
         aggregator.memory = {}
         assert [play(aggregator, [4.0]), play(aggregator, [4.0])] == [1.0, 2.0]
         assert aggregator.memory["centre"].tolist() == [2.0]
@@ -136,7 +135,7 @@ class TestAttackers:
 
     def test_who_is_trusted_must_be_honest(self):
         with pytest.raises(ConfigurationError, match=r"spared to \[0\]"):
-            Attackers(fraction=1.0, forge=SignFlip()).wrap(Collected(FLTrust(0)), 4)
+            Attackers(fraction=1.0, forge=SignFlip()).wrap(FLTrust(0), 4)
 
     @pytest.mark.parametrize("fraction", [-0.1, 1.5])
     def test_the_fraction_has_a_range(self, fraction):

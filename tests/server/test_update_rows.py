@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.robust import matrix as update_rows
-from fl_lightning.server.robust.matrix import ChosenRows, MixedRows, RowsAndOne, UpdateRows
+from fl_lightning.server.robust.matrix import UpdateRows, chosen_rows, mixed_rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, products, sorted_sum, squared_distances
 
 MATRIX = np.random.default_rng(0).standard_normal((7, 5000)).astype(np.float32)
@@ -133,14 +133,14 @@ def test_near_rows_are_told_apart(spread, origin):
 
 def test_views_are_rows():
     rows = rows_of(MATRIX)
-    chosen = ChosenRows(rows, [5, 1, 2])
+    chosen = chosen_rows(rows, [5, 1, 2])
     assert (whole(chosen) == MATRIX[[5, 1, 2]]).all()
     assert (np.concatenate([b.copy() for _, b in chosen.blocks([2])], 1) == MATRIX[[2]]).all()
     assert chosen.client_ids == [5, 1, 2]
-    mixed = MixedRows(rows, np.ones((2, 7)) / 7)
+    mixed = mixed_rows(rows, np.ones((2, 7)) / 7)
     np.testing.assert_allclose(whole(mixed)[1], MATRIX.mean(0), atol=1e-5)
     assert (len(mixed), mixed.num_examples.tolist()) == (2, [13.0, 13.0])
-    longer = RowsAndOne(rows, np.ones(5000))
+    longer = rows_and_one(rows, np.ones(5000))
     assert whole(longer)[7].tolist() == [1.0] * 5000
     assert (len(longer), longer.num_columns) == (8, 5000)
     assert not np.isnan(whole(longer)).any()

@@ -167,6 +167,7 @@ def octets(*values):
 
 A_DENSE, SPARSE = dense(rng(), 4, FLOAT32), payload(rng(), 40, FLOAT32, 5)
 THREE_BITS, WITH_OFFSETS = quantised(rng(), 5, 3), quantised(rng(), 5, 8, None, True)
+CODES = {"bits": 3, "count": 5}  # what is said of the first
 NO_INDEX = payload(rng(), 40, FLOAT32, 0)
 
 
@@ -198,53 +199,21 @@ class TestRefusals:
             (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be a vector of torch.int64"),
             (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
             (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in their only form"),
-            (
-                A_DENSE,
-                {"metrics": ["a", "a"]},
-                {"metrics": torch.ones(2).double()},
-                "not in its only form",
-            ),
             (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "only form"),
             (A_DENSE, {"metrics": []}, {}, "only form"),
             (A_DENSE, {"params": 5}, {}, "must be a mapping"),
             (A_DENSE, {"code": 1}, {}, "has 'code', which is not known"),
             (A_DENSE, {"space": None}, {}, "has no space"),
             *(
-                (
-                    dense(rng(), 4, dtype),
-                    {},
-                    {"params": torch.tensor([0, 0, bad, 0], dtype=dtype)},
-                    "must be finite",
-                )
-                for dtype in FLOATS
-                for bad in (float("inf"), float("nan"))
+                (dense(rng(), 1, dtype), {}, {"params": torch.tensor([bad], dtype=dtype)}, "finite")
+                for dtype, bad in zip(FLOATS, [torch.inf, torch.nan] * 2, strict=True)
             ),
-            (
-                THREE_BITS,
-                {"params": {"bits": 1, "count": 5}},
-                {},
-                "5 codes of 1 bits do not fill 2",
-            ),
-            (THREE_BITS, {"params": {"bits": 9, "count": 5}}, {}, "bits must be .* at most 8"),
-            (THREE_BITS, {"params": {"bits": 3, "count": 5, "block": 0}}, {}, "block must be"),
-            (
-                THREE_BITS,
-                {"params": {"bits": 3, "count": 5, "block": [4]}},
-                {},
-                "blocks of 4 numbers in all, got 5",
-            ),
-            (
-                THREE_BITS,
-                {"params": {"bits": 3, "count": 5, "block": 2}},
-                {},
-                "scales must be 3 numbers",
-            ),
-            (
-                THREE_BITS,
-                {"params": {"bits": 3, "count": 5, "x": 2}},
-                {},
-                "'x', which is not known",
-            ),
+            (THREE_BITS, {"params": CODES | {"bits": 1}}, {}, "5 codes of 1 bits do not fill 2"),
+            (THREE_BITS, {"params": CODES | {"bits": 9}}, {}, "bits must be .* at most 8"),
+            (THREE_BITS, {"params": CODES | {"block": 0}}, {}, "block must be"),
+            (THREE_BITS, {"params": CODES | {"block": [4]}}, {}, "blocks of 4 numbers .* got 5"),
+            (THREE_BITS, {"params": CODES | {"block": 2}}, {}, "scales must be 3 numbers"),
+            (THREE_BITS, {"params": CODES | {"x": 2}}, {}, "'x', which is not known"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([-1.0])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([torch.nan])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([3.4e38])}, "numbers beyond"),

@@ -73,6 +73,29 @@ def test_what_is_sent_can_be_encoded_and_is_a_function_of_the_seed(transform, si
     assert again.shape == values.shape
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        QSGD(8),
+        QSGD(1),
+        QSGD(4, block=7),
+        QSGD(3, norm="l2"),
+        Affine(8),
+        Affine(5, block=64),
+        RandomK(0.1),
+        TopK(0.1),
+    ],
+    ids=lambda transform: transform.name,
+)
+@pytest.mark.parametrize("seed", [1, 2**63 + 2**32 + 3])
+def test_a_c_compiler_changes_no_bit(transform, seed, monkeypatch):
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    values[::5] = 1.5  # ties
+    found = transform.on_client(Dense(values), seed).to_dense()
+    monkeypatch.setattr("fl_lightning.kernels.random_rounding.c_library", lambda *_: None)
+    assert torch.equal(found, transform.on_client(Dense(values), seed).to_dense())
+
+
 @pytest.mark.parametrize("transform", ALL, ids=lambda transform: transform.name)
 def test_zeros_and_constants_stay_finite(transform):
     for constant in (0.0, 3.0, -1e-30):

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.modules import head_names
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.masks.mask import Mask, some
@@ -118,11 +118,7 @@ class WhatMoves:
 
 
 def masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
-    """Return a Trainer's optimizer.
-
-    Raises:
-        ConfigurationError: if it is none that keeps to a mask, with the one to use.
-    """
+    """Return a Trainer's optimizer, or raise ConfigurationError if it keeps to no mask."""
     optimizers = trainer.optimizers
     if len(optimizers) == 1 and isinstance(optimizers[0], MaskedOptimizer):
         return optimizers[0]
@@ -136,15 +132,10 @@ def masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
 
 
 def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> list[str]:
-    """Return the names of the modules that are the head.
-
-    Args:
-        module: any.
-        head_name: as the user says; None asks timm's `get_classifier`.
-        is_needed: whether a module without a known head is an error.
+    """Return the names of the modules that are the head; timm's `get_classifier` tells if no name is given.
 
     Raises:
-        ConfigurationError: if there is no such module, or nobody can tell.
+        ConfigurationError: if there is no such module, or nobody can tell and the head is needed.
     """
     known = [name for name, _ in module.named_modules() if name]
     if head_name is not None and head_name not in known:
@@ -168,34 +159,21 @@ def check_options(
     mask_file: str | None,
     per_client: bool,
 ) -> None:
-    """Refuse options out of range.
-
-    Raises:
-        ConfigurationError: with all of them.
-    """
-    issues = []
-    if max_examples is not None and max_examples < 1:
-        issues.append(f"max_examples must be at least 1, got {max_examples}; leave it out for all")
-    if every_n_rounds is not None and every_n_rounds < 1:
-        issues.append(
-            f"every_n_rounds must be at least 1, got {every_n_rounds}; leave it out to keep the "
-            "first mask"
-        )
+    """Raise ConfigurationError if an option is out of range."""
+    check_range(
+        "MaskCalibration: max_examples", max_examples, "at least 1", "; leave it out for all"
+    )
+    keep = "; leave it out to keep the first mask"
+    check_range("MaskCalibration: every_n_rounds", every_n_rounds, "at least 1", keep)
     if per_client and (every_n_rounds is not None or mask_file is not None):
-        issues.append(
-            "with per_client every client finds its mask once: leave out every_n_rounds and "
-            "mask_file"
+        raise ConfigurationError(
+            "MaskCalibration: with per_client every client finds its mask once: leave out "
+            "every_n_rounds and mask_file"
         )
-    if issues:
-        raise ConfigurationError("MaskCalibration: " + "; ".join(issues))
 
 
 def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
-    """Refuse processes in step, and a federation that starts before its mask is known.
-
-    Raises:
-        ConfigurationError: with the order or the setting that works.
-    """
+    """Raise ConfigurationError for several processes, or a federation that starts before its mask."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     federation = federation_of(trainer)
     if federation is None:
@@ -214,11 +192,7 @@ def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:
-    """Refuse a module without logits to score.
-
-    Raises:
-        ConfigurationError: if it has no forward, and sensitivity no function of its own for logits.
-    """
+    """Raise ConfigurationError for a module without forward, if a sensitivity scores its logits."""
     scoring = getattr(sensitivity, "scoring", None)
     uses_forward = sensitivity is None or getattr(scoring, "logits", None) is module_logits
     if uses_forward and not is_overridden("forward", module, LightningModule):

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from fl_lightning.callbacks.calibration.owners import (
+from fl_lightning.callbacks.calibration.scores import (
     ExampleOwners,
     example_owners,
     own_share,

@@ -25,12 +25,13 @@ from fl_lightning.callbacks.calibration.apply import (
     heads_of,
     masked_optimizer,
 )
-from fl_lightning.callbacks.calibration.client_masks import ClientMasks, tell_client_masks
 from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
 from fl_lightning.callbacks.calibration.mask_report import (
+    ClientMasks,
     calibration_bytes,
     head_bytes,
     report_mask,
+    tell_client_masks,
 )
 from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
@@ -97,6 +98,8 @@ class MaskCalibration(Callback):
         seed: of all draws, each a function of (seed, version, round, client); None is the run's.
 
     Attributes:
+        scores: how entries are scored.
+        per_client: whether every client has a mask of its own.
         mask: the present one, on the CPU; None before a fit. Of a fit in several processes on CPUs
             it stays with them: read the file or the checkpoint. With ``per_client`` what the
             clients' masks lie in: everything that they may cover.
@@ -157,7 +160,7 @@ class MaskCalibration(Callback):
             "the head fitted to clients' examples": not isinstance(head, str),
         }
         self.unprotected = " and ".join(what for what, is_shown in shown.items() if is_shown)
-        self._scores = OwnerScores(
+        self.scores = OwnerScores(
             sensitivity=sensitivity,
             cohort=cohort,
             max_examples=max_examples,
@@ -167,7 +170,7 @@ class MaskCalibration(Callback):
         self._head, self._head_name = head, head_name
         self._every_n_rounds = every_n_rounds
         self._mask_file = mask_file
-        self._per_client = per_client
+        self.per_client = per_client
         self._sums_elsewhere: SumsElsewhere | None = None
         self._clients: ClientMasks | None = None
         self._is_claimed = False
@@ -191,7 +194,7 @@ class MaskCalibration(Callback):
     @property
     def has_curves(self) -> bool:
         """True if masks are found during the run, not only at its start."""
-        return self._every_n_rounds is not None or self._per_client
+        return self._every_n_rounds is not None or self.per_client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
@@ -200,16 +203,16 @@ class MaskCalibration(Callback):
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
             check_callbacks(trainer, self)
             if self._plan is not None and self._plan.chosen_rule.needs_scores:
-                check_forward(pl_module, self._scores.sensitivity)
+                check_forward(pl_module, self.scores.sensitivity)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the mask and put it on the optimizer, ahead of the federation's own start."""
         self._moves = self.what_moves(trainer)
-        if self._per_client:
+        if self.per_client:
             plan = self._plan
             assert plan is not None
             self._clients = ClientMasks(
-                lambda client: self._scores.mask_of(trainer, plan, self._names(), client)
+                lambda client: self.scores.mask_of(trainer, plan, self._names(), client)
             )
         if self._saved:
             self._resume(trainer)
@@ -228,11 +231,6 @@ class MaskCalibration(Callback):
     # For a network, whose clients' examples are at sites.
 
     @property
-    def scores(self) -> OwnerScores:
-        """How entries are scored."""
-        return self._scores
-
-    @property
     def head_fit(self) -> HeadFit | None:
         """How the head is fitted; None if it is not."""
         return None if isinstance(self._head, str) else self._head
@@ -249,13 +247,8 @@ class MaskCalibration(Callback):
 
     def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
         """Calibrate on remote clients."""
-        self._scores = replace(self._scores, elsewhere=scores)
+        self.scores = replace(self.scores, elsewhere=scores)
         self._sums_elsewhere = sums
-
-    @property
-    def per_client(self) -> bool:
-        """True if every client has a mask of its own."""
-        return self._per_client
 
     def client_masks(self) -> ClientMasks | None:
         """Return what gives a client's mask; None if all have the same one.
@@ -363,11 +356,11 @@ class MaskCalibration(Callback):
         began = time.perf_counter()
         names = self._names()
         version = len(self.history)
-        mask = self._scores.mask(trainer, self._plan, names, version)
+        mask = self.scores.mask(trainer, self._plan, names, version)
         seconds = time.perf_counter() - began
         metrics = {**metrics, "calibration/seconds": seconds}
         if federation_of(trainer) is not None:
-            num_sent = self._scores.num_sent(trainer, self._plan, version)
+            num_sent = self.scores.num_sent(trainer, self._plan, version)
             metrics |= calibration_bytes(mask.num_entries, num_sent)
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 

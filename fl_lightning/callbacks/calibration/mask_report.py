@@ -7,21 +7,25 @@ Where clients find masks of their own, each tells its mask instead, see `ClientM
 
 Scores travel in single precision, sums for a head in double. None of it is among ``round/bytes_up``.
 In a central run nothing travels.
+
+A mask for every client: found on its own examples when it is first needed, kept, and reported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import log_figure, log_numbers, log_once, run_folder
+from fl_lightning.federation import Ranks, log_figure, log_numbers, log_once, run_folder
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.heads import FittedHead
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
-from fl_lightning.sparsity.masks.report import density_figure
+from fl_lightning.sparsity.masks.report import MaskCounts, density_figure
 
 
 def report_mask(
@@ -35,13 +39,8 @@ def report_mask(
 ) -> None:
     """Print, log and save a mask; to be called by all processes.
 
-    Args:
-        trainer: with the loggers.
-        mask: the mask.
-        version: its number.
-        words: what is said of it.
-        metrics: further numbers for the loggers; None for a mask of a resumed run, which they know.
-        is_one_of_many: whether masks are found anew during the run, so that their numbers are curves.
+    Loggers know the numbers of a resumed run's mask: ``metrics`` is None then. Where masks are found anew
+    during the run (``is_one_of_many``), their numbers are curves.
     """
     folder = run_folder(trainer)  # which processes agree on: all must ask
     rank_zero_info(words)
@@ -90,3 +89,94 @@ def head_bytes(trainer: Trainer, fitted: FittedHead) -> dict[str, float]:
     each = _DOUBLE * fitted.values_up
     total = each * fitted.rounds * int(np.count_nonzero(num_examples))
     return {"head/bytes_up": each, "head/total_bytes_up": total}
+
+
+class ClientMasks:
+    """Masks by client.
+
+    Args:
+        find: returns the mask of a client whose mask is not known yet.
+
+    Attributes:
+        counts: over the masks that all processes know.
+
+    Example:
+        >>> import torch
+        >>> masks = ClientMasks(lambda client: Mask({"weight": torch.arange(3) == client}))
+        >>> masks(1)["weight"].tolist(), sorted(masks.state_dict())
+        ([False, True, False], [1])
+    """
+
+    def __init__(self, find: Callable[[int], Mask]) -> None:
+        self._find = find
+        self._packed: dict[int, dict[str, Any]] = {}
+        self._new: list[int] = []
+        self.counts = MaskCounts()
+
+    def __call__(self, client: int) -> Mask:
+        """Return a client's mask, on the CPU."""
+        if client in self._packed:
+            return Mask.from_state_dict(self._packed[client])
+        mask = self._find(client)
+        self._packed[client] = mask.state_dict()
+        self._new.append(client)
+        return mask
+
+    def exchange(self, ranks: Ranks) -> int:
+        """Share the masks found by one process with all; called by all of them.
+
+        Returns:
+            the bytes of these masks, eight entries to one; 0 if nobody has found any.
+        """
+        num_bytes = 0
+        for found in ranks.gather({client: self._packed[client] for client in self._new}):
+            self._packed.update(found)
+            for packed in found.values():
+                self.counts.add(Mask.from_state_dict(packed))
+                num_bytes += sum(bits.numel() for bits in packed["bits"].values())
+        self._new = []
+        return num_bytes
+
+    def found(self) -> dict[int, Mask]:
+        """Return the masks found so far, by client."""
+        return {
+            client: Mask.from_state_dict(self._packed[client]) for client in sorted(self._packed)
+        }
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return all masks found so far, eight entries to a byte."""
+        return dict(self._packed)
+
+    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Restore these masks."""
+        self._packed, self.counts = dict(state), MaskCounts()
+        for mask in self.found().values():
+            self.counts.add(mask)
+
+
+def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
+    """Print and log what the masks found so far are together.
+
+    Args:
+        trainer: at the end of the last group of the round that found some.
+        counts: over all masks so far.
+        num_bytes: of the new ones: what their clients tell the server of them.
+    """
+    num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
+    has_pairs = counts.num_masks > 1
+    pairs = f"; two share {counts.overlap:.3g} of what either lets train" if has_pairs else ""
+    rank_zero_info(
+        f"masks of clients: {counts.num_masks:,} of {num_clients:,} found; of "
+        f"{counts.num_entries:,} maskable parameters each trains {counts.density:.4g}, all "
+        f"together {counts.union_density:.4g}{pairs}"
+    )
+    numbers = {
+        "mask/clients": float(counts.num_masks),
+        "mask/density": counts.density,
+        "mask/sparsity": 1 - counts.density,
+        "mask/union_density": counts.union_density,
+        "calibration/total_bytes_up": float(num_bytes),
+    }
+    if has_pairs:
+        numbers["mask/overlap"] = counts.overlap
+    log_numbers(trainer, numbers, step=trainer.global_step - 1)  # the server has stepped

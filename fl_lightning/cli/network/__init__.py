@@ -199,7 +199,7 @@ def run(
 
 def _own_modules(configuration: str) -> list[str]:
     """Modules of the current folder of which sites are to build classes."""
-    from fl_lightning.flower.rules.layers import shared_part
+    from fl_lightning.flower.layers import shared_part
 
     shared = yaml.safe_dump(shared_part(yaml.safe_load(configuration)))
     names = sorted(set(re.findall(r"class_path: (\w+)\.", shared)) - {"fl_lightning"})

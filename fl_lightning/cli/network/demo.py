@@ -119,7 +119,7 @@ def _own_layer(config: dict[str, Any]) -> str:
 
 @contextmanager
 def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
-    """Simulate in a process of its own; yield what waits for its end."""
+    """Simulate in a process of its own; yields a function that waits for its end."""
     file = folder / "run.yaml"
     file.write_text(configuration)
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]

@@ -20,24 +20,22 @@ from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
-from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import SCALED, check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import DataElsewhere
-from fl_lightning.flower.server.greeting import Counted, Greeting
-from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
+from fl_lightning.flower.server.elsewhere import SCALED, DataElsewhere, check_over_network
+from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
 from fl_lightning.flower.sums import check_encrypted
+from fl_lightning.flower.transport.apps import CONFIGURATION
+from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
-    """Train over the sites of a channel: what a server's app does.
+    """Train over the sites of a channel, as a server's app.
 
     Args:
         channel: to the sites.
@@ -85,7 +83,7 @@ class OverSites:
         self._stops: dict[str, Order] = {}
 
     def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
-        """Greet the sites, have the federation ask them, and return what stands for their data.
+        """Greet the sites, connect the federation to them, and return a stand-in for their data.
 
         Args:
             trainer: of the fit that is about to begin.
@@ -182,7 +180,7 @@ def run_server(
 
 
 def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
-    """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
+    """Refuse a calibration that would reveal hidden updates, or needs several exchanges."""
     if calibration is None:
         return
     if calibration.per_client:

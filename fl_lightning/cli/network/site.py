@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import WhatMoves
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.owners import clients_as_owners, scoring_context
-from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
@@ -31,14 +30,13 @@ from fl_lightning.federation import visiting
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
-from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
-from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
 from fl_lightning.flower.server.calibration import SUMS, VALUES
-from fl_lightning.flower.server.checks import of_transforms
+from fl_lightning.flower.server.elsewhere import of_transforms
+from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
-from fl_lightning.flower.site_facts import STAGES, SiteFacts
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.sparsity.heads import OneExchange
 
@@ -118,7 +116,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Say what this site has, and wait for the first order."""
+            """Send the facts of this site, and wait for the first order."""
             data = self.datamodule
             if problems := list(of_transforms(data)):
                 raise ConfigurationError("\n".join(problems))

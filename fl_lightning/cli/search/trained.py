@@ -213,7 +213,7 @@ def _files(given: Any) -> list[str]:
 def _check_space(path: str, run: Mapping[str, Any]) -> None:
     """Refuse another space than the checkpoint's, as far as its run's folder tells."""
     earlier = run_of(Path(path)) if Path(path).is_file() else None
-    found = [] if earlier is None else differences(earlier, run, ["model"])
+    found = [] if earlier is None else differences(earlier.config, run, ["model"])
     of_space = [text for text in found if text.startswith(_OF_SPACE)]
     if earlier is not None and of_space:
         raise ConfigurationError(

@@ -154,11 +154,16 @@ class Scaffold(Correction):
             return outcome.gradient()
         before = torch.zeros_like(outcome.delta) if memory is None else memory
         travel = torch.as_tensor(outcome.travel(), dtype=before.dtype, device=before.device)
-        renewed = outcome.delta / travel
-        renewed += before
-        if mean is not None:
-            renewed -= mean
-        return torch.where(travel == 0, before, renewed)
+        renewed = torch.empty_like(before)
+        common = before.new_zeros(1) if mean is None else mean
+        values = (renewed, outcome.delta, travel, before, common)
+        # piece by piece: what is written stays in a processor's cache until it is complete
+        size = 2**15 if before.is_cpu else max(1, len(before))
+        pieces = (value.expand_as(before).split(size) for value in values)
+        for new, moved, how_far, old, shared in zip(*pieces, strict=True):
+            torch.div(moved, how_far, out=new).add_(old).sub_(shared)
+        has_moved = before.is_cpu and bool(travel.all())
+        return renewed if has_moved else torch.where(travel == 0, before, renewed)
 
 
 @final

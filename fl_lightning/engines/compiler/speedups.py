@@ -15,7 +15,8 @@ rounding. Which of them pay depends on model, batch and machine: see `federation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -92,13 +93,11 @@ class FasterStep:
         """Return a batch in the layout that the model has."""
         return _channels_last(batch) if self._is_channels_last else batch
 
-    def _attention(self) -> AbstractContextManager[None]:
-        return _as_products() if self._has_math_attention else nullcontext()
-
     @contextmanager
     def forwards(self) -> Iterator[None]:
         """Replace forward passes by faster ones while the block runs."""
-        with other_forwards(self._forwards), self._attention():
+        attention = _as_products() if self._has_math_attention else nullcontext()
+        with other_forwards(self._forwards), attention:
             yield
 
     def step(self) -> None:
@@ -234,16 +233,9 @@ def _pool(layer: nn.MaxPool2d) -> Callable[[Tensor], Tensor]:
 
     def forward(value: Tensor) -> Tensor:
         result: Tensor = nn.MaxPool2d.forward(layer, value)
-        if isinstance(result, Tensor) and result.requires_grad and _is_channels_last(result):
-            result.register_hook(_in_channels_last)
+        has_image = isinstance(result, Tensor) and result.ndim == 4 and result.requires_grad
+        if has_image and result.is_contiguous(memory_format=torch.channels_last):
+            result.register_hook(partial(_laid_out, layout=torch.channels_last))
         return result
 
     return forward
-
-
-def _is_channels_last(value: Tensor) -> bool:
-    return value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
-
-
-def _in_channels_last(gradient: Tensor) -> Tensor:
-    return _laid_out(gradient, torch.channels_last)

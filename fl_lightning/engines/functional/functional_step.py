@@ -15,7 +15,13 @@ from torchmetrics import Metric
 
 from fl_lightning.client.state.tensors import memory_of
 from fl_lightning.engines.functional import CannotStack
-from fl_lightning.engines.functional.draws import Draw, DrawRecorder, DropoutWatch, ReplayedDraws
+from fl_lightning.engines.functional.draws import (
+    Draw,
+    DrawRecorder,
+    DropoutWatch,
+    ReplayedDraws,
+    small_attention,
+)
 from fl_lightning.engines.functional.metrics import (
     BatchValue,
     MetricCall,
@@ -102,7 +108,8 @@ class TrainingStep:
         before = own.get("log")
         own["log"] = self._log.log
         try:
-            with self.stand_ins.in_place(), other_forwards(self._forwards), attention:
+            stand_ins, forwards = self.stand_ins.in_place(), other_forwards(self._forwards)
+            with stand_ins, forwards, attention, small_attention():
                 yield
         finally:
             if before is None:

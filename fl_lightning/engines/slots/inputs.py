@@ -44,7 +44,8 @@ class _Rows:
             row.copy_(self.draw.again())
             return
         per_example = self.numbers.shape[2 + self.axis]
-        if self.axis == 0 and per_example == 1 and self._is_in_order:
+        is_in_order = self.draw.order == tuple(range(len(self.draw.shape)))
+        if self.axis == 0 and per_example == 1 and is_in_order:
             self.draw.into(row[:size].squeeze(1))
         else:
             shape = list(self.draw.shape)
@@ -53,10 +54,6 @@ class _Rows:
             row[:size].copy_(drawn.movedim(self.axis, 0))
         if size < len(row):  # padding repeats an example
             row[size:] = row[size - 1]
-
-    @property
-    def _is_in_order(self) -> bool:
-        return self.draw.order == tuple(range(len(self.draw.shape)))
 
 
 class DrawnRows:

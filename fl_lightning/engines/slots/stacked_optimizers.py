@@ -12,34 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, SparseSGDM
-
-
-class StackedRule(Protocol):
-    """How the parameters of one parameter group move."""
-
-    @property
-    def num_states(self) -> int:
-        """Tensors of state per parameter, which start at zero."""
-
-    def step(
-        self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return new values and state.
-
-        Args:
-            param: shape (G, …).
-            grad: shape (G, …).
-            state: of the same shape.
-            lr: learning rate, a scalar or of each client, shape (G, 1, …).
-            count: steps that each client has taken before this one, float64 of shape (G,).
-        """
 
 
 @dataclass(frozen=True)
@@ -57,15 +36,18 @@ class StackedSGD:
         """The momentum, if there is any."""
         return int(self.momentum != 0)
 
-    @property
-    def is_plain(self) -> bool:
-        """True if there is nothing but momentum and weight decay."""
-        return not (self.dampening or self.nesterov or self.maximize)
-
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return new values and momentum."""
+        """Return new values and momentum, each of shape (G, …).
+
+        Args:
+            param: shape (G, …).
+            grad: of the same shape.
+            state: the momentum, which starts at 0, of the same shape; empty if there is none.
+            lr: learning rate, a scalar or of each client, shape (G, 1, …).
+            count: steps that each client has taken before this one, float64 of shape (G,).
+        """
         grad = -grad if self.maximize else grad
         if self.weight_decay:
             grad = grad + self.weight_decay * param
@@ -96,7 +78,7 @@ class StackedAdam:
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return new values and moments."""
+        """Return new values and moments; see `StackedSGD.step`."""
         grad = -grad if self.maximize else grad
         if self.weight_decay and self.decoupled:
             param = param * (1 - lr * self.weight_decay)
@@ -108,6 +90,10 @@ class StackedAdam:
         first = state[0] + (1 - beta1) * (grad - state[0])
         second = beta2 * state[1] + (1 - beta2) * grad * grad
         return param - lr / bias1 * first / (second.sqrt() / bias2 + self.eps), [first, second]
+
+
+# How the parameters of one parameter group move.
+StackedRule = StackedSGD | StackedAdam
 
 
 def stacked_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> StackedRule | None:

@@ -69,7 +69,7 @@ def _named(
     if given not in ("last", "best"):
         run = run_of(Path(given))
         if run is not None and is_fit and not config.resume_changed:
-            refuse(run, differences(run, plain, sections))
+            refuse(run, differences(run.config, plain, sections))
         return run
     run = choose(_root(config), plain, sections, changed=config.resume_changed)
     if given == "last":

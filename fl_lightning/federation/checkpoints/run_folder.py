@@ -12,7 +12,7 @@ folders deep, where every logger of Lightning has its runs (``save_dir/name/vers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(named or by_time), None)
 
 
-def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[str]) -> list[str]:
-    """Return in words what a configuration has otherwise than a run, of what makes it that run."""
+def differences(then: Any, now: Any, sections: Iterable[str]) -> list[str]:
+    """Differences in some sections between an earlier configuration and one now, in words."""
     then, now = (
         {key: value for part in sections for key, value in _leaves(part, given.get(part))}
-        for given in (run.config, config)
+        for given in (then, now)
     )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     # of another class all options are others
@@ -160,7 +160,7 @@ def choose(
     """
     closest: tuple[EarlierRun, list[str]] | None = None
     for run in earlier_runs(root):
-        found = differences(run, config, sections)
+        found = differences(run.config, config, sections)
         if not found:
             return run
         if closest is None or len(found) < len(closest[1]):

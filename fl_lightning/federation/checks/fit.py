@@ -7,7 +7,7 @@ Told before it starts, all at once, with the way out. What an option may be is c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,7 +28,6 @@ from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.client_masks import OWN_MASKS, client_masks
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import as_aggregator
 
 _CALLBACKS = {
     callbacks.GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
@@ -95,7 +94,10 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
         averaging = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
-        if isinstance(callback, averaging) and _is_lightnings(callback.should_update):
+        is_lightnings = isinstance(callback, averaging) and (
+            callback.should_update.__module__.startswith("lightning.")
+        )
+        if is_lightnings:
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
@@ -133,10 +135,6 @@ def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether an optimizer goes up."""
     groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)
-
-
-def _is_lightnings(method: Callable[..., Any]) -> bool:
-    return method.__module__.startswith("lightning.")
 
 
 BY_HAND = Traits(
@@ -229,17 +227,15 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
         )
 
 
-def check_cohort_size(
-    most: int, min_replies: int, aggregator: Aggregator | RobustRule | None
-) -> None:
+def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None) -> None:
     """Refuse cohorts that can never be large enough."""
     if min_replies > most:
         raise ConfigurationError(
             f"federation.min_replies is {min_replies}, but a round has at most {most} "
             "clients: lower it, or raise the cohort's size"
         )
-    rule = as_aggregator(aggregator).robust_rule
-    if rule is not None and rule.min_updates > most:
+    rule = aggregator
+    if isinstance(rule, RobustRule) and rule.min_updates > most:
         raise ConfigurationError(
             f"federation.aggregator {rule} needs at least "
             f"{rule.min_updates} updates, but a round has at most {most}: raise the "
@@ -247,12 +243,10 @@ def check_cohort_size(
         )
 
 
-def check_trusted(
-    aggregator: Aggregator | RobustRule | None, cohort: Cohort, num_clients: int
-) -> None:
+def check_trusted(aggregator: Aggregator | None, cohort: Cohort, num_clients: int) -> None:
     """Refuse rounds without the client that `FLTrust` judges by, which would end the run."""
-    rule = as_aggregator(aggregator).robust_rule
-    if rule is None or rule.trusted_client is None:
+    rule = aggregator
+    if not isinstance(rule, RobustRule) or rule.trusted_client is None:
         return
     is_drawn = cohort.is_uniform or cohort.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -42,6 +43,7 @@ from fl_lightning.federation.clients.engine_options import (
     most_parameters,
 )
 from fl_lightning.federation.clients.in_slots import SlotEngine, raise_if_impossible
+from fl_lightning.federation.clients.spot_check import remark_of
 from fl_lightning.federation.clients.trial import (
     TrainOne,
     Trial,
@@ -64,6 +66,21 @@ _SHARE, _MOST_SECONDS = 0.02, 1.0
 _SHARE_OF_SPEEDUPS, _MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
 
 
+def pads(asked: bool | None, module: nn.Module) -> bool:
+    """Return whether smaller batches may be padded: as asked for, else the module's ``loss_is_mean``.
+
+    What a class says does not hold for a subclass with a ``training_step`` of its own.
+    """
+    if asked is not None:
+        return asked
+    for space in (vars(module), *map(vars, type(module).__mro__)):
+        if "loss_is_mean" in space:
+            return bool(space["loss_is_mean"])
+        if "training_step" in space:
+            break
+    return False
+
+
 class EngineChooser:
     """Chooses once in a run.
 
@@ -83,11 +100,11 @@ class EngineChooser:
     def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
         correction, personal = asked.correction, asked.personal
         self._trainer, self._local, self._step = run.trainer, run.local, run.step
-        self._options, self._accumulate = asked.execution, run.accumulate
+        self._options, self._accumulate = asked, run.accumulate
         self._stages, self._own_stages = stages, asked.stages
         self._stacking = StackedOptions(
             num_slots=1,
-            padded=self._options.pads(run.module),
+            padded=pads(asked.pad_batches, run.module),
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
@@ -134,7 +151,7 @@ class EngineChooser:
                 self._step.use(())
             why += self._remark(slots.stacking.direct)
             why += slots.remark(work, may_pad=self._options.pad_batches is not False)
-            why += self._options.spot_check_remark
+            why += remark_of(self._options.spot_check)
             rank_zero_info(f"engine: {slots.stacking.num_slots} slots, {why}")
         finally:
             metrics.put_back()
@@ -195,7 +212,7 @@ class EngineChooser:
         compiled = trial.num_steps >= SHORT_RUN_STEPS
         stacking = replace(
             trial.agreeing(self._stacking),
-            num_slots=self._options.num_slots or trial.slots_for(trial.work, compiled=compiled),
+            num_slots=self._options.slots or trial.slots_for(trial.work, compiled=compiled),
             compiled=compiled,
         )
         return SlotEngine(self._trainer, self._local, stacking), "as asked for"
@@ -217,14 +234,14 @@ class EngineChooser:
         began = time.perf_counter()
         stacking = trial.agreeing(self._stacking)
         fitting, share = trial.stackable(stacking)
-        number = self._options.num_slots or trial.slots_for(fitting, compiled=False)
+        number = self._options.slots or trial.slots_for(fitting, compiled=False)
         seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
         sample = sample_of(fitting, number, math.ceil(seconds / one))
         engine, in_slots = trial.seconds_in_slots(replace(stacking, num_slots=number), sample)
         left = num_steps * (min(one, in_slots) * share + one * (1 - share))
         if is_long := left >= COMPILED_SLOTS_SECONDS:
             rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
-            number = self._options.num_slots or trial.slots_for(fitting, compiled=True)
+            number = self._options.slots or trial.slots_for(fitting, compiled=True)
             stacking = replace(engine.stacking, num_slots=number, compiled=True)
             compiled, seconds = trial.seconds_in_slots(stacking, sample)
             if seconds < in_slots:

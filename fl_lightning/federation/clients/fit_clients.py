@@ -64,7 +64,7 @@ class FitClients:
             run.module, run.local, run.plan, run.collector, stages, run.step.counts
         )
         spot_check = SpotCheck(
-            options.execution.spot_check,
+            options.spot_check,
             run.module,
             run.collector,
             self._train_again,

@@ -99,6 +99,15 @@ def drawn(work: GroupWork, fraction: float) -> GroupWork:
     return work.where(numbers < fraction)
 
 
+def remark_of(fraction: float) -> str:
+    """Return how many clients are checked, for the line that says how they train."""
+    if fraction == 0:
+        return ", none of them checked (federation.spot_check: 0)"
+    if fraction == 1:
+        return ", every client is trained both ways as a check"
+    return f", one client in {1 / fraction:.0f} is trained both ways as a check"
+
+
 class SpotCheck:
     """Checks one group of clients after the other.
 

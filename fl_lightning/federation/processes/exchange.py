@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import pool
-from fl_lightning.federation.checkpoints.memory import Waiting
+from fl_lightning.federation.checkpoints.files import Waiting
 from fl_lightning.federation.processes.fork import ProcessTraceback, traceback_behind
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord

@@ -14,6 +14,7 @@ from fl_lightning.data.client_examples import Poison
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks import Forged, Forgery
+from fl_lightning.server.robust.rule import RobustRule
 
 _OF_ATTACKS = Traits(
     needs={Trait.SIMULATION: "are simulated only"},
@@ -104,8 +105,8 @@ class Attackers:
             ConfigurationError: if one of them is the client that the server trusts.
         """
         chosen = self.choose(num_clients)
-        rule = aggregator.robust_rule
-        if rule is not None and rule.trusted_client in chosen:
+        rule = aggregator
+        if isinstance(rule, RobustRule) and rule.trusted_client in chosen:
             raise ConfigurationError(
                 f"{type(rule).__name__} trusts client {rule.trusted_client}, which is one of the attackers: set "
                 f"attackers.spared to [{rule.trusted_client}]"

@@ -31,7 +31,6 @@ from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
-from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 # under which checkpoints hold what is no stage's
@@ -111,7 +110,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
 
 
 def run_aggregator(
-    trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
+    trainer: Trainer, given: Aggregator | None, attackers: Attackers | None
 ) -> Aggregator:
     """Return the aggregator of a run's updates.
 

@@ -26,7 +26,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_g
 from fl_lightning.core.space import Space
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.checkpoints.memory import saved_memory
+from fl_lightning.federation.checkpoints.files import saved_memory
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import visiting
 

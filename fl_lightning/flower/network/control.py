@@ -10,22 +10,49 @@ import os
 import socket
 import ssl
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
+import fl_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.folder import NetworkFolder, parse_address
-from fl_lightning.flower.network.programs import flower_command, flower_environment, names_file
 
 _CONNECTION = "network"
 _SECONDS = 60.0
-_PAUSE = 0.2
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs: nothing is told to anybody, ours are found.
+
+    Args:
+        home: where Flower keeps what it keeps.
+    """
+    here, package = Path(sys.executable).parent, Path(fl_lightning.__file__).parents[1]
+    paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(home),
+        # Flower starts a process for every run, which would compile all it imports
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPATH": os.pathsep.join(paths),  # the package that this process has as well
+        "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+def flower_command(name: str) -> str:
+    """Return the path of one of Flower's commands.
+
+    Args:
+        name: of the command.
+    """
+    return str(Path(sys.executable).with_name(name))
 
 
 class Control:
@@ -51,7 +78,7 @@ class Control:
     def register_sites(self) -> dict[str, int]:
         """Register the keys of all sites, take back those that are another now, return each site's node."""
         server = self.network.server
-        names, keys = names_file(self.network), server / "registered.json"
+        names, keys = self.network.names_file, server / "registered.json"
         nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
         known: dict[str, str] = json.loads(keys.read_text()) if keys.exists() else {}
         present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self.network.sites}
@@ -144,34 +171,6 @@ class Control:
             said = " ".join(str(told.get("error-message", told)).split())
             raise ConfigurationError(f"Flower refuses {' '.join(words[:2])}: {said}")
         return dict(told)
-
-
-def wait_for_port(
-    host: str, port: int, certificate: Path, seconds: float, look: Callable[[], None]
-) -> None:
-    """Wait until a server answers.
-
-    Args:
-        host: its address.
-        port: its port.
-        certificate: of the authority.
-        seconds: at most.
-        look: called in between.
-
-    Raises:
-        ConfigurationError: if it does not.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            check_server(f"{host}:{port}", certificate)
-        except ConnectionError as error:
-            if time.monotonic() > until:
-                raise ConfigurationError(str(error)) from None
-            look()
-            time.sleep(_PAUSE)
-        else:
-            return
 
 
 _PROBE_SECONDS = 10.0

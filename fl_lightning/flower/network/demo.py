@@ -13,8 +13,7 @@ import yaml
 
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
-from fl_lightning.flower.network.programs import SITE_PROCESS
-from fl_lightning.flower.network.serving import free_port, serving, site_supervised
+from fl_lightning.flower.network.serving import SITE_PROCESS, free_port, serving, site_programs
 from fl_lightning.flower.network.supervision import Supervisor
 
 _LOCAL = "127.0.0.1"
@@ -67,7 +66,7 @@ def demo(
             say(f"the server runs at {_LOCAL}:{network.port}, HTTPS; it knows the keys")
             sites = [_settled(network, site, root, settings or {}) for site in names]
             for site in sites:
-                for program in site_supervised(site, say, process=process):
+                for program in site_programs(site, say, process=process):
                     supervisor.add(program)
             say(f"{len(sites)} sites run, three processes each")
             with supervisor.in_background():

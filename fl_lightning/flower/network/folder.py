@@ -49,6 +49,11 @@ class NetworkFolder:
         """The server's folder."""
         return self.folder / "server"
 
+    @property
+    def names_file(self) -> Path:
+        """The file that has the site of each of Flower's nodes."""
+        return self.server / "nodes.json"
+
     def site(self, name: str) -> Path:
         """Return a site's folder.
 

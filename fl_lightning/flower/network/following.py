@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fl_lightning.core.errors import Interrupted, RoundFailure
-from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import NetworkFolder
-from fl_lightning.flower.network.programs import SERVER_RUN, names_file
+from fl_lightning.flower.network.serving import SERVER_RUN
+from fl_lightning.flower.transport.apps import write_app
 from fl_lightning.flower.transport.grid import SEEN
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -203,8 +203,8 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
         control: of its server.
     """
     nodes = {int(node["node-id"]): node for node in control.nodes()}
-    of_sites: dict[str, int] = json.loads(names_file(network).read_text())
-    seen_file = names_file(network).with_name(SEEN)
+    of_sites: dict[str, int] = json.loads(network.names_file.read_text())
+    seen_file = network.names_file.with_name(SEEN)
     seen: dict[str, Mapping[str, str]] = (
         json.loads(seen_file.read_text()) if seen_file.exists() else {}
     )

@@ -1,28 +1,89 @@
-"""A network's server, and a site: its resident process and Flower's node, or what hinders the node."""
+"""The programs that a network's server and its sites consist of, and what hinders a site's node."""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.network.control import Control, check_server, seconds_ahead, wait_for_port
-from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder
-from fl_lightning.flower.network.programs import (
-    SITE_PROCESS,
-    app_runner,
-    server_programs,
-    site_programs,
+from fl_lightning.flower.network.certificates import write_private
+from fl_lightning.flower.network.control import (
+    Control,
+    check_server,
+    flower_command,
+    flower_environment,
+    seconds_ahead,
 )
+from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
+from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
+# what a site's process and a run consist of: functions of the site's folder, and of the channel
+SITE_PROCESS = "fl_lightning.cli.network.site:site_process"
+SERVER_RUN = "fl_lightning.cli.network.server:server_run"
 _LOCAL = "127.0.0.1"
 _START_SECONDS = 120.0
+
+
+def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
+    """Return what a server consists of, but for what runs its apps.
+
+    Args:
+        network: whose server it is.
+        bind: address to listen at for sites.
+        control_port: where Flower's own port is, on this machine only.
+    """
+    folder = network.server
+    environment = flower_environment(folder / "flower")
+    link = [
+        flower_command("flower-superlink"),
+        *("--ssl-ca-certfile", str(folder / "ca.crt")),
+        *("--ssl-certfile", str(folder / "server.pem")),
+        *("--ssl-keyfile", str(folder / "server.key")),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        # so that a run outlives this process
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+        *("--database", str(folder / "state.db")),
+        *("--host", _LOCAL, "--port", str(control_port)),
+    ]
+    gate = [
+        *(sys.executable, "-m", "fl_lightning.flower.network.gate", bind, str(network.port)),
+        f"https://{_LOCAL}:{control_port}",
+        *(str(folder / name) for name in ("ca.crt", "server.pem", "server.key")),
+    ]
+    log = folder / "log"
+    return [
+        Program("superlink", link, log / "superlink.log", environment),
+        Program("gate", gate, log / "gate.log", environment),
+    ]
+
+
+def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
+    """Return the program (flower-superexec) that runs the server's Flower apps.
+
+    Args:
+        network: whose server it is.
+        control_port: where Flower's own port is.
+    """
+    folder = network.server
+    command = [
+        flower_command("flower-superexec"),
+        *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+    ]
+    environment = flower_environment(folder / "flower")
+    environment[NAMES_VARIABLE] = str(network.names_file)
+    return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
 @contextmanager
@@ -44,8 +105,7 @@ def serving(
         _check_free(host, port)
     for program in server_programs(network, bind=bind, control_port=control_port):
         supervisor.add(program)
-    certificate = network.server / "ca.crt"
-    wait_for_port(_LOCAL, control_port, certificate, _START_SECONDS, supervisor.look)
+    _wait_for(f"{_LOCAL}:{control_port}", network.server / "ca.crt", supervisor)
     control = Control(network, control_port)
     control.register_sites()
     supervisor.add(app_runner(network, control_port=control_port))
@@ -55,6 +115,20 @@ def serving(
         yield control
     finally:
         file.unlink(missing_ok=True)
+
+
+def _wait_for(address: str, certificate: Path, supervisor: Supervisor) -> None:
+    until = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            check_server(address, certificate)
+        except ConnectionError as error:
+            if time.monotonic() > until:
+                raise ConfigurationError(str(error)) from None
+            supervisor.look()
+            time.sleep(0.2)
+        else:
+            return
 
 
 def control_of(network: NetworkFolder) -> Control:
@@ -148,21 +222,56 @@ def _about_clock(ahead: float) -> str:
     )
 
 
-def site_supervised(
+def site_programs(
     site: SiteFolder, say: Callable[[str], None], *, process: str = SITE_PROCESS
 ) -> list[Program]:
-    """Return the programs of a site, with sentences for what hinders them.
+    """Return what a site consists of.
 
     Args:
         site: which.
-        say: tells people.
+        say: tells people what hinders Flower's node.
         process: the function of its folder that its process consists of, ``module:function``.
     """
-    return site_programs(site, runtime_port=free_port(), process=process, again=NodeEnds(site, say))
+    folder, port = site.folder, free_port()
+    node = [
+        flower_command("flower-supernode"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superlink", site.server),
+        *("--host", _LOCAL, "--port", str(port)),
+        *("--node-config", f"site='{site.name}' socket='{site.socket}'"),
+        *("--auth-supernode-private-key", str(folder / "key")),
+        # so that it runs no app: `site_app` does
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+    ]
+    (folder / "superexec.secret").unlink(missing_ok=True)
+    write_private(folder / "superexec.secret", secrets.token_hex(32).encode())
+    module = "fl_lightning.flower.network.site_app"
+    apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{port}"]
+    log, common = folder / "log", flower_environment(folder / "flower")
+    command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
+    return [
+        Program(
+            f"{site.name}: resident",
+            command,
+            log / "resident.out",
+            common,
+            layer=2,
+        ),
+        Program(
+            f"{site.name}: supernode",
+            node,
+            log / "supernode.log",
+            common,
+            NodeEnds(site, say),
+            layer=3,
+        ),
+        Program(f"{site.name}: apps", apps, log / "apps.log", common, layer=3),
+    ]
 
 
-def reach(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Wait until a site's server answers.
+def join(site: SiteFolder, say: Callable[[str], None]) -> None:
+    """Run a site of a network until a signal, from when its server answers.
 
     Args:
         site: which.
@@ -181,20 +290,7 @@ def reach(site: SiteFolder, say: Callable[[str], None]) -> None:
             said = str(error)
             time.sleep(PAUSE)
         else:
-            return
-
-
-def join(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Run a site of a network until a signal.
-
-    Args:
-        site: which.
-        say: tells people.
-
-    Raises:
-        ConfigurationError: if the server is not the one of the site's network.
-    """
-    reach(site, say)
-    with Supervisor(site_supervised(site, say)) as supervisor:
+            break
+    with Supervisor(site_programs(site, say)) as supervisor:
         say(f"{site.name} runs, for the server at {site.server}. Logs: {site.folder / 'log'}")
         supervisor.watch(lambda: False)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.processes import end_with_parent
-from fl_lightning.flower.network.app_folder import CLIENT_APP
-from fl_lightning.flower.transport.apps import make_client_app
+from fl_lightning.flower.transport.apps import CLIENT_APP, make_client_app
 from fl_lightning.flower.transport.resident import AUDIT_FILE
 
 _LARGEST = 1_000_000  # bytes of a file that is looked at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.processes import tied
 
 _GRACE = 10.0
@@ -51,9 +51,9 @@ def backoff(ended: Ended) -> float:
     return min(_LONGEST_PAUSE, 2.0 ** (ended.times - 1))
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
-    """A program to keep running.
+    """A program to keep running, and its present process.
 
     Attributes:
         name: for people.
@@ -62,6 +62,7 @@ class Program:
         environment: variables besides those of this process.
         again: seconds until it is started again after an end; may raise, to give up.
         layer: at the end of all, those of a higher one end first.
+        process: None while there is none.
     """
 
     name: str
@@ -70,15 +71,9 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     again: Callable[[Ended], float] = backoff
     layer: int = 0
-
-
-class _Running:
-    """A program and its present process."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.process: subprocess.Popen[bytes] | None = None
-        self._next, self._times = 0.0, 0
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _next: float = field(default=0.0, init=False)  # when it is started
+    _times: int = field(default=0, init=False)  # that it has ended in a row
 
     def look(self) -> None:
         """Start the program if it is time to; see whether it has ended."""
@@ -87,19 +82,11 @@ class _Running:
                 self._start()
         elif (code := self.process.poll()) is not None:
             self._end_group()
-            self.process = None
             lived = time.monotonic() - self._started
             self._times = 1 if lived > _LONG_LIFE else self._times + 1
-            pause = self.program.again(Ended(code, self.words(), self._times))
+            pause = self.again(Ended(code, self._words(), self._times))
             self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
             self._next = time.monotonic() + pause
-
-    def words(self) -> str:
-        """Return what it wrote since its start."""
-        with self.program.log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._from, size - _MOST_WORDS))
-            return file.read().decode(errors="replace")
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
@@ -115,37 +102,39 @@ class _Running:
         except subprocess.TimeoutExpired:
             self._note("does not end: killed")
         self._end_group()
-        self.process.wait()
-        self.process = None
 
     def _start(self) -> None:
-        program = self.program
-        program.log.parent.mkdir(parents=True, exist_ok=True)
-        with program.log.open("ab") as log:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
             self._from = log.tell()
-            self.process = _started(program, log)
+            self.process = subprocess.Popen(
+                tied(self.command),
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self._started = time.monotonic()
 
     def _end_group(self) -> None:
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+
+    def _words(self) -> str:
+        """Return what it wrote since its start."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._from, size - _MOST_WORDS))
+            return file.read().decode(errors="replace")
 
     def _note(self, words: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        with self.program.log.open("a") as log:
-            log.write(f"{now} | WARNING | {self.program.name} {words}\n")
-
-
-def _started(program: Program, log: BinaryIO) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        tied(program.command),
-        env={**os.environ, **program.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+        with self.log.open("a") as log:
+            log.write(f"{now} | WARNING | {self.name} {words}\n")
 
 
 class Supervisor:
@@ -156,8 +145,7 @@ class Supervisor:
     """
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
-        self._running: list[_Running] = []
-        self._first = programs
+        self._programs, self._first = list[Program](), programs
 
     def __enter__(self) -> Self:
         for program in self._first:
@@ -165,14 +153,14 @@ class Supervisor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        layers = {one.program.layer for one in self._running}
-        for layer in sorted(layers, reverse=True):
-            running = [one for one in self._running if one.program.layer == layer]
-            for one in running:
-                one.ask_to_end()
+        by_layer = sorted(self._programs, key=lambda program: -program.layer)
+        for _, layer in itertools.groupby(by_layer, key=lambda program: program.layer):
+            programs = list(layer)
+            for program in programs:
+                program.ask_to_end()
             until = time.monotonic() + _GRACE
-            for one in running:
-                one.end(until)
+            for program in programs:
+                program.end(until)
 
     def add(self, program: Program) -> None:
         """Start one more.
@@ -180,9 +168,8 @@ class Supervisor:
         Args:
             program: to keep running from now on.
         """
-        running = _Running(program)
-        self._running.append(running)
-        running.look()
+        self._programs.append(program)
+        program.look()
 
     def watch(self, is_over: Callable[[], bool], seconds: float = float("inf")) -> bool:
         """Keep all running until something is over; return whether it is, or the time is up.
@@ -199,8 +186,8 @@ class Supervisor:
 
     def look(self) -> None:
         """Start again what has ended, if it is time to."""
-        for one in list(self._running):
-            one.look()
+        for program in list(self._programs):
+            program.look()
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
@@ -215,20 +202,6 @@ class Supervisor:
             thread.join()
 
     def process(self, name: str) -> int | None:
-        """Return a program's process id, None while there is none.
-
-        Args:
-            name: of the program.
-        """
-        found = next((one for one in self._running if one.program.name == name), None)
-        if found is None:
-            raise ConfigurationError(f"there is no program {name}")
-        return None if found.process is None else found.process.pid
-
-    def words(self, name: str) -> str:
-        """Return what a program wrote since its last start.
-
-        Args:
-            name: of the program.
-        """
-        return next(one for one in self._running if one.program.name == name).words()
+        """Return a program's process id, None while there is none."""
+        [process] = [each.process for each in self._programs if each.name == name]
+        return None if process is None else process.pid

@@ -40,7 +40,7 @@ from fl_lightning.federation import (
     own_run_folder,
 )
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.metric_sums import MetricSums, pool_sums
+from fl_lightning.flower.packing import MetricSums, pool_sums
 from fl_lightning.flower.server.correspondence import Reply
 from fl_lightning.flower.server.greeting import Counted
 from fl_lightning.flower.server.sites import Sites

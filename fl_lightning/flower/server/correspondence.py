@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.channel import Channel, Lost
 from fl_lightning.flower.messages import (
     CATEGORIES,
     Answer,
@@ -22,6 +21,7 @@ from fl_lightning.flower.messages import (
     digest,
 )
 from fl_lightning.flower.packing import of_stage
+from fl_lightning.flower.transport.channel import Channel, Lost
 
 _PAUSE = 1.0  # seconds
 # what a site says that was started again, and has not been greeted yet

@@ -1,17 +1,23 @@
-"""Data that are elsewhere: of its clients a server knows how many examples each has, and holds out."""
+"""Data that are elsewhere: of its clients a server knows how many examples each has, and holds out.
+
+Below: what of a configuration has no meaning over a network, before any site is asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import conflicts
 from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary
+from fl_lightning.federation import Options, network_parts, shown_by
 
 _AT_SITES = (
     "clients' examples are at sites, and something of this configuration wants to read them at the server "
@@ -108,3 +114,49 @@ def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
     """Return shards of so many examples; which ones, only sites know."""
     lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
     return FlatShards(np.arange(lengths.sum()), lengths)
+
+
+SCALED = "16-mixed"  # a precision
+
+
+def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
+    """Refuse what has no meaning over a network, or would say there what is not true.
+
+    Raises:
+        ConfigurationError: all of it at once.
+    """
+    problems = [
+        *conflicts(network_parts(trainer, module, options)),
+        *_of_trainer(trainer),
+        *_of_data(data),
+    ]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _of_trainer(trainer: Trainer) -> Iterator[str]:
+    if trainer.world_size > 1:
+        yield (
+            f"trainer.devices: the server is one process, got {trainer.world_size}: set devices to 1; "
+            "sites have devices of their own"
+        )
+
+
+def _of_data(data: Any) -> Iterator[str]:
+    if not isinstance(data, FederatedDataModule):
+        yield (
+            "data: over a network the configuration is that of a federation: wrap the data module in "
+            "fl_lightning.FederatedDataModule"
+        )
+    else:
+        yield from of_transforms(data)
+
+
+def of_transforms(data: FederatedDataModule) -> Iterator[str]:
+    """Say which transforms of inputs cannot be where each site knows its own clients only."""
+    for transform in data.transforms:
+        if shown_by([transform]):
+            yield (
+                f"data.transforms {type(transform).__name__} learns from all clients' examples, which are at "
+                "sites: use Normalize with numbers that are known, in the configurations of server and sites"
+            )

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.flower.class_paths import Refused
 from fl_lightning.flower.messages import ClientAnswer, Order
-from fl_lightning.flower.rules.class_paths import Refused
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.metric_sums import OPTION
-from fl_lightning.flower.packing import told_mask
+from fl_lightning.flower.packing import OPTION, told_mask
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import RunAccount

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import shown
-from fl_lightning.flower.rules.class_paths import Refused
+from fl_lightning.flower.class_paths import Refused
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
 
 # days that count, today's among them; None for all

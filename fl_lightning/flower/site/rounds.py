@@ -38,11 +38,9 @@ from fl_lightning.federation import (
     evaluated_clients,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.flower.metric_sums import MetricSums, taken_sums
-from fl_lightning.flower.packing import Packing, of_stage
+from fl_lightning.flower.packing import MetricSums, Packing, constants_digest, of_stage, taken_sums
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.privacy import SitePrivacy
-from fl_lightning.flower.site_facts import constants_digest
 from fl_lightning.flower.sums import rules_of
 from fl_lightning.server.protected import SumsOverSites, Terms
 

@@ -36,8 +36,7 @@ from fl_lightning.flower.messages import (
     category_of,
     digest,
 )
-from fl_lightning.flower.metric_sums import OPTION
-from fl_lightning.flower.packing import told_mask
+from fl_lightning.flower.packing import OPTION, told_mask
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import Ledger, RunAccount, whole_file

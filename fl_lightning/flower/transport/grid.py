@@ -29,8 +29,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fl_lightning.core.processes import holder_of, try_lock
-from fl_lightning.flower.channel import CATEGORIES, Category, Lost
-from fl_lightning.flower.transport.carried import packed, unpacked
+from fl_lightning.flower.transport.channel import CATEGORIES, Category, Lost, packed, unpacked
 
 log = logging.getLogger(__name__)
 

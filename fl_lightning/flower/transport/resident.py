@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,13 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from logging.handlers import RotatingFileHandler
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.core.processes import holder_of, try_lock
-from fl_lightning.flower.transport.asking import (
+from fl_lightning.flower.transport.channel import (
     ANSWER,
     BUSY,
     HEARTBEAT,
@@ -38,8 +38,8 @@ from fl_lightning.flower.transport.asking import (
     STATUS,
     bind_socket,
     check_socket_path,
-    receive_frame,
-    send_frame,
+    receive,
+    send,
 )
 
 Handler = Callable[[bytes], bytes]
@@ -127,32 +127,33 @@ class Resident:
                 continue
             except OSError:  # closed
                 return
-            threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+            given = [Connection(connection.detach())]
+            threading.Thread(target=self._serve, args=given, daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Answer one asker."""
         with connection:
             try:
-                kind, content = receive_frame(connection, self._largest)
+                kind, content = receive(connection, self._largest)
                 if kind == STATUS:
-                    send_frame(connection, STATUS, self._status())
+                    send(connection, STATUS, self._status())
                 elif kind == ORDER:
                     self._answer(connection, content)
-            except OSError as error:
+            except (EOFError, OSError) as error:
                 log.warning("an asker is gone: %s", error)
 
-    def _answer(self, connection: socket.socket, order: bytes) -> None:
+    def _answer(self, connection: Connection, order: bytes) -> None:
         job = self._job(order)
         try:
             while not job.done.wait(HEARTBEAT):
-                send_frame(connection, BUSY)
+                send(connection, BUSY, b"")
         finally:
             with self._lock:
                 job.askers -= 1
         if job.answer is None:
-            send_frame(connection, LOST, b"its process failed")
+            send(connection, LOST, b"its process failed")
         else:
-            send_frame(connection, ANSWER, job.answer)
+            send(connection, ANSWER, job.answer)
 
     def _job(self, order: bytes) -> _Job:
         """Return the work on an order, which may have begun or be done."""

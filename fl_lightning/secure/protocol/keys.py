@@ -162,14 +162,6 @@ class SigningKey:
         return Ed25519PrivateKey.from_private_bytes(self.private).sign(content)
 
 
-def check_signature(public: bytes, signature: bytes, content: bytes, what: str) -> None:
-    """Raise ForgedError if the signature of ``what`` is not that of the public key's owner."""
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
-    except (InvalidSignature, ValueError):
-        raise ForgedError(f"the signature of {what} is wrong") from None
-
-
 def _direction(key: bytes, pair: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=b"box" + pair).derive(key)
 
@@ -201,7 +193,11 @@ class Directory:
     ) -> None:
         """Raise ForgedError if the client at this place has not signed this content as such."""
         signed = signed_content(session, what, place, content)
-        check_signature(self.keys.get(place, b""), signature, signed, f"client {place}'s {what}")
+        try:
+            key = Ed25519PublicKey.from_public_bytes(self.keys.get(place, b""))
+            key.verify(signature, signed)
+        except (InvalidSignature, ValueError):
+            raise ForgedError(f"the signature of client {place}'s {what} is wrong") from None
 
 
 def signed_content(session: Session, what: str, place: int, content: bytes) -> bytes:
@@ -228,6 +224,12 @@ def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = Fal
         key: 32 bytes.
         ring: of the integers.
         subtract: take it away instead.
+
+    Example:
+        >>> total = np.zeros(3, np.uint8)
+        >>> add_pad(total, bytes(32), Ring(8))  # RFC 8439, appendix A.1, test vector 1
+        >>> total
+        array([118, 184, 224], dtype=uint8)
     """
     keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     buffer = bytearray(CHUNK)
@@ -239,15 +241,3 @@ def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = Fal
         size = part.nbytes
         keystream.update_into(_ZEROS[:size] if size < CHUNK else _ZEROS, buffer)
         combine(part, pad[: len(part)], out=part)
-
-
-def pad(key: bytes, count: int, ring: Ring) -> RingIntegers:
-    """Return the pad of ``key``: ``count`` integers from 0 to R - 1.
-
-    Example:
-        >>> pad(bytes(32), 3, Ring(8))  # RFC 8439, appendix A.1, test vector 1
-        array([118, 184, 224], dtype=uint8)
-    """
-    total = np.zeros(count, ring.dtype)
-    add_pad(total, key, ring)
-    return ring.reduced(total)

@@ -243,21 +243,17 @@ class SecureServer:
             own_pad = seed_pad_key(self._session, place, seed)
             add_pad(total, own_pad, self._session.ring, subtract=True)
         for place, private in secrets["keys"].items():
-            self._remove_pads_of(place, AgreementKey(private), total)
+            key = AgreementKey(private)
+            for peer in self._graph[place] & self.survivors:  # who have added its pads with them
+                public, about = self._pad_key(peer), self._session.identity
+                secret = key.secret_with(public, "pads", about, me=place, peer=peer)
+                add_pad(total, secret, self._session.ring, subtract=peer < place)
         self._session.ring.reduced(total)
         if not has_checksum(total, self._session.ring):
             raise AbortedError(
                 "the sum does not fit its checksum: a client sent something else than its vector "
                 "under its pads, or two clients used different pads"
             )
-
-    def _remove_pads_of(self, place: int, key: AgreementKey, total: RingIntegers) -> None:
-        """Subtract the pads that a dropped client's neighbours have added for it."""
-        for peer in self._graph[place] & self.survivors:
-            secret = key.secret_with(
-                self._pad_key(peer), "pads", self._session.identity, me=place, peer=peer
-            )
-            add_pad(total, secret, self._session.ring, subtract=peer < place)
 
     def _collected(self) -> dict[str, Shares]:
         """Return the shares of keys and seeds by whose secret, then by holder."""

@@ -107,8 +107,6 @@ class ClusterFedAvg(KeptUpdates):
         tensor([1.5000, 9.0000])
     """
 
-    reader = "ClusterFedAvg"
-
     def __init__(
         self,
         num_clusters: int,

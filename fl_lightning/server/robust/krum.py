@@ -30,7 +30,7 @@ import numpy as np
 from typing_extensions import override
 
 from fl_lightning.core.errors import check_range
-from fl_lightning.server.robust.matrix import ChosenRows, Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows
 from fl_lightning.server.robust.passes import (
     combined,
     median_weights,
@@ -41,7 +41,7 @@ from fl_lightning.server.robust.rule import AgainstAttackers, RuleContext
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Krum(AgainstAttackers):
     """The one update that is nearest to its n - f - 2 nearest others.
 
@@ -61,7 +61,7 @@ class Krum(AgainstAttackers):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class MultiKrum(AgainstAttackers):
     """The mean of the updates with the lowest scores of `Krum`.
 
@@ -114,7 +114,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Bulyan(AgainstAttackers):
     """The mean of Krum's choices around their median, coordinate by coordinate.
 
@@ -132,7 +132,7 @@ class Bulyan(AgainstAttackers):
         f = self.num_attackers
         chosen = krum_choices(squared_distances(rows), len(rows) - 2 * f, f)
         result = np.empty(rows.num_columns, rows.dtype)
-        for columns, ordered, block in sorted_blocks(ChosenRows(rows, chosen), 0, len(chosen)):
+        for columns, ordered, block in sorted_blocks(chosen_rows(rows, chosen), 0, len(chosen)):
             result[columns] = mean_around_median(block, ordered, len(chosen) - 2 * f)
         return result
 

@@ -4,26 +4,29 @@ Rows are kept in memory up to a limit and in a file beyond it. They are read in 
 that a rule needs memory for one block and its result, for any number of updates. Rows are in
 increasing order of the client ids: no rule depends on the order in which updates arrive.
 
-`ChosenRows`, `MixedRows` and `RowsAndOne` are views of other rows; they copy only a block at a time.
+`chosen_rows`, `mixed_rows` and `rows_and_one` are views of other rows; they copy only a block at a time.
 """
 
 from __future__ import annotations
 
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import FileIO
-from typing import Any, Protocol, cast, final
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.update import ClientUpdate
 
 Floats = npt.NDArray[Any]
+Blocks = Iterator[tuple[slice, Floats]]
 # size of a block: it, its transpose and the next parts of the rows fit into a core's cache
 _BLOCK_BYTES = 2 * 2**20
 # the file is memory-mapped, which saves a system call per row of a block, and mapped again after this
@@ -31,7 +34,7 @@ _BLOCK_BYTES = 2 * 2**20
 _BLOCKS_PER_MAP = 64
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """n vectors of k numbers, read in blocks of columns.
 
     Attributes:
@@ -41,18 +44,16 @@ class Rows(Protocol):
         client_ids: client of each row; empty if rows belong to no single client.
     """
 
-    @property
-    def num_columns(self) -> int: ...  # noqa: D102
-    @property
-    def dtype(self) -> np.dtype[Any]: ...  # noqa: D102
-    @property
-    def num_examples(self) -> Floats: ...  # noqa: D102
-    @property
-    def client_ids(self) -> list[int]: ...  # noqa: D102
+    num_columns: int
+    dtype: np.dtype[Any]
+    num_examples: Floats
+    client_ids: list[int]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.num_examples)
 
-    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
+    @abstractmethod
+    def blocks(self, rows: Sequence[int] | None = None) -> Blocks:
         """Yield (columns, block) with read-only blocks of shape (number of rows, width).
 
         The memory of a block is reused for the next one.
@@ -72,7 +73,7 @@ def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
     return min(max(1, num_columns), max(1024, _BLOCK_BYTES // (max(1, num_rows) * itemsize)))
 
 
-class UpdateRows:
+class UpdateRows(Rows):
     """The updates of one round; those beyond a memory limit go to a temporary file.
 
     Args:
@@ -94,30 +95,21 @@ class UpdateRows:
     ) -> None:
         self._like = like
         self._options: dict[str, Any] = {"memory_limit": memory_limit, "folder": folder}
-        self._dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
-        self._row_bytes = like.numel() * self._dtype.itemsize
+        self.num_columns = like.numel()
+        self.dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
+        self._row_bytes = self.num_columns * self.dtype.itemsize
         self._num_in_memory = memory_limit // max(1, self._row_bytes)
         self._updates: list[ClientUpdate] = []  # without their deltas
         self._in_memory: list[Floats] = []
         self._file: FileIO | None = None
 
     @property
-    def num_columns(self) -> int:
-        """Length k of an update."""
-        return self._like.numel()
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a block."""
-        return self._dtype
-
-    @property
-    def num_examples(self) -> Floats:
+    def num_examples(self) -> Floats:  # type: ignore[override]
         """Number of examples behind each row, shape (n,)."""
         return np.array([self._updates[i].num_examples for i in self._order()], dtype=np.float64)
 
     @property
-    def client_ids(self) -> list[int]:
+    def client_ids(self) -> list[int]:  # type: ignore[override]
         """Client of each row, increasing."""
         return sorted(update.client_id for update in self._updates)
 
@@ -134,7 +126,7 @@ class UpdateRows:
         )
 
     def _write(self, delta: Tensor) -> None:
-        row = delta.detach().cpu().numpy().astype(self._dtype, copy=True)
+        row = delta.detach().cpu().numpy().astype(self.dtype, copy=True)
         if len(self._updates) < self._num_in_memory:
             self._in_memory.append(row)
             return
@@ -151,12 +143,12 @@ class UpdateRows:
     def _order(self) -> list[int]:
         return sorted(range(len(self)), key=lambda row: self._updates[row].client_id)
 
-    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns, see `Rows.blocks`."""
+    @override
+    def blocks(self, rows: Sequence[int] | None = None) -> Blocks:
         order = self._order()
         chosen = order if rows is None else [order[row] for row in rows]
-        width = block_width(len(chosen), self.num_columns, self._dtype.itemsize)
-        buffer = np.empty((len(chosen), width), self._dtype)
+        width = block_width(len(chosen), self.num_columns, self.dtype.itemsize)
+        buffer = np.empty((len(chosen), width), self.dtype)
         for number, begin in enumerate(range(0, self.num_columns, width)):
             if number % _BLOCKS_PER_MAP == 0:
                 sources = self._sources(chosen)
@@ -174,7 +166,7 @@ class UpdateRows:
         mapped: Any = ()
         if any(row >= in_memory for row in rows):
             shape = len(self) - in_memory, self.num_columns
-            mapped = np.asarray(np.memmap(cast(Any, self._file), self._dtype, "r+", 0, shape))
+            mapped = np.asarray(np.memmap(cast(Any, self._file), self.dtype, "r+", 0, shape))
         return [
             self._in_memory[row] if row < in_memory else mapped[row - in_memory] for row in rows
         ]
@@ -246,110 +238,51 @@ class UpdateRows:
             self.append(ClientUpdate(delta=delta, **client))
 
 
-@dataclass(frozen=True)
-class _RowsOfRows:
-    """Rows made of other rows; subclasses define ``blocks``, ``__len__`` and ``num_examples``."""
+class _View(Rows):
+    """Rows made of other rows."""
 
-    rows: Rows  # the other rows
+    def __init__(
+        self,
+        rows: Rows,
+        blocks: Callable[[Sequence[int] | None], Blocks],
+        num_examples: Floats,
+        client_ids: Sequence[int] = (),
+    ) -> None:
+        self.num_columns, self.dtype, self._blocks = rows.num_columns, rows.dtype, blocks
+        self.num_examples, self.client_ids = num_examples, list(client_ids)
 
-    @property
-    def num_columns(self) -> int:
-        """Length k of a row."""
-        return self.rows.num_columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a block."""
-        return self.rows.dtype
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Empty: rows belong to no single client."""
-        return []
+    @override
+    def blocks(self, rows: Sequence[int] | None = None) -> Blocks:
+        return self._blocks(rows)
 
 
-@final
-@dataclass(frozen=True)
-class ChosenRows(_RowsOfRows):
-    """Some of the rows.
+def chosen_rows(rows: Rows, places: Sequence[int]) -> Rows:
+    """Return some of the rows, given their numbers."""
+    clients = [rows.client_ids[place] for place in places]
 
-    Attributes:
-        rows: all rows.
-        places: numbers of the chosen rows.
-    """
+    def blocks(some: Sequence[int] | None) -> Blocks:
+        return rows.blocks(list(places) if some is None else [places[row] for row in some])
 
-    places: Sequence[int]
-
-    @property
-    def num_examples(self) -> Floats:
-        """Number of examples behind each row, shape (n,)."""
-        return self.rows.num_examples[list(self.places)]
-
-    @property
-    def client_ids(self) -> list[int]:
-        """Client of each row."""
-        return [self.rows.client_ids[place] for place in self.places]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns, see `Rows.blocks`."""
-        places = self.places if rows is None else [self.places[row] for row in rows]
-        return self.rows.blocks(list(places))
+    return _View(rows, blocks, rows.num_examples[list(places)], clients)
 
 
-@final
-@dataclass(frozen=True)
-class MixedRows(_RowsOfRows):
-    """Sums of rows: y_i = Σ_j M_ij x_j.
+def mixed_rows(rows: Rows, matrix: Floats) -> Rows:
+    """Return sums of rows: y_i = Σ_j M_ij x_j, with M of shape (m, n)."""
 
-    Attributes:
-        rows: the x_j.
-        matrix: M, shape (m, n).
-    """
+    def blocks(some: Sequence[int] | None) -> Blocks:
+        mixed = (matrix if some is None else matrix[list(some)]).astype(rows.dtype)
+        for columns, block in rows.blocks():
+            yield columns, mixed @ block
 
-    matrix: Floats
-
-    @property
-    def num_examples(self) -> Floats:
-        """Number of examples behind each row, mixed as the rows are, shape (m,)."""
-        examples: Floats = self.matrix @ self.rows.num_examples
-        return examples
-
-    def __len__(self) -> int:
-        return len(self.matrix)
-
-    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns, see `Rows.blocks`."""
-        matrix = self.matrix if rows is None else self.matrix[list(rows)]
-        matrix = matrix.astype(self.dtype)
-        for columns, block in self.rows.blocks():
-            yield columns, matrix @ block
+    return _View(rows, blocks, matrix @ rows.num_examples)
 
 
-@final
-@dataclass(frozen=True)
-class RowsAndOne(_RowsOfRows):
-    """All rows, followed by one more vector.
+def rows_and_one(rows: Rows, last: Floats) -> Rows:
+    """Return all rows, followed by one more vector, shape (k,), with no examples behind it."""
 
-    Attributes:
-        rows: the first rows.
-        last: the last row, shape (k,).
-    """
+    def blocks(some: Sequence[int] | None) -> Blocks:
+        for columns, block in rows.blocks():
+            whole = np.concatenate([block, last[None, columns].astype(rows.dtype)])
+            yield columns, whole if some is None else whole[list(some)]
 
-    last: Floats
-
-    @property
-    def num_examples(self) -> Floats:
-        """Number of examples behind each row; 0 behind the last."""
-        return np.append(self.rows.num_examples, 0.0)
-
-    def __len__(self) -> int:
-        return len(self.rows) + 1
-
-    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield blocks of columns, see `Rows.blocks`."""
-        for columns, block in self.rows.blocks():
-            whole = np.concatenate([block, self.last[None, columns].astype(self.dtype)])
-            yield columns, whole if rows is None else whole[list(rows)]
+    return _View(rows, blocks, np.append(rows.num_examples, 0.0))

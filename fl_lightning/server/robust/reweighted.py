@@ -42,7 +42,7 @@ import numpy as np
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
-from fl_lightning.server.robust.matrix import Floats, Rows, RowsAndOne
+from fl_lightning.server.robust.matrix import Floats, Rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, row_norms, squared_distances
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
@@ -50,7 +50,7 @@ _CENTRE = "centre"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class CentredClipping(RobustRule):
     """Clips updates around the last round's aggregate.
 
@@ -67,13 +67,14 @@ class CentredClipping(RobustRule):
     num_iterations: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("CentredClipping: radius", self.radius, "greater than 0")
         check_range("CentredClipping: num_iterations", self.num_iterations, "at least 1")
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, which is remembered for the next round."""
         centre = context.memory.get(_CENTRE, np.zeros(rows.num_columns, rows.dtype))
-        points = RowsAndOne(rows, centre)
+        points = rows_and_one(rows, centre)
         shares = clipped_shares(squared_distances(points), self.radius, self.num_iterations)
         centre = context.memory[_CENTRE] = combined(points, shares)
         return centre
@@ -108,7 +109,7 @@ def clipped_shares(distances: Floats, radius: float, num_iterations: int) -> Flo
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class NormBounding(RobustRule):
     """The mean of updates, each clipped to a bound.
 
@@ -125,6 +126,7 @@ class NormBounding(RobustRule):
     weight_by_examples: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("NormBounding: bound", self.bound, "greater than 0")
 
     @override
@@ -144,7 +146,7 @@ _MOST_STEPS = 100_000
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class GeometricMedian(RobustRule):
     """The geometric median of the updates (RFA); tolerates fewer than half of the clients as attackers.
 
@@ -161,6 +163,7 @@ class GeometricMedian(RobustRule):
     weight_by_examples: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("GeometricMedian: smoothing", self.smoothing, "greater than 0 and finite")
 
     @override
@@ -201,7 +204,7 @@ def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class FLTrust(RobustRule):
     """The mean of updates by their cosine with a trusted client's update, scaled to its norm.
 
@@ -215,6 +218,7 @@ class FLTrust(RobustRule):
     trusted_client: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.trusted_client < 0:
             raise ConfigurationError(
                 f"FLTrust: trusted_client must be a client's number, got {self.trusted_client}"

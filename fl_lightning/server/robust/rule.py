@@ -1,5 +1,12 @@
 """Robust rules, which need all updates of a round together: their bases, medians, pre-aggregation.
 
+Updates are kept (see `UpdateRows`) until the round ends. They have equal weights unless the rule weighs
+them: the number of examples is only a client's claim.
+
+Buffers (batch norm's statistics) can be poisoned like deltas. A rule that treats each coordinate by
+itself combines them as it does deltas. Other rules judge a whole update by its direction or length,
+which does not include buffers; with such a rule each buffer becomes its coordinate-wise median.
+
 Coordinate-wise median and trimmed mean.
 
     median_j = median_i x_ij,      trimmed_j = mean of x_(f+1)j … x_(n-f)j, in increasing order
@@ -20,16 +27,20 @@ clients' data differ; mixed updates differ less. The last bucket may be smaller 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import numpy as np
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
-from fl_lightning.server.robust.matrix import Floats, MixedRows, Rows
+from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.server.aggregator import KeptUpdates
+from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows, mixed_rows
 from fl_lightning.server.robust.passes import (
     median_weights,
     sorted_sum,
@@ -47,8 +58,14 @@ class RuleContext:
     memory: dict[str, Floats] = field(default_factory=dict)
 
 
-class RobustRule(ABC):
-    """A rule that combines all updates of a round.
+@dataclass(kw_only=True)
+class RobustRule(KeptUpdates):
+    """Base of robust rules, which are dataclasses and define `combine`.
+
+    Args:
+        memory_gb: memory for updates in GiB (2³⁰ bytes), ≥ 0; the rest goes to a file. With several
+            processes, each of them holds all updates of the round at its end.
+        folder: folder of that file; the system's temporary folder if None.
 
     Attributes:
         by_coordinate: whether it treats each coordinate by itself, and all of them alike.
@@ -58,9 +75,23 @@ class RobustRule(ABC):
         ...     by_coordinate = True
         ...     def combine(self, rows, context):
         ...         return np.concatenate([block.max(0) for _, block in rows.blocks()])
+        >>> from fl_lightning.core.update import ClientUpdate
+        >>> rule = Largest()
+        >>> rule.open(torch.empty(1))
+        >>> for client, value in enumerate((1.0, 3.0, 2.0)):
+        ...     rule.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), 1, 1))
+        >>> rule.close()
+        tensor([3.])
     """
 
+    memory_gb: float = field(default=1.0, repr=False)
+    folder: str | None = field(default=None, repr=False)
+
     by_coordinate: ClassVar[bool] = False
+    _round_index = 0
+
+    def __post_init__(self) -> None:
+        check_range(f"{type(self).__name__}: memory_gb", self.memory_gb, "at least 0 and finite")
 
     @property
     def trusted_client(self) -> int | None:
@@ -76,13 +107,66 @@ class RobustRule(ABC):
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the aggregate, shape (k,)."""
 
+    @property
+    @override
+    def traits(self) -> Traits:
+        whole = {Trait.ONE_MASK: "compares whole updates, which have the same coordinates"}
+        ways = {Trait.ONE_MASK: "share one mask, or set aggregator to OverlapMean"}
+        return super().traits | Traits(needs=whole, instead=ways)
+
+    @property
+    @override
+    def buffers(self) -> Tensor | None:
+        return self._combined
+
+    @override
+    def start_round(self, round_index: int) -> None:
+        self._round_index = round_index
+
+    @override
+    def new_rows(self, like: Tensor) -> UpdateRows:
+        limit = int(self.memory_gb * 2**30)
+        return UpdateRows(like, memory_limit=limit, folder=self.folder)
+
+    @override
+    def open(self, like: Tensor) -> None:
+        self._like, self._rows = like, self.new_rows(like)
+        self._combined: Tensor | None = None
+
+    def close(self) -> Tensor:
+        """Apply the rule to the updates and return the aggregate, shape (k,).
+
+        Raises:
+            RoundFailure: if the rule needs more updates than there are.
+        """
+        if (count := len(self._rows)) < self.min_updates:
+            raise RoundFailure(
+                f"{self} needs at least {self.min_updates} updates, this round has {count}: use a "
+                "larger cohort, or set num_attackers lower"
+            )
+        self._combined = self._combined_buffers(self._rows.buffer_rows())
+        memory = {name: value.cpu().numpy() for name, value in self.memory.items()}
+        vector = self.combine(self._rows, RuleContext(self._round_index, memory))
+        self.memory = {name: torch.from_numpy(value) for name, value in memory.items()}
+        del self._rows  # and its file
+        return torch.from_numpy(np.ascontiguousarray(vector)).to(self._like)
+
+    def _combined_buffers(self, rows: UpdateRows) -> Tensor | None:
+        if not rows.num_columns:
+            return None
+        if self.by_coordinate:
+            vector = self.combine(rows, RuleContext(self._round_index))
+        else:
+            vector = sorted_sum(rows, median_weights(len(rows)))
+        return torch.from_numpy(vector).to(self._like.device)
+
 
 def check_num_attackers(rule: object, num_attackers: int) -> None:
     """Raise ConfigurationError, naming the rule, if the number of attackers is negative."""
     check_range(f"{type(rule).__name__}: num_attackers", num_attackers, "at least 0 clients")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AgainstAttackers(RobustRule):
     """Base of rules that tolerate f attackers.
 
@@ -95,6 +179,7 @@ class AgainstAttackers(RobustRule):
     needed: ClassVar[tuple[int, int]]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_num_attackers(self, self.num_attackers)
 
     @property
@@ -104,7 +189,7 @@ class AgainstAttackers(RobustRule):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Median(RobustRule):
     """The median of every coordinate; tolerates fewer than half of the clients as attackers."""
 
@@ -116,7 +201,7 @@ class Median(RobustRule):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class TrimmedMean(AgainstAttackers):
     """The mean of every coordinate without its f smallest and its f largest values.
 
@@ -136,7 +221,7 @@ class TrimmedMean(AgainstAttackers):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class NearestNeighbourMixing(RobustRule):
     """Replaces every update by the mean of its n - f nearest ones.
 
@@ -152,6 +237,7 @@ class NearestNeighbourMixing(RobustRule):
     num_attackers: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_num_attackers(self, self.num_attackers)
         check_mixable(self.rule)
 
@@ -168,11 +254,11 @@ class NearestNeighbourMixing(RobustRule):
         nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
         matrix = np.zeros((len(rows), len(rows)))
         np.put_along_axis(matrix, nearest, 1 / count, axis=1)
-        return self.rule.combine(MixedRows(rows, matrix), context)
+        return self.rule.combine(mixed_rows(rows, matrix), context)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Bucketing(RobustRule):
     """Replaces buckets of s updates, drawn at random each round, by their means.
 
@@ -190,6 +276,7 @@ class Bucketing(RobustRule):
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("Bucketing: bucket_size", self.bucket_size, "at least 1 update")
         check_seed("Bucketing", self.seed)
         check_mixable(self.rule)
@@ -207,7 +294,7 @@ class Bucketing(RobustRule):
         buckets = np.empty(len(rows), np.int64)
         buckets[generator.permutation(len(rows))] = np.arange(len(rows)) // self.bucket_size
         matrix = (np.arange(buckets.max() + 1)[:, None] == buckets).astype(float)
-        return self.rule.combine(MixedRows(rows, matrix / matrix.sum(1, keepdims=True)), context)
+        return self.rule.combine(mixed_rows(rows, matrix / matrix.sum(1, keepdims=True)), context)
 
 
 def check_mixable(rule: RobustRule) -> None:

@@ -41,11 +41,10 @@ def aggregators() -> Iterator[Row]:
         at, f"{SERVER}.ClusterFedAvg", {"num_clusters": 2}, num_clusters=COUNT, num_starts=COUNT,
         seed=SEED,
     )  # fmt: skip
-    yield from refused(at, f"{SERVER}.Collected", {"rule": krum}, memory_gb=AT_LEAST_ZERO)
+    yield from refused(at, f"{SERVER}.Median", memory_gb=AT_LEAST_ZERO)
     for rule in ("Bulyan", "Krum", "MultiKrum", "TrimmedMean"):
         yield from refused(at, f"{SERVER}.{rule}", {"num_attackers": 1}, num_attackers=no)
     yield from refused(at, f"{SERVER}.MultiKrum", {"num_attackers": 0}, num_kept=COUNT)
-    yield from refused(at, f"{SERVER}.Median")
     yield from refused(at, f"{SERVER}.CentredClipping", radius=LENGTH, num_iterations=COUNT)
     yield from refused(at, f"{SERVER}.FLTrust", trusted_client=no)
     yield from refused(at, f"{SERVER}.GeometricMedian", smoothing=ABOVE_ZERO)
@@ -60,13 +59,6 @@ def aggregators() -> Iterator[Row]:
         around={"federation": {"aggregator": {"class_path": f"{SERVER}.Bucketing"}}},
         radius=LENGTH,
         num_iterations=COUNT,
-    )
-    yield from refused(
-        f"{at}.init_args.rule",
-        f"{SERVER}.Krum",
-        {"num_attackers": 0},
-        around={"federation": {"aggregator": {"class_path": f"{SERVER}.Collected"}}},
-        num_attackers=no,
     )
 
 

@@ -124,7 +124,7 @@ def combinations() -> Iterator[Row]:
     )
     mask = {"class_path": f"{FL}.MaskCalibration", "init_args": {"density": 0.5}}
     two = {"trainer": {"callbacks": [mask, mask]}, "model": {"init_args": {"optimizer": sparse}}}
-    yield Row("trainer.callbacks", "MaskCalibration", two, "two|2")
+    yield Row("trainer.callbacks", "MaskCalibration", two, "one of a kind")
     one = {"trainer": {"callbacks": [mask]}}
     yield Row("", "", one, "SparseAdamW", name="optimizer")
     nothing = {"class_path": f"{FL}.MaskCalibration"}

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from fl_lightning.flower.channel import Lost
-from fl_lightning.flower.transport.asking import ask, status
+from fl_lightning.flower.transport.channel import Lost, ask, status
 
 
 class LoopbackChannel:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fl_lightning.flower.rules.class_paths import FROM_SERVER, own_names
+from fl_lightning.flower.class_paths import FROM_SERVER, own_names
 
 SHARED = ("seed_everything", "num_threads", "model", "federation", "trainer")
 SHARED_TRAINER = (

@@ -93,7 +93,7 @@ def checked(configuration: Any, patterns: Sequence[str]) -> Any:
         >>> checked({"model": {"class_path": "os.system"}}, DEFAULT)
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.rules.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
+        fl_lightning.flower.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
 site. Add it to classes in site.yaml if you trust it, or leave it out.
     """
     full = _with_full_paths(configuration, ())

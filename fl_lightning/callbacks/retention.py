@@ -1,0 +1,70 @@
+"""What fine-tuning keeps of what a model knew before: its metrics on data of the earlier task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.utils.data import DataLoader
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import ClientExamples, StepOf, evaluate_clients, limited
+
+
+class Retention(Callback):
+    """Logs ``retention/val/…`` and ``retention/test/…``: the module's own metrics on an earlier task.
+
+    Whenever the run validates or tests its new task, the same model also runs its validation or test step
+    on the earlier task's validation or test set. The run's other metrics do not change.
+
+    Args:
+        data: data module of the earlier task, e.g. the one that the model was pretrained on. At most as
+            many of its batches are used as ``limit_val_batches`` or ``limit_test_batches`` allow.
+
+    Raises:
+        ConfigurationError: in evaluation, if the data module has not one `DataLoader` for it.
+
+    Example:
+        >>> from fl_lightning.data import Digits
+        >>> earlier = Retention(Digits(classes=[0, 1, 2, 3, 4]))
+    """
+
+    def __init__(self, data: LightningDataModule) -> None:
+        super().__init__()
+        self.data = data
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set up the earlier task's data; one process downloads them."""
+        if trainer.is_global_zero:
+            self.data.prepare_data()
+        trainer.strategy.barrier()
+        self.data.setup(stage)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the model on the earlier task."""
+        self._evaluate(trainer, "validation", self.data.val_dataloader(), trainer.limit_val_batches)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the model on the earlier task."""
+        self._evaluate(trainer, "test", self.data.test_dataloader(), trainer.limit_test_batches)
+
+    def _evaluate(self, trainer: Trainer, stage: StepOf, loader: Any, limit: float) -> None:
+        if not isinstance(loader, DataLoader):
+            raise ConfigurationError(
+                f"Retention: {type(self.data).__name__} must have one DataLoader for {stage}, got "
+                f"{type(loader).__name__}"
+            )
+
+        def batches(client: int) -> Iterator[tuple[Any, int]]:
+            some = islice(loader, limited(len(loader), limit))
+            return ((batch, extract_batch_size(batch)) for batch in some)
+
+        everything = ClientExamples(np.ones(1, np.int64), batches)
+        new: Any = trainer.datamodule  # type: ignore[attr-defined]
+        found = evaluate_clients(trainer, new, stage, examples=everything, is_shared=False)
+        for name, value in found.get(0, {}).items():
+            trainer.lightning_module.log(f"retention/{name}", value, batch_size=1, sync_dist=True)

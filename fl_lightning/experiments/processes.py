@@ -1,0 +1,305 @@
+"""Runs in processes of their own: what a process does and tells, and so many of them at a time.
+
+Processes are forked from one that has imported everything and trained nothing, so that a run begins at once.
+They do not share anything while they train, so results do not depend on how many run side by side, nor on
+the order. They end with the command, however it ends, and by themselves when nobody hears them any more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, Interrupted, RoundFailure
+from fl_lightning.core.processes import end_with_parent, sole_writer
+from fl_lightning.experiments.experiment import PlannedRun
+from fl_lightning.experiments.runs import Watch, is_finished, prepare, save_state, seconds_of
+from fl_lightning.federation import begin_round, logged_in_round
+from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.screen import StatusLines
+
+
+class ReportRounds(Callback):
+    """Tells a metric after every round, e.g. to a search's trial.
+
+    Args:
+        metric: as the run logs it.
+        tell: gets the round, counted from 1, and the value; returns whether the fit goes on. It is
+            called in one process, after every round that has measured the metric.
+
+    Attributes:
+        values: round to value, of the rounds before a resume as well.
+        is_stopped: whether the answer was to stop.
+
+    Raises:
+        ConfigurationError: after the first round, if the run does not log the metric.
+
+    Example:
+        With Optuna, inside of an objective::
+
+            def tell(round_number: int, value: float) -> bool:
+                trial.report(value, round_number)
+                return not trial.should_prune()
+
+            Trainer(callbacks=[federation, ReportRounds("val/accuracy", tell)])
+    """
+
+    def __init__(self, metric: str, tell: Callable[[int, float], bool]) -> None:
+        super().__init__()
+        self.metric, self.tell = metric, tell
+        self.values: dict[int, float] = {}
+        self.is_stopped = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell this round's metrics from older ones."""
+        begin_round(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the value; all processes follow the answer."""
+        logged = logged_in_round(trainer)
+        if self.metric not in logged:
+            known = trainer.callback_metrics
+            first = trainer.check_val_every_n_epoch or 1
+            if self.metric in known or trainer.current_epoch + 1 < first:
+                return  # it is not validated in every round
+            raise ConfigurationError(
+                f"metric: the runs do not log {self.metric!r} in every round. There is "
+                f"{', '.join(sorted(known)) or 'nothing'}"
+            )
+        number, value = trainer.current_epoch + 1, float(logged[self.metric])
+        self.values[number] = value
+        goes_on = self.tell(number, value) if trainer.is_global_zero else True
+        if not trainer.strategy.broadcast(goes_on):
+            self.is_stopped = trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values so far."""
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
+        self.values = dict(state_dict["values"])
+
+
+# Runs a fit's command line with callbacks of ours.
+Fit = Callable[[list[str], Sequence[Callback]], None]
+Cause = Literal["setting", "training", "crash"]
+
+
+class Ended(NamedTuple):
+    """The end of a run.
+
+    Attributes:
+        failure: what went wrong, None if nothing.
+        cause: of that: a setting that cannot work, training that came to nothing, or another error.
+    """
+
+    failure: str | None = None
+    cause: Cause | None = None
+
+
+def _train(
+    run: PlannedRun, metric: str | None, connection: Connection, fit: Fit, folder: str
+) -> None:
+    """Train one run, unless that was done before, and send its `Ended`.
+
+    With a metric it sends it after every round, round to value, and gets whether to go on.
+    """
+    end_with_parent()
+    os.chdir(folder)
+    _redirect(Path(os.devnull))
+    torch.set_num_threads(1)  # as many runs at a time as there are cores
+    # a process whose command was killed may still be about to end
+    lock = run.folder.with_suffix(".lock")
+    with sole_writer(lock, "end it"), suppress(BrokenPipeError, Interrupted):
+        connection.send(Ended() if is_finished(run) else _trained(run, metric, connection, fit))
+
+
+def _trained(run: PlannedRun, metric: str | None, connection: Connection, fit: Fit) -> Ended:
+    began = time.monotonic()
+    reports: list[ReportRounds] = []
+    if metric is not None:
+        # of several processes the first one tells, which need not be this one
+        reports = [ReportRounds(metric, lambda _, __: _goes_on(connection, reports[0].values))]
+    try:
+        words = prepare(run)
+        _redirect(run.folder / "log.txt")
+        fit(words, reports)
+    except SystemExit as end:
+        if end.code:
+            return Ended(f"ended with code {end.code}", "setting")
+    except Exception as error:  # noqa: BLE001 - told to who has started this process
+        traceback.print_exc()
+        return _failed(error)
+    values = reports[0].values if reports else {}
+    if reports and not values:
+        return Ended(f"metric: the run has not logged {metric!r}", "setting")
+    if not any(report.is_stopped for report in reports):
+        save_state(run, {"seconds": round(time.monotonic() - began, 1), "values": values})
+    return Ended()
+
+
+def _failed(error: Exception) -> Ended:
+    if isinstance(error, ClientFailure | RoundFailure):
+        return Ended(str(error), "training")
+    if isinstance(error, ConfigurationError):
+        return Ended(str(error), "setting")
+    return Ended(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "crash")
+
+
+def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
+    """Ask; nobody there means no: the run can be taken up again."""
+    try:
+        connection.send(values)
+        return bool(connection.recv())
+    except (EOFError, OSError):
+        return False
+
+
+def _redirect(path: Path) -> None:
+    """Write all that is printed to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+_SECONDS_TO_END = 6.0
+# what every run needs, and takes seconds to import
+_IMPORTED = (
+    *("lightning.pytorch.cli", "torch.utils.tensorboard", "matplotlib.figure", "torchvision"),
+    *("fl_lightning.federation.federation", "fl_lightning.models.image_classifier"),
+)
+
+
+def prepare_processes(fit: Fit) -> Any:
+    """Return the context that starts processes; their imports begin in the background."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    tied = "fl_lightning.experiments.ends_with_command"
+    context.set_forkserver_preload([tied, fit.__module__, *_IMPORTED])
+    forkserver.ensure_running()
+    return context
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run in progress, and the process that trains it."""
+
+    run: PlannedRun
+    process: BaseProcess
+    connection: Connection
+
+
+class RunPool:
+    """Processes that train runs, with a bar for each on the screen.
+
+    Args:
+        context: how processes are started.
+        fit: runs a fit's command line.
+        watch: what the screen shows.
+        metric: that processes tell after every round, and then wait for `answer`; None for none.
+    """
+
+    def __init__(self, context: Any, fit: Fit, watch: Watch, metric: str | None = None) -> None:
+        self._context, self._fit, self._metric = context, fit, metric
+        self.watch, self.running = watch, list[Running]()
+        self._screen = StatusLines(self._show)
+
+    def __enter__(self) -> Self:
+        self._screen.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what still runs, after an interruption or an error; it can be taken up again."""
+        for each in self.running:
+            each.connection.close()  # nobody hears it: it ends after its round
+        for each in self.running:
+            each.process.join(_SECONDS_TO_END if self._metric else 0.0)
+            if each.process.is_alive():
+                each.process.kill()
+                each.process.join()
+        self._screen.close()
+
+    def start(self, run: PlannedRun) -> None:
+        """Train a run in a process of its own."""
+        own, other = self._context.Pipe()
+        arguments = (run, self._metric, other, self._fit, os.getcwd())
+        process = self._context.Process(target=_train, args=arguments)
+        process.start()
+        other.close()  # else its end would not be noticed
+        self.running.append(Running(run, process, own))
+
+    def heard(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
+        """Yield what runs tell within some seconds: the metric, round to value, or their `Ended`."""
+        ready = wait([each.connection for each in self.running], seconds)
+        for each in [each for each in self.running if each.connection in ready]:
+            try:
+                message = each.connection.recv()
+            except (EOFError, OSError):
+                each.process.join()
+                message = Ended(f"its process ended with code {each.process.exitcode}", "crash")
+            if isinstance(message, Ended):
+                each.connection.close()
+                each.process.join()
+                self.running.remove(each)
+            yield each, message
+
+    def _show(self) -> None:
+        running = [each.run for each in self.running]
+        self._screen.show(self.watch.bars(running, self._screen.width))
+
+
+def train_all(
+    runs: Sequence[PlannedRun], context: Any, fit: Fit, *, workers: int
+) -> dict[str, str]:
+    """Train every run that is not finished, and say so in one line each; show how far they are.
+
+    Args:
+        runs: those that others start from come first.
+        context: how processes are started.
+        fit: runs a fit's command line.
+        workers: processes at a time, at least 1.
+
+    Returns:
+        What went wrong, by the name of the run; the others have gone on.
+    """
+    waiting = [run for run in runs if not is_finished(run)]
+    total, failures = len(waiting), dict[str, str]()
+    if total < len(runs):
+        print(f"{len(runs) - total} of {len(runs)} runs were finished before", flush=True)
+    with RunPool(context, fit, Watch("runs", total)) as processes:
+        while waiting or processes.running:
+            ready = [run for run in waiting if run.before is None or is_finished(run.before)]
+            for run in ready[: workers - len(processes.running)]:
+                waiting.remove(run)
+                processes.start(run)
+            if not processes.running:  # what the others start from has failed
+                failures |= {run.name: "the run it starts from failed" for run in waiting}
+                break
+            for each, ended in processes.heard():
+                processes.watch.done += 1
+                said = ""
+                if ended.failure is not None:
+                    failures[each.run.name] = f"{ended.failure} ({each.run.folder / 'log.txt'})"
+                    said = f"FAILED: {failures[each.run.name]}"
+                said = said or f"{seconds_of(each.run):.0f} s"
+                told = f"[{processes.watch.done}/{total}] {each.run.name}: {said}"
+                print(in_lines(told, sys.stdout), flush=True)
+    return failures
