@@ -24,8 +24,8 @@ import numpy as np
 import yaml
 
 from fl_lightning.cli.commands import resolve
-from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
+from fl_lightning.flower.network.serving import demo
 
 SITES = ("a", "b", "c")
 ECHO = "benchmarks.echo"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.data import Cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.partitions.quantity_skew import DirichletSizes
+from fl_lightning.data.partitions.partition import DirichletSizes
 
 ACCELERATOR = os.environ.get("TOYS_ACCELERATOR", "cpu")  # gpu: see .ci/gpu
 

@@ -36,8 +36,6 @@ _OF_PYTORCH = {
     **dict.fromkeys(("eps", "weight_decay", "momentum", "patience"), "at least 0"),
     **dict.fromkeys(("step_size", "T_max", "T_0", "T_mult", "total_iters", "epochs"), "at least 1"),
 }
-_MOST_SEED = 2**32 - 1
-_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 
 
 def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
@@ -108,7 +106,7 @@ def check_values(configuration: Any) -> None:
         checks += _checks_of_class(path, spec)
     seed = configuration.get("seed_everything")
     raise_together(
-        partial(_check_number, "seed_everything", seed, f"from 0 to {_MOST_SEED}", ", or false"),
+        partial(_check_number, "seed_everything", seed, f"from 0 to {2**32 - 1}", ", or false"),
         lambda: _check_time(trainer.get("max_time")),
         lambda: _check_folder(trainer.get("default_root_dir")),
         *checks,
@@ -123,7 +121,9 @@ def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None
 def _check_time(value: Any) -> None:
     try:
         is_time = value is None or isinstance(value, timedelta)
-        is_time = is_time or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
+        is_time = is_time or (
+            isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value) is not None
+        )
         is_time = is_time or (isinstance(value, Mapping) and timedelta(**value) > timedelta(0))
     except TypeError:
         is_time = False

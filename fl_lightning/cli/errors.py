@@ -120,10 +120,12 @@ def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
     return f"{inside}{joint}{text}"
 
 
-# what Lightning says without the option's name
-_WITHOUT_OPTION = {
+# what is allowed, or the option's name, where Lightning does not say it
+_DEVICES = "devices must be auto, -1 for all, at least 1, or a list of different ones: "
+_ADDED = {
     "No supported gpu": "accelerator must be cpu or auto on this machine: ",
     "Found more than one stateful callback": "callbacks must hold one of a kind at most: ",
+    **dict.fromkeys(("`Trainer(devices=", "`devices` selected"), _DEVICES),
 }
 
 
@@ -142,8 +144,8 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         if isinstance(error, ConfigurationError):
             raise
-        start = next((words for words in _WITHOUT_OPTION if str(error).startswith(words)), "")
-        text = _with_path(f"{_WITHOUT_OPTION.get(start, '')}{error}", "trainer", options)
+        start = next((words for words in _ADDED if str(error).startswith(words)), "")
+        text = _with_path(f"{_ADDED.get(start, '')}{error}", "trainer", options)
         option = re.match(r"trainer\.(\w+)", text)
         value = str(options[option[1]]) if option else ""
         given = "" if value in text else f", got {value}"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, final
+from typing import ClassVar, NamedTuple, final
 
 from fl_lightning.client.devices import Fate
 from fl_lightning.core.errors import ConfigurationError
@@ -51,27 +51,14 @@ class Ended(NamedTuple):
     is_lost: bool = False
 
 
-class Clock(Protocol):
-    """Says who ends next.
-
-    Attributes:
-        now: the time, in seconds.
-    """
-
-    now: float
-
-    def start(self, visit: Visit) -> None:
-        """Start a client's work now."""
-
-    def wait(self) -> list[Ended]:
-        """Advance time to the next client that ends, and return the clients that end then."""
-
-
 class VirtualClock:
     """Time that is worked out.
 
     Args:
         fate_of: how long a client takes, and whether its update arrives.
+
+    Attributes:
+        now: the time, in seconds.
     """
 
     def __init__(self, fate_of: FateOf) -> None:
@@ -86,7 +73,7 @@ class VirtualClock:
         heapq.heappush(self._at_work, (self.now + fate.seconds, visit.number, ended))
 
     def wait(self) -> list[Ended]:
-        """Advance time to the next client that ends."""
+        """Advance time to the next client that ends, and return the clients that end then."""
         self.now = self._at_work[0][0]
         ended = []
         while self._at_work and self._at_work[0][0] == self.now:
@@ -141,6 +128,9 @@ class RecordedClock:
         self.now = max(self.now, began + ended.seconds)
         return [ended]
 
+
+# Says who ends next.
+Clock = VirtualClock | RecordedClock
 
 FILE = "arrivals.csv"
 _COLUMNS = ["round", "client", "version", "seconds", "lost"]

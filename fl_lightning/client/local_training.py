@@ -17,12 +17,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector, weighted_mean
 from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
 from fl_lightning.client.state.attributes import Attributes, Growth, append
-from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
+from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
@@ -90,7 +91,7 @@ class LocalTrainer:
         optimizers: Optimizer | Sequence[Optimizer],
         step: LocalStep,
         collector: LogCollector | None = None,
-        schedules: Sequence[RateSchedule] = (),
+        schedules: Sequence[LRScheduler] = (),
         by_step: LocalSchedules | None = None,
         *,
         by_hand: bool = False,

@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, Protocol, TypeAlias
 
@@ -153,23 +154,16 @@ def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:
         >>> mean_and_variance([[torch.tensor([[1.0], [3.0]])], [torch.tensor([[5.0]])]])
         (tensor([3.], dtype=torch.float64), tensor([2.6667], dtype=torch.float64))
     """
-    sums = [own for batches in clients if (own := _sums(batches)) is not None]
-    if not sums:
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for inputs in chain.from_iterable(clients):
+        columns = inputs.double().reshape(len(inputs), inputs.shape[1], -1)
+        count += columns.shape[0] * columns.shape[2]
+        total = total + columns.sum((0, 2))
+        squares = squares + columns.square().sum((0, 2))
+    if not count:
         raise ConfigurationError("FederatedNormalize: the clients have no training examples")
-    count, total, squares = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
     mean = total / count
     return mean, (squares / count - mean.square()).clamp(min=0)
-
-
-def _sums(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Count, sum and sum of squares of one client's inputs, per feature or channel."""
-    sums: tuple[Tensor, Tensor, Tensor] | None = None
-    for inputs in batches:
-        columns = inputs.double().reshape(len(inputs), inputs.shape[1], -1)
-        count = torch.tensor(float(columns.shape[0] * columns.shape[2]), dtype=torch.float64)
-        own = count, columns.sum((0, 2)), columns.square().sum((0, 2))
-        sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
-    return sums
 
 
 def _scaler(mean: Tensor, std: Tensor) -> Transform:

@@ -7,6 +7,7 @@ and bars are means over seeds, bands and whiskers one standard deviation.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -182,7 +183,8 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
     page.table(*head_and_rows(runs), fold=f"All {len(results)} runs")
     for variant in experiment.all_variants:
         if variant.name in groups:
-            text = "".join(yaml.safe_dump(_plain(layer)) for layer in variant.difference)
+            plain = json.loads(json.dumps(variant.difference, default=str))  # without YAML's tags
+            text = "".join(map(yaml.safe_dump, plain))
             page.verbatim(text, f"{variant.name}: difference to the common configuration")
     page.write(out / REPORT)
 
@@ -207,15 +209,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"
     return str(value)
-
-
-def _plain(layer: object) -> object:
-    """Return a layer as plain mappings, which YAML writes without tags."""
-    if isinstance(layer, dict):
-        return {str(key): _plain(value) for key, value in layer.items()}
-    if isinstance(layer, (list, tuple)):
-        return [_plain(value) for value in layer]
-    return layer if isinstance(layer, (str, int, float, bool, type(None))) else str(layer)
 
 
 def write_picture(path: Path, results: Sequence[RunResult], experiment: Experiment) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -144,11 +144,8 @@ def _trained(run: PlannedRun, metric: str | None, connection: Connection, fit: F
     except Exception as error:  # noqa: BLE001 - told to who has started this process
         traceback.print_exc()
         return _failed(error)
-    values = reports[0].values if reports else {}
-    if reports and not values:
-        return Ended(f"metric: the run has not logged {metric!r}", "setting")
-    if not any(report.is_stopped for report in reports):
-        save_state(run, {"seconds": round(time.monotonic() - began, 1), "values": values})
+    if metric is None:  # else whoever hears the metric knows how the run has ended
+        save_state(run, {"seconds": round(time.monotonic() - began, 1)})
     return Ended()
 
 
@@ -200,11 +197,12 @@ def prepare_processes(fit: Fit) -> Any:
 
 @dataclass(frozen=True)
 class Running:
-    """A run in progress, and the process that trains it."""
+    """A run in progress, the process that trains it, and its start by the monotonic clock."""
 
     run: PlannedRun
     process: BaseProcess
     connection: Connection
+    began: float = field(default_factory=time.monotonic)
 
 
 class RunPool:

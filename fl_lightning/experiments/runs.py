@@ -94,7 +94,6 @@ def save_state(run: PlannedRun, more: dict[str, object]) -> None:
 
 
 # run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"
-_LOG = "run.log"
 _ROUND = re.compile(r"\| INFO \| (?:round|epoch) (\d+)/(\d+): ([^,\n]*)")
 _LAST_BYTES = 4096
 _BAR = 12
@@ -148,7 +147,7 @@ class Watch:
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
     """Return a run's last round, how many there are to be, and its first metric; None if it has none."""
     try:
-        with (run.folder / _LOG).open("rb") as file:
+        with (run.folder / "run.log").open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _LAST_BYTES))
             text = file.read().decode(errors="replace")

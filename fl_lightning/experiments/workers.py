@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.experiments.processes import Ended, Fit, Running, RunPool
-from fl_lightning.experiments.runs import Watch, state_of
+from fl_lightning.experiments.runs import Watch, save_state, state_of
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.study import ask, shown_values, told
 from fl_lightning.experiments.sweep_plan import Plan
@@ -44,7 +44,7 @@ class Held:
         is_taken_up: whether it was interrupted before.
         reported: rounds that the study knows of.
         values: of the runs that have ended.
-        rounds: how many the present run has told of.
+        told: the metric of the present run, round to value.
         stopped: why it was stopped, None if it was not.
     """
 
@@ -55,7 +55,7 @@ class Held:
     is_taken_up: bool = False
     reported: set[int] = field(default_factory=set)
     values: list[float] = field(default_factory=list)
-    rounds: int = 0
+    told: dict[int, float] = field(default_factory=dict)
     stopped: str | None = None
     _signed: float = 0.0
 
@@ -63,6 +63,11 @@ class Held:
     def number(self) -> int:
         """Of the trial, from 0."""
         return self.trial.number
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the present run has told of."""
+        return max(self.told, default=0)
 
     @property
     def seconds(self) -> float:
@@ -247,11 +252,11 @@ class Workers:
 
     def _start(self, held: Held) -> None:
         """Start the trial's next run."""
-        held.rounds, seed = 0, self._plan.seeds[len(held.values)]
+        held.told, seed = {}, self._plan.seeds[len(held.values)]
         self._processes.start(self._plan.run(held.number, held.trial.params, seed))
 
     def _answer(self, held: Held, running: Running, values: dict[int, float]) -> None:
-        held.rounds = max(values)
+        held.told = values
         value = values[held.rounds]
         if not math.isfinite(value):
             held.stopped = f"{self._search.metric} is {value} in round {held.rounds}"
@@ -268,13 +273,18 @@ class Workers:
 
     def _end(self, held: Held, running: Running, ended: Ended) -> None:
         if ended.failure is None and held.stopped is None:
-            kept: Any = state_of(running.run)["values"]
-            values = {int(number): value for number, value in kept.items()}
-            held.values.append(self._value(values))
-            if len(held.values) < len(self._plan.seeds):
+            if held.told:  # else it was finished before
+                seconds = round(time.monotonic() - running.began, 1)
+                save_state(running.run, {"seconds": seconds, "values": held.told})
+            kept: Any = state_of(running.run).get("values", {})
+            held.told = {int(number): value for number, value in kept.items()}
+            if held.told:
+                held.values.append(self._value(held.told))
+            else:
+                ended = Ended(f"metric: the run has not logged {self._search.metric!r}", "setting")
+            if held.told and len(held.values) < len(self._plan.seeds):
                 self._start(held)
                 return
-            held.rounds = max(values)
         del self._running[self._plan.folder(held.number)]
         if ended.failure is not None and ended.cause != "training":
             self._fail(held, ended)

@@ -72,7 +72,7 @@ from fl_lightning.federation.stages.asynchrony import Arrivals as Arrivals
 from fl_lightning.federation.stages.asynchrony import KeptVersions as KeptVersions
 from fl_lightning.federation.stages.attackers import Attackers as Attackers
 from fl_lightning.federation.stages.client_masks import MaskOfClient as MaskOfClient
-from fl_lightning.federation.stages.secure_rounds import SecureRounds as SecureRounds
+from fl_lightning.federation.stages.transport import SecureRounds as SecureRounds
 from fl_lightning.federation.stages.transport import Transport as Transport
 from fl_lightning.federation.start import Calendar as Calendar
 from fl_lightning.federation.start import begin_at_site as begin_at_site

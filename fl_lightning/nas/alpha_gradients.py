@@ -30,8 +30,8 @@ adds ∇H times log π. The first reward is its own baseline: no step.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 6 to 8, and its code for momentum and decay; Williams 1992;
 Pham et al. 2018, ENAS, section 2.2, and its code; Dong, Yang 2020 for a table of logits (NAS-Bench-201's
 REINFORCE).
-Differs: ENAS's code updates the baseline by a reward before it subtracts the baseline, which scales every
-gradient by 0.95.
+Differs: the best of the drawn architectures is found on training examples. ENAS's code updates the
+baseline by a reward before it subtracts the baseline, which scales every gradient by 0.95.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.relaxation import drawn_operations
 
 Tensors = Mapping[str, Tensor]
@@ -78,8 +78,7 @@ class WeightStep:
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay", "dampening"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name} must be at least 0, got {getattr(self, name)}")
+            check_range(name, getattr(self, name), "at least 0")
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
@@ -197,6 +196,8 @@ class Reward(AlphaGradient):
     Args:
         decay: decay of the moving average of rewards, in [0, 1).
         entropy_weight: weight of the entropy in the reward, at least 0.
+        best_of: architectures that are drawn by softmax(α) at the end, at least 1; the one with the highest
+            accuracy of training examples in the shared weights is the result. 1: the most probable one.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -204,11 +205,11 @@ class Reward(AlphaGradient):
 
     has_baseline = True
 
-    def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"decay of the baseline must be in [0, 1), got {decay}")
-        if not entropy_weight >= 0:
-            raise ConfigurationError(f"entropy_weight must be at least 0, got {entropy_weight}")
+    def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4, best_of: int = 1) -> None:
+        check_range("decay of the baseline", decay, "in [0, 1)")
+        check_range("entropy_weight", entropy_weight, "at least 0")
+        check_range("best_of", best_of, "at least 1")
+        self.best_of = best_of
         self._decay, self._entropy_weight = decay, entropy_weight
 
     @override
@@ -278,8 +279,7 @@ def architecture_gradient(
     """
     if order not in ("first", "finite", "exact"):
         raise ConfigurationError(f"order must be first, finite or exact, got {order!r}")
-    if not step_length > 0:
-        raise ConfigurationError(f"step_length must be positive, got {step_length}")
+    check_range("step_length", step_length, "above 0")
     w, a = leaves(weights), leaves(alphas)
     if order == "first":
         return gradients_of(validation(w, a), a)

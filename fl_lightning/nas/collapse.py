@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import functional
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.nas.alpha_gradients import Tensors
 from fl_lightning.nas.supernet import Supernet
@@ -63,10 +63,8 @@ class StopAtCollapse(Callback):
         window: int = 5,
         ratio: float = 0.75,
     ) -> None:
-        if most_skips is not None and most_skips < 0:
-            raise ConfigurationError(f"most_skips must be at least 0, got {most_skips}")
-        if num_examples < 1:
-            raise ConfigurationError(f"num_examples must be at least 1, got {num_examples}")
+        check_range("most_skips", most_skips, "at least 0")
+        check_range("num_examples", num_examples, "at least 1")
         self._most_skips, self._num_examples = most_skips, num_examples
         self._stop = EigenvalueStop(window, ratio) if eigenvalue else None
         self.unprotected: str | None = None
@@ -182,10 +180,8 @@ class EigenvalueStop:
     """
 
     def __init__(self, window: int = 5, ratio: float = 0.75) -> None:
-        if window < 1:
-            raise ConfigurationError(f"window must be at least 1, got {window}")
-        if not 0 < ratio < 1:
-            raise ConfigurationError(f"ratio must be in (0, 1), got {ratio}")
+        check_range("window", window, "at least 1")
+        check_range("ratio", ratio, "in (0, 1)")
         self.window, self._ratio = window, ratio
         self.eigenvalues: list[float] = []
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.spaces.cells import Candidate
 
 
@@ -289,10 +289,8 @@ class PartialChannels(Relaxation):
     def __init__(
         self, part: int = 4, edge_weights: bool = True, alpha_from: float = 15 / 50
     ) -> None:
-        if part < 1:
-            raise ConfigurationError(f"part must be at least 1, got {part}: 1 in `part` channels")
-        if not 0 <= alpha_from <= 1:
-            raise ConfigurationError(f"alpha_from must be in [0, 1], got {alpha_from}")
+        check_range("part", part, "at least 1", ": 1 in `part` channels")
+        check_range("alpha_from", alpha_from, "in [0, 1]")
         self._part, self.has_beta, self.alpha_from = part, edge_weights, alpha_from
 
     @override

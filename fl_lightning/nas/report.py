@@ -55,6 +55,7 @@ class SearchReport(Callback):
 
     def __init__(self) -> None:
         self._signal = GradientSignal()
+        self._best_accuracy: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics of α's gradients."""
@@ -155,6 +156,8 @@ class SearchReport(Callback):
     def _verdict(self, module: Any, last_round: int) -> str:
         """Return the line that names the architecture, or says that there is none yet."""
         found, errors = module.architecture, self._signal.standard_errors
+        if self._best_accuracy is not None:
+            return f"architecture: {found}, the best drawn one (accuracy {self._best_accuracy:.3f})"
         if not module.moves_alpha(last_round):
             return (
                 f"alpha has not moved: it is fixed for the first {module.alpha_from:.0%} of the search. Its "
@@ -176,6 +179,11 @@ class SearchReport(Callback):
             f"alpha has not decided: {why}. Its largest numbers say {found}, little better than a draw. "
             "Search longer, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
         )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose the best of some drawn architectures, if the search learns from rewards."""
+        module: Any = pl_module
+        self._best_accuracy = module.choose_best()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and save the architecture that was found."""

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
@@ -96,8 +96,8 @@ class HardGumbel(Relaxation):
         last_temperature: float = 0.1,
         others: Others = "bare",
     ) -> None:
-        check_temperature("first_temperature", first_temperature)
-        check_temperature("last_temperature", last_temperature)
+        check_range("first_temperature", first_temperature, "above 0 and finite")
+        check_range("last_temperature", last_temperature, "above 0 and finite")
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
     @override
@@ -131,13 +131,10 @@ class SoftGumbel(Relaxation):
         num_epochs: int = 90,
         alpha_from: float = 1 / 9,
     ) -> None:
-        check_temperature("first_temperature", first_temperature)
-        if not 0 < decay <= 1:
-            raise ConfigurationError(f"decay must be in (0, 1], got {decay}")
-        if num_epochs < 1:
-            raise ConfigurationError(f"num_epochs must be at least 1, got {num_epochs}")
-        if not 0 <= alpha_from <= 1:
-            raise ConfigurationError(f"alpha_from must be in [0, 1], got {alpha_from}")
+        check_range("first_temperature", first_temperature, "above 0 and finite")
+        check_range("decay", decay, "in (0, 1]")
+        check_range("num_epochs", num_epochs, "at least 1")
+        check_range("alpha_from", alpha_from, "in [0, 1]")
         self._first, self._decay, self._num_epochs = first_temperature, decay, num_epochs
         self.alpha_from = alpha_from
 
@@ -149,12 +146,6 @@ class SoftGumbel(Relaxation):
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         noise = gumbel_noise(alpha, drawn_from(step))
         return EdgeWeights(gumbel_softmax(alpha, noise, self.temperature(step.progress)))
-
-
-def check_temperature(name: str, value: float) -> None:
-    """Raise ConfigurationError if a temperature is not positive and finite."""
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name} must be positive, got {value}")
 
 
 def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1) -> EdgeWeights:

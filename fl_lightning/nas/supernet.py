@@ -61,12 +61,20 @@ from fl_lightning.nas.checks import (
 from fl_lightning.nas.cost.cost import CostTable, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import Penalty
-from fl_lightning.nas.relaxation import EdgeWeights, Relaxation, SearchStep, Softmax, weights_of
+from fl_lightning.nas.relaxation import (
+    EdgeWeights,
+    Relaxation,
+    SearchStep,
+    Softmax,
+    gumbel_noise,
+    weights_of,
+)
 from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.sub_networks.accuracy import training_accuracies
 
 Place = Literal["server", "clients", "none"]
 WarmUp = Literal["rule", "all"]
@@ -212,6 +220,7 @@ class Supernet(SharedWeights):
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
         self._measured_alpha: Tensor | None = None
+        self._best: Architecture | None = None
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
                 f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
@@ -236,7 +245,9 @@ class Supernet(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture of the current architecture parameters."""
+        """Architecture of the current architecture parameters, or the best of those drawn at the end."""
+        if self._best is not None:
+            return self._best
         beta = None if self.beta is None else self.beta.detach()
         return self.space.derive(self.alpha.detach(), beta)
 
@@ -446,7 +457,33 @@ class Supernet(SharedWeights):
 
     def on_train_start(self) -> None:
         """Set the learning rate of this round, also if a run resumes at a round's last batch."""
+        self._best = None
         self._schedule_to(self.current_epoch)
+
+    def choose_best(self) -> float | None:
+        """Choose the best of some architectures drawn by α; called by all processes when the search ends.
+
+        Returns:
+            Its accuracy on training examples, or None if `Reward.best_of` is 1 or updates are protected.
+        """
+        count = self._learn.best_of if isinstance(self._learn, Reward) else 1
+        if count == 1 or self._is_protected:
+            return None
+        generator, alpha = torch_generator(self.seed, "best of"), self.alpha.detach()
+        draws = (alpha + gumbel_noise(alpha, generator) for _ in range(count))
+        drawn = list(dict.fromkeys(self.space.derive(logits) for logits in draws))
+        found = training_accuracies(
+            self.trainer,
+            self.network,
+            [self._fixed(one) for one in drawn],
+            max_examples=self.recalibration_examples,
+            seed=self.seed,
+        )
+        if found is None:
+            return None
+        accuracy, number = max((value, -n) for n, value in enumerate(found.values))
+        self._best = drawn[-number]
+        return accuracy
 
     def on_train_epoch_end(self) -> None:
         """Set the learning rate of the next round."""
@@ -462,11 +499,14 @@ class Supernet(SharedWeights):
     def recalibrate(self) -> None:
         """Find the batch norm statistics of the shown networks, unless updates are protected."""
         self._measured_alpha = self.alpha.detach().clone()
+        self._sums = {}
+        if not self._is_protected:
+            super().recalibrate()
+
+    @property
+    def _is_protected(self) -> bool:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(c, Federation) and protector(c) is not None for c in callbacks):
-            self._sums = {}
-            return
-        super().recalibrate()
+        return any(isinstance(c, Federation) and protector(c) is not None for c in callbacks)
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
         """Use the statistics of a shown network inside the block; the batch's if α differs, e.g. a personal one."""

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.availability import AvailableCohort, Diurnal, Stretches
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort, PoissonCohort, UniformCohort
-from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import (
     ByLossCohort,
     BySizeCohort,
     LeastRecentCohort,
+    OortCohort,
     PowerOfChoiceCohort,
     RoundRobinCohort,
 )

@@ -21,10 +21,12 @@ from fl_lightning.data.partitions.label_shards import (
     even_counts,
     size_excess,
 )
-from fl_lightning.data.partitions.partition import IID, NaturalPartition, check_sizes
-from fl_lightning.data.partitions.quantity_skew import (
+from fl_lightning.data.partitions.partition import (
+    IID,
     DirichletSizes,
+    NaturalPartition,
     PowerLawSizes,
+    check_sizes,
     proportional_sizes,
 )
 

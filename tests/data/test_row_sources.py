@@ -336,6 +336,23 @@ class TestHuggingFace:
         torch.testing.assert_close(images[:, 0, 0, 0], torch.tensor([1.0, 0.2]))
         assert labels.tolist() == [1, 1]
 
+    def test_a_stream_is_read_as_far_as_it_is_used(self, reviews, datasets, tmp_path):
+        def stream():
+            yield from reviews.select(range(5))  # datasets reads one ahead
+            raise AssertionError("more was read")
+
+        reviews.to_json(tmp_path / "reviews.jsonl")
+        streams = datasets.IterableDataset.from_generator(stream, features=reviews.features)
+        options = {"inputs": ["score"], "val_fraction": 0, "test_fraction": 0}
+        expected = ready(HuggingFace(reviews.select(range(4)), **options)).train_set
+        for given in (reviews, streams, str(tmp_path / "reviews.jsonl")):
+            rows = ready(HuggingFace(given, max_examples=4, **options)).train_set
+            assert len(rows) == 4
+            everything = torch.arange(4)
+            assert all(map(torch.equal, rows.gather(everything), expected.gather(everything)))
+        refused(lambda: HuggingFace(streams, **options), "has no length: set max_examples")
+        refused(lambda: HuggingFace(reviews, max_examples=0, **options), "at least 1, got 0")
+
     def test_the_usual_splits_are_found(self, reviews, datasets, tmp_path):
         parts = {
             "train": reviews,

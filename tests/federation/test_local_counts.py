@@ -23,7 +23,7 @@ from fl_lightning import (
 from fl_lightning.client.devices import Devices, LogNormalSpeeds
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
-from fl_lightning.data.partitions.quantity_skew import DirichletSizes
+from fl_lightning.data.partitions.partition import DirichletSizes
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation import client_id, local_step
 from fl_lightning.reports.overview import RunOverview

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from toys import Ordered, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
-from fl_lightning.data.partitions.quantity_skew import DirichletSizes
+from fl_lightning.data.partitions.partition import DirichletSizes
 from fl_lightning.federation.hooks import STEP_HOOKS
 from fl_lightning.updates.message import bytes_down
 

@@ -19,8 +19,8 @@ from flower.site_processes import (
     simulated,
 )
 
-from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
+from fl_lightning.flower.network.serving import demo
 
 SECONDS = 60.0
 LARGE = {"patch_size": 4, "embed_dim": 192, "depth": 7, "num_heads": 2, "class_token": False}

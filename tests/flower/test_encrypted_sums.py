@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 from flower.made_up_messages import NUMBERS
+from flower.sum_sites import CLIENTS, RUN, SITE_OF, SITES, SumSites, of_round, order
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.core.container import as_tensor
 from fl_lightning.flower.documents import document_of, read_document
-from fl_lightning.flower.messages import Answer, Failure, Order, OrderRefused, category_of, digest
-from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.messages import OrderRefused
+from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.server import sums as server_sums
-from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.greeting import SiteFacts
-from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound
-from fl_lightning.flower.site.sums import SiteSums
+from fl_lightning.flower.server.sums import EncryptedOverSites
 from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,
@@ -37,103 +36,23 @@ from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_by
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 
 pytest.importorskip("tenseal", reason="needs the extra he")
-RUN, CONFIGURATION, SIZE = "a" * 32, "b" * 64, 20
-SITES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
-SITE_OF = {client: site for site, clients in SITES.items() for client in clients}
-CLIENTS = tuple(sorted(SITE_OF))
+SIZE = 20
 RULES = {"scheme": "ckks", "degree": 8192}
 
 
-def order(kind, clients=(), options=None, tensors=None, round_index=0):
-    return Order(
-        kind=kind,
-        run=RUN,
-        configuration=CONFIGURATION,
-        round=round_index,
-        clients=clients,
-        counted=dict.fromkeys(clients, -1),
-        options=options or {},
-        tensors=tensors or {},
-    )
-
-
-class Sites:
-    """A channel to sites in this process; each holds the vectors of a round. It listens to all."""
-
+class Sites(SumSites):
     def __init__(self, folder, **policy):
-        self.folder, self.policies = folder, {name: dict(policy) for name in SITES}
-        self.key = token_bytes(32)
         folder.mkdir(exist_ok=True)
-        (folder / "sum.key").write_bytes(self.key)
+        (folder / "sum.key").write_bytes(token_bytes(32))
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(6, SIZE, generator=generator, dtype=torch.float64)
-        self.vectors = {c: values[c].numpy() for c in CLIENTS}
-        self.sums, self.waiting, self.heard, self.round = {}, [], [], 0
-        self.before = lambda site, asked: None  # something that happens to an order, or a failure
-        self.change = lambda asked, answer: answer
-        for name in SITES:
-            self.start(name)
-            self.train(name)
-
-    def train(self, name, lr=0.1, round_index=0):
-        """Have a site keep its vectors of a round, as after an order to train."""
-        self.round = round_index
-        given = order("train", SITES[name], {"optimizers": [[{"lr": lr}]]}, {}, round_index)
-        vectors = {c: self.vectors[c] for c in SITES[name]}
-        self.sums[name].keep(vectors, RULES, given)
-
-    def start(self, name):
-        policy = Policy(
-            name=name,
-            clients={c: c for c in SITES[name]},
-            socket=self.folder / "socket",
-            memory=self.folder / name,
-            sum_key=self.folder / "sum.key",
-            **self.policies[name],
-        )
-        self.sums[name] = SiteSums(self.folder / name, policy)
-
-    def sites(self):
-        return sorted(SITES)
-
-    def send(self, site, message, ttl):
-        self.heard.append(message)
-        asked = Order.from_bytes(message, limit=10**7)
-        common = {
-            "kind": "sum",
-            "run": RUN,
-            "round": asked.round,
-            "site": site,
-            "order": digest(message),
-        }
-        try:
-            self.before(site, asked)
-            done = self.sums[site].follow(asked)
-        except (OrderRefused, Refused) as error:
-            answer = Answer(**common, failure=Failure(category_of(error)))
-        else:
-            answer = Answer(
-                **common, clients=tuple(done.answers), options=done.options, tensors=done.tensors
-            )
-        self.heard.append(self.change(asked, answer).to_bytes())
-        self.waiting.append((site, self.heard[-1]))
-
-    def receive(self, seconds):
-        came, self.waiting = self.waiting, []
-        return came
+        vectors = {c: values[c].numpy() for c in CLIENTS}
+        super().__init__(folder, vectors, RULES, sum_key=folder / "sum.key", **policy)
 
 
 def added(sites, clients=CLIENTS, round_index=0):
     lost = {}
-    adds = EncryptedOverSites(
-        SitesOfRound(
-            Correspondence(sites, deadline=5.0),
-            SITE_OF,
-            lambda *given: order("sum", *given, round_index=round_index),
-            lost.__setitem__,
-            lambda: "",
-        )
-    )
+    adds = EncryptedOverSites(of_round(sites, lost, round_index=round_index))
     return adds(CKKSLayout(SIZE, round_index=round_index), clients), lost
 
 
@@ -164,7 +83,12 @@ def test_neither_key_nor_vector_is_ever_on_the_wire(tmp_path):
     agreed = EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS)
     sealed = (tmp_path / "a" / "sealed.key").read_bytes()
     keys = SumKey(tmp_path / "sum.key").run_key(sealed, RUN, agreed.parameters)
-    secret = [sites.key, keys.tags, keys.secret[100:132], keys.secret[-32:]]
+    secret = [
+        (tmp_path / "sum.key").read_bytes(),
+        keys.tags,
+        keys.secret[100:132],
+        keys.secret[-32:],
+    ]
     for vector in sites.vectors.values():
         for kind in (np.float64, np.float32):
             data = vector.astype(kind).tobytes()
@@ -374,7 +298,7 @@ def test_clients_that_were_given_other_options_are_in_no_sum_together(tmp_path):
 
 def test_every_sites_fewest_counts_wherever_the_sum_is_opened(tmp_path):
     sites = Sites(tmp_path)
-    sites.policies["c"] = {"fewest_in_secure_sum": 6}
+    sites.policies["c"]["fewest_in_secure_sum"] = 6
     sites.start("c")
     taken = Encrypted(sites)
     four = (1, 2, 4, 5)

@@ -12,10 +12,9 @@ import pytest
 pytest.importorskip("flwr")
 
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.following import carry_out
-from fl_lightning.flower.network.serving import NodeEnds, site_programs
+from fl_lightning.flower.network.serving import NodeEnds, demo, site_programs
 from fl_lightning.flower.network.supervision import Supervisor
 from fl_lightning.flower.transport.apps import write_app
 

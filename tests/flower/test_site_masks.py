@@ -23,8 +23,8 @@ from fl_lightning.flower.packing import (
     model_tensors,
     told_mask,
 )
-from fl_lightning.flower.server.calibration import SUMS, CalibrationAtSites
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.elsewhere import SUMS, CalibrationAtSites
 from fl_lightning.flower.server.greeting import Counted, Greeting
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory

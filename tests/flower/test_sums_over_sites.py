@@ -6,26 +6,20 @@ from secrets import token_bytes
 import numpy as np
 import pytest
 from flower.made_up_messages import NUMBERS
+from flower.sum_sites import CLIENTS, SITE_OF, SITES, SumSites, of_round, training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.flower.documents import document_of, read_document
-from fl_lightning.flower.messages import Answer, Failure, Order, OrderRefused, category_of, digest
-from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.sums import SitesOfRound, SumOverSites
+from fl_lightning.flower.messages import Answer, Order, digest
+from fl_lightning.flower.server.sums import SumOverSites
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.sums import Agreed, SecureStage, rules_of, trained_on
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
 
 pytestmark = pytest.mark.filterwarnings("ignore:client . at site")
-RUN, CONFIGURATION = "a" * 32, "b" * 64
-SITES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
-SITE_OF = {client: site for site, clients in SITES.items() for client in clients}
-CLIENTS = sorted(SITE_OF)
 
 
 def session(run="c" * 32, active=False, size=3, **options):
@@ -33,91 +27,32 @@ def session(run="c" * 32, active=False, size=3, **options):
     return Session(run=run, size=size, active=active, **given | options)
 
 
-class Sites:
-    """A channel to sites in this process; each holds the vectors of round 0."""
-
+class Sites(SumSites):
     def __init__(self, folder, active=False, threshold=2 / 3, **policy):
-        self.folder, self.policy = folder, policy
-        self.rules = rules_of(SecureSum(bits=20, active=active, threshold=threshold))
-        self.keys, self.secrets = {}, {}
-        for name in SITES:
-            self.secrets[name] = folder / f"{name}.key"
-            self.secrets[name].write_bytes(token_bytes(32))
-            self.keys[name] = SigningKey(self.secrets[name].read_bytes()).public
-        self.vectors = {c: np.array([c, 1, 2**20 - 1], np.uint32) for c in CLIENTS}
-        self.sums, self.waiting, self.silent = {}, [], {}
-        self.change = lambda content: content
-        for name in SITES:
-            self.start(name)
-            self.train(name)
-
-    def train(self, name, lr=0.1):
-        """Have a site keep its vectors of round 0, as after an order to train."""
-        vectors = {c: self.vectors[c] for c in SITES[name]}
-        self.sums[name].keep(vectors, self.rules, training(lr))
+        self.keys, self.silent = {}, {}
+        files = {name: folder / f"{name}.key" for name in SITES}
+        for name, file in files.items():
+            file.write_bytes(token_bytes(32))
+            self.keys[name] = SigningKey(file.read_bytes()).public
+        vectors = {c: np.array([c, 1, 2**20 - 1], np.uint32) for c in CLIENTS}
+        rules = rules_of(SecureSum(bits=20, active=active, threshold=threshold))
+        self._given = {name: {"signing_key": file} for name, file in files.items()}
+        peers = {site: key.hex() for site, key in self.keys.items()}
+        super().__init__(folder, vectors, rules, peers=peers, **policy)
+        self.before = self._lose_keys
 
     def start(self, name):
-        peers = {site: key.hex() for site, key in self.keys.items()}
-        policy = Policy(
-            name=name,
-            clients={c: c for c in SITES[name]},
-            socket=self.folder / "socket",
-            memory=self.folder / name,
-            signing_key=self.secrets[name],
-            peers=peers,
-            **self.policy,
-        )
-        self.sums[name] = SiteSums(self.folder / name, policy)
+        self.policies[name] |= self._given[name]
+        super().start(name)
 
-    def sites(self):
-        return sorted(SITES)
-
-    def send(self, site, message, ttl):
-        order = Order.from_bytes(message, limit=10**6)
-        stage = order.options["stage"]
-        if self.silent.get(site, 9) <= stage:
-            self.start(site)  # which has lost its keys
-        common = {"kind": "sum", "run": RUN, "round": 0, "site": site, "order": digest(message)}
-        try:
-            done = self.sums[site].follow(order)
-        except (OrderRefused, Refused) as error:
-            answer = Answer(**common, failure=Failure(category_of(error)))
-        else:
-            answer = Answer(**common, clients=tuple(done.answers), tensors=done.tensors)
-        self.waiting.append((site, self.change(answer.to_bytes())))
-
-    def receive(self, seconds):
-        came, self.waiting = self.waiting, []
-        return came
-
-
-def write(clients, options, tensors, kind="sum"):
-    return Order(
-        kind=kind,
-        run=RUN,
-        configuration=CONFIGURATION,
-        round=0,
-        clients=clients,
-        counted=dict.fromkeys(clients, -1),
-        options=options,
-        tensors=tensors,
-    )
-
-
-def training(lr=0.1):
-    return write((0,), {"optimizers": [[{"lr": lr}]]}, {}, kind="train")
+    def _lose_keys(self, site, asked):
+        if self.silent.get(site, 9) <= asked.options["stage"]:
+            self.start(site)
 
 
 def added(sites, agreed, clients=CLIENTS, lr=0.1):
     lost = {}
-    asked = SitesOfRound(
-        Correspondence(sites, deadline=5.0),
-        SITE_OF,
-        write,
-        lost.__setitem__,
-        lambda: trained_on(training(lr)),
-    )
-    adds = SumOverSites(asked, sites.keys)
+    adds = SumOverSites(of_round(sites, lost, lr), sites.keys)
     return adds(agreed, clients), lost
 
 
@@ -213,7 +148,7 @@ class Numbers:
 @pytest.mark.parametrize("place", range(4))
 def test_numbers_in_place_of_a_message_leave_the_site_out(place, numbers, tmp_path):
     sites = Sites(tmp_path, threshold=1 / 2)
-    sites.change = Numbers(place + 1, NUMBERS[numbers])
+    sites.sent = Numbers(place + 1, NUMBERS[numbers])
     agreed = session(threshold=4)
     stage = agreed.stages[place]
     outcome, lost = added(sites, agreed)
@@ -293,7 +228,7 @@ def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
             changed[place % len(content)] ^= 1 << bit
         return bytes(changed)
 
-    sites.change = change
+    sites.sent = change
     try:
         outcome, _ = added(sites, session(threshold=4))
     except AbortedError:

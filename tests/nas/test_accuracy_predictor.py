@@ -192,7 +192,7 @@ def test_counts_of_clients_are_named_to_privacy():
 
 
 def test_values_out_of_range():
-    with pytest.raises(ConfigurationError, match=r"start must be in \[0, 1\), got 1; num_scored"):
+    with pytest.raises(ConfigurationError, match=r"start must be in \[0, 1\), got 1"):
         AccuracyPredictor(start=1, num_scored=2)
     with pytest.raises(ConfigurationError, match=r"set trainer\.max_epochs"):
         toy_trainer(max_epochs=-1, max_steps=2).fit(one_shot(RESNET, GUIDED), datamodule=data(1))

@@ -71,6 +71,8 @@ def type_in(command):
         small += " --model.init_args.recalibration_examples 128"
     if "configs/quickstart.yaml" in command:
         small = small.replace("--federation.local_steps 1", "--federation.local_epochs 1")
+    if "enas.yaml" in command:
+        small += " --model.init_args.learn.init_args.best_of 3"
     if "proxyless" in command:  # alpha moves in every fifth step
         small = small.replace("local_steps 1", "local_steps 5")
     main([*shlex.split(command), *small.split()])

@@ -414,3 +414,22 @@ def test_batches_without_a_half_for_the_search_are_refused():
 def test_a_rate_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="lr must be positive"):
         ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
+
+
+@pytest.mark.parametrize("num_clients", [3, 1])
+def test_the_best_of_drawn_architectures_is_the_result(num_clients):
+    """One operation is the identity, the other forgets its input: only the first can be right."""
+    module = supernet(TwoLayers(), SinglePath(), learn=Reward(best_of=20))
+    linear, forgets = module.network.edge.operations
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(4)[..., None, None])
+        forgets[0].weight.zero_()
+        module.network.head.weight.copy_(torch.tensor([[-9.0, 0, 0, 0], [9.0, 0, 0, 0]]))
+        module.alpha.copy_(torch.tensor([[0.0, 1.0]]))  # the wrong one is more probable
+    x, _ = vectors().tensors
+    examples = TensorDataset(x, (x[:, 0] > 0).long().flatten())
+    callbacks = [Federation(local_steps=1)] if num_clients > 1 else []
+    trainer = toy_trainer(*callbacks, max_epochs=1)
+    trainer.fit(module, datamodule=data(examples, num_clients, 60))
+    assert module.alpha.argmax() == 1
+    assert str(module.architecture) == "linear"

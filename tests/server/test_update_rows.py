@@ -86,7 +86,7 @@ def test_the_state_goes_through_a_checkpoint(kept):
 def test_processes_exchange_their_updates_bit_for_bit():
     owners = [[4, 1], [], [0, 3, 2]]
     shares = [rows_of(MATRIX[clients], 0, clients) for clients in owners]
-    order = [client for clients in owners for client in clients]
+    order = [client for clients in owners for client in sorted(clients)]
     told = []
     for share in shares:
         share.exchange(lambda updates: told.append(updates) or [], None)

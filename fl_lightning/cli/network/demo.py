@@ -21,8 +21,8 @@ from fl_lightning.cli.commands import resolve
 from fl_lightning.client.clocks import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
-from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
+from fl_lightning.flower.network.serving import demo
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"

@@ -22,9 +22,13 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.server.asynchronous import sites_for
-from fl_lightning.flower.server.calibration import CalibrationAtSites
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import SCALED, DataElsewhere, check_over_network
+from fl_lightning.flower.server.elsewhere import (
+    SCALED,
+    CalibrationAtSites,
+    DataElsewhere,
+    check_over_network,
+)
 from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
 from fl_lightning.flower.sums import check_encrypted
 from fl_lightning.flower.transport.apps import CONFIGURATION
@@ -119,13 +123,15 @@ class OverSites:
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
             calibration.ask_elsewhere(asked.scores, asked.sums)
-        stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
-        self._stops = dict.fromkeys(told, stop)
+        self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))
         return DataElsewhere(
             data,
             num_examples=sizes,
-            held_out={stage: _held_out(told, stage) for stage in STAGES},
+            held_out={
+                stage: {c: n for each in told.values() for c, n in each.held_out[stage].items()}
+                for stage in STAGES
+            },
             batch_size=first.batch_size,
             drop_last=first.drop_last,
         )
@@ -226,10 +232,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
                 f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
-
-
-def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
-    return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 
 def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:

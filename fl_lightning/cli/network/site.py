@@ -31,8 +31,7 @@ from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
-from fl_lightning.flower.server.calibration import SUMS, VALUES
-from fl_lightning.flower.server.elsewhere import of_transforms
+from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite
@@ -98,8 +97,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
             options = self._get(self.config_init, "trainer")
-            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
-            calibrates = calibrations[0] if calibrations else None
+            calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
             at_site = AtSite(
                 federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
             )

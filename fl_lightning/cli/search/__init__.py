@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.latency import Networks, add_networks, check_writable, networks_of
-from fl_lightning.cli.search.trained import Resolve, Trained, Validate, is_asked_for, look_at
+from fl_lightning.cli.search.trained import Resolve, Trained, Validate, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
 from fl_lightning.nas.cost import cost
@@ -132,7 +132,7 @@ def search(
         ConfigurationError: if an option is refused.
     """
     check_seed("search", given.seed)
-    if is_asked_for(given):
+    if given.config or given.ckpt_path is not None:
         look = partial(_search_trained, given)
         look_at(given, defaults, options, look, validate=validate, resolve=resolve)
         return

@@ -52,11 +52,6 @@ class Trained:
     run: Mapping[str, Any]
 
 
-def is_asked_for(given: Any) -> bool:
-    """Return whether options name a trained supernet."""
-    return bool(given.config) or given.ckpt_path is not None
-
-
 def look_at(
     given: Any,
     defaults: Any,

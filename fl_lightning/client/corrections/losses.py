@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,6 @@ from fl_lightning.client.corrections.correction import Correction, Outcome
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import Trait, Traits
-
-
-@runtime_checkable
-class HasFeatures(Protocol):
-    """A module that says what it sees in a batch."""
-
-    def features(self, batch: Any) -> Tensor:
-        """Return the features of the examples of a training batch, shape (B, …)."""
 
 
 @final
@@ -91,7 +83,7 @@ class Moon(Correction):
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse a module without features."""
-        if not isinstance(module, HasFeatures):
+        if not hasattr(module, "features"):
             raise ConfigurationError(
                 f"Moon contrasts features, and {type(module).__name__} has no method "
                 "features(batch) that returns those of a batch, shape (B, …)"

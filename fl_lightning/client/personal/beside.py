@@ -45,9 +45,20 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
 
+class _Beside(Personalisation):
+    """A whole model beside the shared one."""
+
+    beside = True
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return all parameters that train, and all buffers."""
+        params = [name for name, p in module.named_parameters() if p.requires_grad]
+        return [*params, *(name for name, _ in module.named_buffers())]
+
+
 @final
 @dataclass(frozen=True)
-class Ditto(Personalisation):
+class Ditto(_Beside):
     """Every client has a whole model of its own, which follows the global one loosely.
 
     The global model is that of a run without, bit for bit. A round takes a client twice as long.
@@ -66,21 +77,14 @@ class Ditto(Personalisation):
 
     pull: float = 0.1
 
-    beside = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.pull < float("inf"):
             raise ConfigurationError(f"Ditto: pull must be at least 0 and finite, got {self.pull}")
 
-    def names(self, module: nn.Module) -> list[str]:
-        """Return all parameters that train, and all buffers."""
-        params = [name for name, p in module.named_parameters() if p.requires_grad]
-        return [*params, *(name for name, _ in module.named_buffers())]
-
 
 @final
 @dataclass(frozen=True)
-class APFL(Personalisation):
+class APFL(_Beside):
     """Every client's model is a mixture of its own and the global one.
 
     The global model is that of a run without, bit for bit. A round takes a client twice as long.
@@ -101,8 +105,6 @@ class APFL(Personalisation):
     mixture: float = 0.5
     mixture_rate: float = 0.1
 
-    beside = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.mixture <= 1:
             raise ConfigurationError(f"APFL: mixture must be in [0, 1], got {self.mixture}")
@@ -110,11 +112,6 @@ class APFL(Personalisation):
             raise ConfigurationError(
                 f"APFL: mixture_rate must be at least 0 and finite, got {self.mixture_rate}"
             )
-
-    def names(self, module: nn.Module) -> list[str]:
-        """Return all parameters that train, and all buffers."""
-        params = [name for name, p in module.named_parameters() if p.requires_grad]
-        return [*params, *(name for name, _ in module.named_buffers())]
 
 
 class Mixing:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
@@ -31,16 +32,6 @@ BY_STEP = "by_step"
 # Schedules that count local steps: planned ones of a round, N ≥ 1, and what moves them on after the n-th
 # local step of the run, n ≥ 1.
 LocalSchedules = tuple[int, Callable[[int], None]]
-
-
-class RateSchedule(Protocol):
-    """A learning-rate schedule."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all but the optimizer."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
 
 
 class RoundStart:
@@ -69,7 +60,7 @@ class RoundStart:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        schedules: Sequence[RateSchedule] = (),
+        schedules: Sequence[LRScheduler] = (),
         by_step: LocalSchedules | None = None,
     ) -> None:
         self._by_step, self._is_planned = by_step, True
@@ -91,7 +82,8 @@ class RoundStart:
             for each in self._foreign
         ]
         self._tensors = [_tensors(each) for each in self._foreign]
-        self._positions = [_position(each) for each in self._schedules]
+        # every step of a schedule changes it
+        self._positions = [getattr(each, "last_epoch", None) for each in self._schedules]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
 
     @property
@@ -197,7 +189,7 @@ class RoundStart:
             vars(optimizer).update(numbers)
         triples = zip(self._schedules, self._positions, self._states, strict=True)
         for schedule, position, state in triples:
-            if position is None or position != _position(schedule):
+            if position is None or position != schedule.last_epoch:
                 schedule.load_state_dict(copy.deepcopy(state))
         self._tell_rates()
 
@@ -235,9 +227,3 @@ def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]
                 "which would go from client to client: keep it in optimizer.state, which is empty "
                 "when a client begins"
             )
-
-
-def _position(schedule: RateSchedule) -> int | None:
-    """Return the number of a schedule's last step, which every step changes; None if unknown."""
-    position = getattr(schedule, "last_epoch", None)
-    return position if isinstance(position, int) else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
 from fl_lightning.data.sources.source import Loaded, Source
 
@@ -28,6 +28,8 @@ class DatasetSource(Source, ABC):
         dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
             (``.jsonl``, ``.json``, ``.csv``, ``.parquet``); or a name on the hub, such as
             ``flwrlabs/femnist``, which is downloaded once.
+        max_examples: use only the first examples of each split, at most so many, and read no more of it: the
+            data set is streamed. A set that streams itself, an ``IterableDataset``, needs it. None reads all.
         tokenizer: tokenizer of the texts: its name or folder, or in Python the tokenizer itself.
         name: configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
         train: the split to divide among the clients.
@@ -41,6 +43,7 @@ class DatasetSource(Source, ABC):
         self,
         dataset: Any,
         *,
+        max_examples: int | None = None,
         tokenizer: Any = None,
         name: str | None = None,
         train: str = "train",
@@ -49,7 +52,9 @@ class DatasetSource(Source, ABC):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        check_range(f"{type(self).__name__}: max_examples", max_examples, "at least 1")
         self._dataset, self._name, self._tokenizer = dataset, name, tokenizer
+        self._max_examples = max_examples
         self._wanted = {"train": train, "val": val, "test": test}
 
     def prepare_data(self) -> None:
@@ -69,6 +74,8 @@ class DatasetSource(Source, ABC):
         """
         found = self._read()
         splits = self._chosen(found) if isinstance(found, dict) else {"train": found}
+        if self._max_examples is not None:
+            splits = {purpose: self._first(split) for purpose, split in splits.items()}
         for split in splits.values():
             absent = [name for name in columns if name not in split.column_names]
             if absent:
@@ -113,24 +120,43 @@ class DatasetSource(Source, ABC):
             ) from error
         if isinstance(dataset, (datasets.Dataset, datasets.DatasetDict)):
             return dataset
+        if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+            if self._max_examples is None:
+                raise self._error("a data set that streams has no length: set max_examples")
+            return dataset
         if not isinstance(dataset, str):
             raise self._error(
                 "dataset must be a Dataset, a DatasetDict, a folder, a file or a name on the hub, got "
                 f"{type(dataset).__name__}"
             )
+        return self._loaded(datasets, dataset)
+
+    def _loaded(self, datasets: Any, dataset: str) -> Any:
+        """Load a data set by its folder, file or name on the hub."""
+        streams = self._max_examples is not None
         kind = FILES.get(Path(dataset).suffix)
         if kind is not None and not Path(dataset).is_file():
             raise self._error(f"there is no file {dataset}")
         try:
             if kind is not None:
-                return datasets.load_dataset(kind, data_files=dataset)
+                return datasets.load_dataset(kind, data_files=dataset, streaming=streams)
             if Path(dataset).is_dir() and self._name is None:
                 return datasets.load_from_disk(dataset)
-            return datasets.load_dataset(dataset, self._name)
+            return datasets.load_dataset(dataset, self._name, streaming=streams)
         except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
             raise self._error(
                 f"{dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: {error}"
             ) from error
+
+    def _first(self, split: Any) -> Any:
+        """Return the first examples of a split, in memory."""
+        import datasets
+
+        assert self._max_examples is not None
+        if isinstance(split, datasets.Dataset):
+            return split.select(range(min(self._max_examples, len(split))))
+        some = split.take(self._max_examples)
+        return datasets.Dataset.from_list(list(some), features=some.features)
 
     def _chosen(self, found: dict[str, Any]) -> dict[str, Any]:
         chosen: dict[str, str] = {}

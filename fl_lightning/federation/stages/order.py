@@ -26,8 +26,7 @@ from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
 from fl_lightning.federation.stages.devices import SimulatedDevices, VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation.stages.transport import SecureRounds, Transport
 from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean

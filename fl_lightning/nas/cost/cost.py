@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.cost.count import Cost, count
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -158,8 +158,7 @@ def cost_table(
     given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     numbers = {"side": side, "in_channels": in_channels, "num_classes": num_classes, **given}
     for name, value in numbers.items():
-        if value < 1:
-            raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        check_range(name, value, "at least 1")
     flows: list[_Flow] = []
 
     def make_edge(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
@@ -205,8 +205,7 @@ def measure_latency(
         ConfigurationError: if there are too few networks.
     """
     for name, number in {"calibration": calibration, "held_out": held_out}.items():
-        if number < 2:
-            raise ConfigurationError(f"{name} must be at least 2 networks, got {number}")
+        check_range(name, number, "at least 2 networks")
     device, pace = torch.device(device), pace or TimingPlan()
     generator = torch_generator(seed, "latency networks")
     image = torch.randn(batch_size, options["in_channels"], side, side, device=device)

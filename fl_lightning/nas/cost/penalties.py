@@ -21,7 +21,7 @@ from typing import final
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 
 
 class Penalty(ABC):
@@ -56,9 +56,9 @@ class LogPenalty(Penalty):
     exponent: float = 0.6
 
     def __post_init__(self) -> None:
-        _check("reference", self.reference, above=1)
-        _check("scale", self.scale, above=0)
-        _check_weight("exponent", self.exponent)
+        check_range("reference of the penalty", self.reference, "above 1 and finite")
+        check_range("scale of the penalty", self.scale, "above 0 and finite")
+        check_range("exponent of the penalty", self.exponent, "at least 0 and finite")
 
     @override
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
@@ -89,20 +89,10 @@ class LinearPenalty(Penalty):
     absolute: bool = False
 
     def __post_init__(self) -> None:
-        _check("reference", self.reference, above=0)
-        _check_weight("weight", self.weight)
+        check_range("reference of the penalty", self.reference, "above 0 and finite")
+        check_range("weight of the penalty", self.weight, "at least 0 and finite")
 
     @override
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
         excess = (cost - self.reference) / self.reference
         return loss + self.weight * (excess.abs() if self.absolute else excess)
-
-
-def _check(name: str, value: float, *, above: float) -> None:
-    if not above < value < math.inf:
-        raise ConfigurationError(f"{name} of the penalty must be above {above}, got {value}")
-
-
-def _check_weight(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ConfigurationError(f"{name} of the penalty must be at least 0, got {value}")

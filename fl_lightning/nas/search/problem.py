@@ -23,7 +23,7 @@ from functools import cached_property, partial
 
 import torch
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.pictures import on_front
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
@@ -235,8 +235,7 @@ class Evaluations:
     """
 
     def __init__(self, problem: Problem, budget: int) -> None:
-        if budget < 1:
-            raise ConfigurationError(f"budget must be at least 1 architecture, got {budget}")
+        check_range("budget", budget, "at least 1 architecture")
         problem.check()
         self.problem, self.budget = problem, budget
         self._done: dict[tuple[int, ...], Evaluated] = {}

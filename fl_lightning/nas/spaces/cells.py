@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -177,6 +178,20 @@ class CellSpace(SearchSpace):
                 )
             if not tensor.isfinite().all():
                 raise ValueError(f"{name} has a number that is not finite, so it defines no cell")
+
+
+class RowSpace(CellSpace):
+    """A space whose decisions are the operations of its rows, chosen one by one."""
+
+    @override
+    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
+        return architecture.choices
+
+    @override
+    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
+        """Return the best operation of each row; β has no say in that."""
+        self.check_alpha(alpha, beta)
+        return self.architecture(alpha.argmax(1).tolist())
 
 
 class Zero(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
+from fl_lightning.nas.spaces.cells import Candidate, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import (
     Block,
@@ -36,7 +36,7 @@ SKIP = "skip_connect"
 
 @final
 @dataclass(frozen=True)
-class MobileNetLayers(CellSpace):
+class MobileNetLayers(RowSpace):
     """The space.
 
     Attributes:
@@ -93,10 +93,6 @@ class MobileNetLayers(CellSpace):
             Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows
         )
 
-    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the choices: a decision is a row."""
-        return architecture.choices
-
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, …, output."""
         return ("input", *map(str, range(1, self.depth)), "output")
@@ -152,11 +148,6 @@ class MobileNetLayers(CellSpace):
             )
         shapes = self.shapes if channels is None else _scaled(self.shapes, channels)
         return LayeredNetwork(shapes, make_edge, num_classes, in_channels, affine)
-
-    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the best operation of each layer; β has no say: one layer enters each node."""
-        self.check_alpha(alpha, beta)
-        return self.architecture(alpha.argmax(1).tolist())
 
 
 def _scaled(shapes: MobileNet, channels: int) -> MobileNet:

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import (
     Candidate,
-    CellSpace,
     MakeEdge,
     ReLUConvBN,
     Row,
+    RowSpace,
     Zero,
     average_pool,
 )
@@ -50,7 +50,7 @@ EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 
 @final
 @dataclass(frozen=True)
-class NASBench201(CellSpace):
+class NASBench201(RowSpace):
     """The space.
 
     Example:
@@ -85,10 +85,6 @@ class NASBench201(CellSpace):
     def decisions(self) -> tuple[Decision, ...]:
         """An operation for every edge."""
         return tuple(Decision(f"{i}→{j}", self.operations) for i, j in EDGES)
-
-    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the choices: a decision is a row."""
-        return architecture.choices
 
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, output."""
@@ -145,11 +141,6 @@ class NASBench201(CellSpace):
         return NASBench201Network(
             make_edge, num_classes, in_channels, channels, cells, candidates(affine)
         )
-
-    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the best operation of each edge, `none` among them; β has no say in that."""
-        self.check_alpha(alpha, beta)
-        return self.architecture(alpha.argmax(1).tolist())
 
 
 def _term(source: str, operation: str) -> str:

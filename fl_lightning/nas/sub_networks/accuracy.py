@@ -31,7 +31,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.federation import Ranks, shares, visiting
 from fl_lightning.nas.cost.latency_measurement import rank_correlation
@@ -43,7 +43,6 @@ from fl_lightning.nas.sub_networks.recalibration import (
     TrainingExamples,
     collect_sums,
     has_norms,
-    has_statistics,
     normalised_by,
     recalibrated,
 )
@@ -70,14 +69,9 @@ class AccuracyPredictor:
     max_examples: int | None = 1024
 
     def __post_init__(self) -> None:
-        rules = {
-            f"start must be in [0, 1), got {self.start}": 0 <= self.start < 1,
-            f"num_scored must be at least 4, got {self.num_scored}": self.num_scored >= 4,
-            f"max_examples must be at least 2, got {self.max_examples}": self.max_examples is None
-            or self.max_examples >= 2,
-        }
-        if broken := [message for message, holds in rules.items() if not holds]:
-            raise ConfigurationError("predictor: " + "; ".join(broken))
+        check_range("predictor: start", self.start, "in [0, 1)")
+        check_range("predictor: num_scored", self.num_scored, "at least 4")
+        check_range("predictor: max_examples", self.max_examples, "at least 2")
 
     def first_round(self, num_rounds: int) -> int:
         """Return the round before which it is fitted."""
@@ -239,7 +233,7 @@ class Accuracies(NamedTuple):
 def training_accuracies(
     trainer: Trainer,
     network: nn.Module,
-    architectures: Sequence[Architecture],
+    architectures: Sequence[Any],
     *,
     max_examples: int | None,
     seed: int,
@@ -248,8 +242,8 @@ def training_accuracies(
 
     Args:
         trainer: whose training data are read.
-        network: of all sizes.
-        architectures: of the sub-networks.
+        network: of all sizes, or of all cells.
+        architectures: of the sub-networks, as the network takes them beside images.
         max_examples: of all clients together, each in proportion to its own; None for all.
         seed: of which examples, and of their order.
 
@@ -263,7 +257,7 @@ def training_accuracies(
     for start in range(0, len(architectures), _AT_ONCE):
         some = architectures[start : start + _AT_ONCE]
         sums: list[Sums] = [{} for _ in some]
-        if has_statistics(network):
+        if has_norms(network):
             found = recalibrated(trainer, network, some, max_examples=max_examples, seed=seed)
             assert found is not None, "the examples are at hand"
             sums, num_bytes = found.sums, num_bytes + found.num_bytes
@@ -278,7 +272,7 @@ def training_accuracies(
 def _counted(
     trainer: Trainer,
     network: nn.Module,
-    parts: Sequence[tuple[Architecture, Sums]],
+    parts: Sequence[tuple[Any, Sums]],
     examples: TrainingExamples,
 ) -> tuple[Tensor, int]:
     """Return the right answers of each part, and of how many examples, over all owners."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
@@ -34,7 +34,6 @@ from fl_lightning.nas.sub_networks.methods import (
     Method,
     Predict,
     Step,
-    check_drawn,
     sandwich,
     taught,
 )
@@ -71,15 +70,9 @@ class Attentive(Method):
     predictor: AccuracyPredictor | None = None
 
     def __post_init__(self) -> None:
-        check_drawn(self.num_drawn, 0)
-        if self.num_candidates < 1:
-            raise ConfigurationError(
-                f"num_candidates must be at least 1, got {self.num_candidates}"
-            )
-        if self.pool < 1 or self.num_bins < 1:
-            raise ConfigurationError(
-                f"pool and num_bins must be at least 1, got {self.pool} and {self.num_bins}"
-            )
+        check_range("num_drawn", self.num_drawn, "at least 0")
+        for name in ("num_candidates", "pool", "num_bins"):
+            check_range(name, getattr(self, name), "at least 1")
 
     @override
     def loss(self, step: Step) -> Tensor:

@@ -30,7 +30,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
@@ -91,12 +91,6 @@ class Method(ABC):
         """Raise ConfigurationError for a space that the method cannot train, saying why."""
 
 
-def check_drawn(num_drawn: int, least: int) -> None:
-    """Raise ConfigurationError for too few draws per step."""
-    if num_drawn < least:
-        raise ConfigurationError(f"num_drawn must be at least {least}, got {num_drawn}")
-
-
 @final
 @dataclass(frozen=True)
 class RandomPath(Method):
@@ -109,7 +103,7 @@ class RandomPath(Method):
     num_drawn: int = 1
 
     def __post_init__(self) -> None:
-        check_drawn(self.num_drawn, 1)
+        check_range("num_drawn", self.num_drawn, "at least 1")
 
     def loss(self, step: Step) -> Tensor:
         """Return the mean of the cross-entropies."""
@@ -145,9 +139,8 @@ class Shrinking(Method):
         for name in ("rounds", "order"):  # lists of a YAML file
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
-        check_drawn(self.num_drawn, 1)
-        if not 0 <= self.distillation < math.inf:
-            raise ConfigurationError(f"distillation must be at least 0, got {self.distillation}")
+        check_range("num_drawn", self.num_drawn, "at least 1")
+        check_range("distillation", self.distillation, "at least 0 and finite")
 
     def check(self, space: SizeSpace) -> None:
         """Raise ConfigurationError for phases that do not match the space."""
@@ -196,7 +189,7 @@ class Sandwich(Method):
     num_drawn: int = 2
 
     def __post_init__(self) -> None:
-        check_drawn(self.num_drawn, 0)
+        check_range("num_drawn", self.num_drawn, "at least 0")
 
     def loss(self, step: Step) -> Tensor:
         """Return the loss of the largest and of those that it teaches."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import FileIO
@@ -99,54 +100,51 @@ class UpdateRows(Rows):
         self.dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
         self._row_bytes = self.num_columns * self.dtype.itemsize
         self._num_in_memory = memory_limit // max(1, self._row_bytes)
-        self._updates: list[ClientUpdate] = []  # without their deltas
-        self._in_memory: list[Floats] = []
+        self.client_ids = []  # increasing
+        self._updates: list[ClientUpdate] = []  # in that order, without their deltas
+        self._kept: list[Floats | int] = []  # of each the delta, or its place in the file
+        self._num_in_file = 0
         self._file: FileIO | None = None
 
     @property
     def num_examples(self) -> Floats:  # type: ignore[override]
         """Number of examples behind each row, shape (n,)."""
-        return np.array([self._updates[i].num_examples for i in self._order()], dtype=np.float64)
-
-    @property
-    def client_ids(self) -> list[int]:  # type: ignore[override]
-        """Client of each row, increasing."""
-        return sorted(update.client_id for update in self._updates)
+        return np.array([update.num_examples for update in self._updates], dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self._updates)
 
     def append(self, update: ClientUpdate) -> None:
         """Add one update; its delta and buffers are copied, and buffers stay in memory."""
-        self._write(update.delta)
         metrics = {name: value.detach().cpu() for name, value in update.metrics.items()}
         buffers = update.buffers.detach().cpu().clone()
-        self._updates.append(
-            replace(update, delta=torch.empty(0), buffers=buffers, metrics=metrics)
+        place = bisect_right(self.client_ids, update.client_id)
+        self._kept.insert(place, self._keep(update.delta))
+        self.client_ids.insert(place, update.client_id)
+        self._updates.insert(
+            place, replace(update, delta=torch.empty(0), buffers=buffers, metrics=metrics)
         )
 
-    def _write(self, delta: Tensor) -> None:
-        row = delta.detach().cpu().numpy().astype(self.dtype, copy=True)
-        if len(self._updates) < self._num_in_memory:
-            self._in_memory.append(row)
-            return
+    def _keep(self, delta: Tensor) -> Floats | int:
+        """Return a copy of a delta, or the place in the file to which it is written."""
+        row: Floats = delta.detach().cpu().numpy().astype(self.dtype, copy=True)
+        if len(self) < self._num_in_memory:
+            return row
         if self._file is None:
             folder = self._options["folder"]
             file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - see below
             self._file = file
             weakref.finalize(self, file.close)
-        self._file.seek((len(self._updates) - len(self._in_memory)) * self._row_bytes)
+        self._file.seek(self._num_in_file * self._row_bytes)
         rest = row.data.cast("B")
         while rest:  # a call writes 2 GB at most
             rest = rest[self._file.write(rest) :]
-
-    def _order(self) -> list[int]:
-        return sorted(range(len(self)), key=lambda row: self._updates[row].client_id)
+        self._num_in_file += 1
+        return self._num_in_file - 1
 
     @override
     def blocks(self, rows: Sequence[int] | None = None) -> Blocks:
-        order = self._order()
-        chosen = order if rows is None else [order[row] for row in rows]
+        chosen = range(len(self)) if rows is None else rows
         width = block_width(len(chosen), self.num_columns, self.dtype.itemsize)
         buffer = np.empty((len(chosen), width), self.dtype)
         for number, begin in enumerate(range(0, self.num_columns, width)):
@@ -161,20 +159,18 @@ class UpdateRows(Rows):
             yield columns, block
 
     def _sources(self, rows: Sequence[int]) -> list[Floats]:
-        """Return rows by order of arrival, each of shape (k,): arrays, or parts of the mapped file."""
-        in_memory = len(self._in_memory)
+        """Return rows, each of shape (k,): arrays, or parts of the mapped file."""
         mapped: Any = ()
-        if any(row >= in_memory for row in rows):
-            shape = len(self) - in_memory, self.num_columns
+        if any(isinstance(self._kept[row], int) for row in rows):
+            shape = self._num_in_file, self.num_columns
             mapped = np.asarray(np.memmap(cast(Any, self._file), self.dtype, "r+", 0, shape))
-        return [
-            self._in_memory[row] if row < in_memory else mapped[row - in_memory] for row in rows
-        ]
+        kept = [self._kept[row] for row in rows]
+        return [mapped[each] if isinstance(each, int) else each for each in kept]
 
     def updates(self) -> Iterator[ClientUpdate]:
         """Yield the updates in increasing order of client ids."""
-        for place in self._order():
-            update, device = self._updates[place], self._like.device
+        device = self._like.device
+        for place, update in enumerate(self._updates):
             delta = torch.from_numpy(self._row(place)).to(device, self._like.dtype)
             yield replace(update, delta=delta, buffers=update.buffers.to(device))
 
