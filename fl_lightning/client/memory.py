@@ -88,7 +88,7 @@ class ClientMemory:
         self.files_of_checkpoint: list[VectorFile] = []
 
     def get(self, name: str, client: int) -> Tensor | None:
-        """Return what a client remembers, on the CPU and not to be changed; None if nothing.
+        """Memory of a client, on the CPU and not to be changed; None if it has none.
 
         Raises:
             ConfigurationError: if it is in a file that came with a checkpoint and is damaged.
@@ -108,16 +108,16 @@ class ClientMemory:
         self._new[name, client] = self._stored(vector)
 
     def waiting(self) -> dict[Key, Tensor]:
-        """Return what was put since the last `commit`."""
+        """Memories that were put since the last `commit`."""
         return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_keys(self) -> frozenset[Key]:
-        """Of what was put since the last `commit`."""
+        """Keys of the memories that were put since the last `commit`."""
         return frozenset(self._new)
 
     def discard(self, keep: frozenset[Key] = frozenset()) -> None:
-        """Forget what was put since the last `commit`, but for some."""
+        """Discard the memories that were put since the last `commit`, except some."""
         for key in self._new.keys() - keep:
             self._forget(self._new.pop(key))
         self._delete_unused()
@@ -177,7 +177,7 @@ class ClientMemory:
         return sum(e.num_bytes for e in self._present.values()) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Restore what `state_dict` returned.
+        """Restore a state from `state_dict`.
 
         Args:
             state: from there.

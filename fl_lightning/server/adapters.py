@@ -64,7 +64,7 @@ class Pair:
         return a, vectors[:, self.b].reshape(n, -1, self.rank)
 
     def keep(self, vectors: Tensor, ranks: Sequence[int]) -> None:
-        """Set what clients of smaller ranks lack to 0, in place, in contiguous vectors of shape (n, k)."""
+        """Zero the ranks that clients lack, in place, in contiguous vectors of shape (n, k)."""
         for vector, rank in zip(vectors, ranks, strict=True):
             vector[self.a].view(self.rank, -1)[rank:] = 0
             vector[self.b].view(-1, self.rank)[:, rank:] = 0
@@ -79,11 +79,13 @@ class AdapterAggregator(KeptUpdates):
 
     Attributes:
         ranks: rank of client i is ``ranks[i % len(ranks)]``; None if all have the whole rank.
+        tiers: place of each client in ``ranks``, by its device; None without devices.
         changes_base: whether it changes the frozen weights of the layers.
         pairs: the adapters, set when a fit starts.
     """
 
     ranks: Sequence[int] | None = None
+    tiers: Sequence[int] | None = None
     changes_base: bool = False
     pairs: Sequence[Pair] = ()
     _changes: list[Tensor | None] | None = None
@@ -95,7 +97,9 @@ class AdapterAggregator(KeptUpdates):
 
     def rank_of(self, client: int) -> int | None:
         """Rank of a client's adapters; None for the whole rank."""
-        return None if self.ranks is None else self.ranks[client % len(self.ranks)]
+        if self.ranks is None:
+            return None
+        return self.ranks[client % len(self.ranks) if self.tiers is None else self.tiers[client]]
 
     @property
     def num_stacked(self) -> int:
@@ -149,7 +153,7 @@ class AdapterAggregator(KeptUpdates):
 
     @abstractmethod
     def combine(self, pair: Pair, a: Tensor, b: Tensor, weights: Tensor) -> Combined:
-        """Return what comes of clients' factors, of shapes (n, r, in) and (n, out, r)."""
+        """Combine the clients' factors, of shapes (n, r, in) and (n, out, r)."""
 
     def finish(self, ends: Tensor, clients: Sequence[int]) -> None:
         """Called at the end of a round with the clients' parameters, shape (n, k)."""
@@ -183,7 +187,9 @@ class HetLoRA(AdapterAggregator):
     """Means of zero-padded factors, weighed by the size of clients' products.
 
     Args:
-        ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters.
+        ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters. With
+            `Federation`'s ``devices`` clients get them by speed instead: as many clients have each, and the
+            slowest ones the first.
         prune: γ in (0, 1): a client of rank r whose last ranks, those beyond γ r, shrank in a round has
             rank γ r from then on; None for never.
 
@@ -204,7 +210,7 @@ class HetLoRA(AdapterAggregator):
     @override
     def rank_of(self, client: int) -> int | None:
         pruned = dict(self.memory["pruned"].tolist()) if "pruned" in self.memory else {}
-        return int(pruned.get(client, self.ranks[client % len(self.ranks)]))  # type: ignore[index, arg-type]
+        return int(pruned.get(client, super().rank_of(client) or 0))
 
     @override
     def weights(self, ends: Tensor, shares: Tensor) -> Tensor:
@@ -248,10 +254,7 @@ class FlexLoRA(AdapterAggregator):
     """The best factors of the mean of products, by its singular values; clients get the largest.
 
     Args:
-        ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters.
-
-    Raises:
-        ConfigurationError: for ranks below 1.
+        ranks: as for `HetLoRA`.
 
     Example:
         >>> FlexLoRA(ranks=[2, 8]).rank_of(3)
@@ -279,7 +282,7 @@ class FlexLoRA(AdapterAggregator):
 
 @final
 class FedExLoRA(AdapterAggregator):
-    """Means of both factors; what their product lacks of the mean of products is added to the frozen weights.
+    """Means of both factors; the error of their product is added to the frozen weights.
 
     Example:
         >>> FedExLoRA().rank_of(3) is None
@@ -299,11 +302,8 @@ class FLoRA(AdapterAggregator):
     """The mean of products is added to the frozen weights; adapters begin anew in every round.
 
     Args:
-        ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters.
+        ranks: as for `HetLoRA`.
         seed: seed of the new A, which are uniform in ±1 / √in, as peft begins.
-
-    Raises:
-        ConfigurationError: for ranks below 1.
 
     Example:
         >>> FLoRA(ranks=[2, 4]).rank_of(0)

@@ -49,7 +49,7 @@ class Protected(Protocol):
 
     @property
     def hides(self) -> str:
-        """Sentence that says what the server sees instead of updates, and what protects them."""
+        """Sentence on the server's view instead of updates, and on their protection."""
 
     @property
     def over_sites(self) -> SumsOverSites | None:

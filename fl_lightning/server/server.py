@@ -249,7 +249,7 @@ class Server:
         self.is_open = False
 
     def round_state(self) -> dict[str, Any]:
-        """Return the state of the open round; tensors are live, so copy what is kept."""
+        """Return the state of the open round; its tensors are live, so copy them to keep them."""
         return {
             "round_index": self.round_index,
             "num_replies": self.num_replies,

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, Personal
+from fl_lightning.client import Devices, GivenSpeeds
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Arrays, NaturalPartition
 from fl_lightning.server import FedAdam, FedExLoRA, FlexLoRA, FLoRA, HetLoRA, Mean
@@ -206,15 +207,23 @@ def by_hand(module, rank, rows):
 
 
 @pytest.mark.parametrize(
-    "aggregator",
-    [HetLoRA(RANKS), FlexLoRA(RANKS), FLoRA(RANKS), FedExLoRA()],
+    ("aggregator", "devices"),
+    [
+        (HetLoRA(RANKS), None),
+        (HetLoRA(RANKS), Devices(speeds=GivenSpeeds([1.0, 9.0, 3.0]))),
+        (FlexLoRA(RANKS), None),
+        (FLoRA(RANKS), None),
+        (FedExLoRA(), None),
+    ],
     ids=lambda some: type(some).__name__,
 )
-def test_a_round_ends_where_a_loop_by_hand_does(aggregator):
+def test_a_round_ends_where_a_loop_by_hand_does(aggregator, devices):
     module = Regression()
     base = module.layer.base_layer.weight.clone()
     rows = [slice(0, 3), slice(3, 8), slice(8, 16)]
     ranks = RANKS if aggregator.ranks else [8] * 3
+    if devices is not None:  # the slowest has the first rank
+        ranks = [8, 2, 4]
     ends = [by_hand(module, rank, some) for rank, some in zip(ranks, rows, strict=True)]
     weights = SHARES
     if isinstance(aggregator, HetLoRA):
@@ -227,7 +236,7 @@ def test_a_round_ends_where_a_loop_by_hand_does(aggregator):
         wanted = base + 2 * b @ a
     else:
         wanted = base + 2 * mean_product(ends)
-    fit(module, aggregator)
+    fit(module, aggregator, devices=devices)
     torch.testing.assert_close(module.weight, wanted.detach(), rtol=1e-9, atol=1e-9)
 
 

@@ -63,7 +63,7 @@ _Inside = Iterable[tuple[Any, Any]]
 
 
 class _Noted:
-    """Something that changes in place, and what it held.
+    """An object that changes in place, and its recorded content.
 
     Args:
         path: where it is.
@@ -194,7 +194,7 @@ class Attributes:
         return grown
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
-        """Note what some values hold, and what that holds in turn."""
+        """Record the objects inside some values, at any depth."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):

@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
+from fl_lightning.client.devices import Devices
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
@@ -33,8 +35,7 @@ from fl_lightning.server.adapters import AdapterAggregator, Pair
 from fl_lightning.server.server import fedavg_optimizer
 from fl_lightning.updates.message import bytes_down, bytes_up
 
-# A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
-# module holds the model that the client is sent.
+# A client's mask, True where it may move; when it is asked for, the module holds what the client is sent
 MaskOfClient: TypeAlias = Callable[[int], Mapping[str, Tensor]]
 OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 
@@ -107,7 +108,18 @@ class AdapterRounds(Stage):
                 "elsewhere: leave server_optimizer out"
             )
         self._module = run.module
+        self._aggregator.tiers = self._tiers(run)
         self.place(run.local.space, None)
+
+    def _tiers(self, run: Run) -> list[int] | None:
+        """Place of each client in the aggregator's ranks, the slowest devices first; None without devices."""
+        ranks, devices = self._aggregator.ranks, self._options.devices
+        if ranks is None or not isinstance(devices, Devices):
+            return None
+        num_clients = len(run.trainer.datamodule.clients)  # type: ignore[attr-defined]
+        seconds = devices.speeds.seconds_per_step(num_clients, self._options.seed)
+        places = np.argsort(np.argsort(-seconds, kind="stable"))
+        return (places * len(ranks) // num_clients).tolist()  # type: ignore[no-any-return]
 
     def place(self, space: Space, positions: Tensor | None) -> None:
         """Find the places of the adapters' factors in the vectors."""
@@ -127,8 +139,7 @@ class AdapterRounds(Stage):
                         f"{name} is alone (freeze_a, or federation.personal), or of another kind of layer"
                     )
                 self._check(layer, adapter, shape[0])
-                scale = float(layer.scaling[adapter])
-                pairs.append(Pair(place, other[0], shape[0], scale))
+                pairs.append(Pair(place, other[0], shape[0], float(layer.scaling[adapter])))
                 self._layers.append((name.split(_A)[0], layer))
         if not pairs:
             raise ConfigurationError(
@@ -169,30 +180,25 @@ class AdapterRounds(Stage):
         clients: dict[int | None, list[Any]] = {}
         for client in work:
             clients.setdefault(self._aggregator.rank_of(client.client_id), []).append(client)
-        pieces = []
+        pieces, model = [], start.model
         for rank, some in clients.items():
-            model = start.model
-            kept = self._kept(model, rank)
-            piece = start
+            piece, kept = start, self._kept(model, rank)
             if kept is not None:
                 smaller = GlobalModel(model.params * kept, model.buffers)
-                saved = bytes_down(model.params, model.buffers) - bytes_down(
-                    model.params, model.buffers, kept
-                )
-                # transforms of models on their way down count what they send themselves
-                saved = 0 if self._options.download else saved
+                saved = 0
+                if not self._options.download:  # whose transforms count what they send themselves
+                    saved = bytes_down(model.params, model.buffers)
+                    saved -= bytes_down(model.params, model.buffers, kept)
                 piece = start._replace(model=smaller, num_bytes=start.num_bytes - saved)
             pieces.append((piece, GroupWork.of(some)))
         return pieces
 
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Mark what clients of a rank send."""
-        kept = self._kept(
-            upload.start.model, self._aggregator.rank_of(upload.arrived.client_ids[0])
-        )
+        whole = upload.arrived
+        kept = self._kept(upload.start.model, self._aggregator.rank_of(whole.client_ids[0]))
         if kept is None:
             return (upload,)
-        whole = upload.arrived
         arrived = replace(whole, active=[kept] * len(whole.client_ids))
         num_bytes = upload.num_bytes + bytes_up(arrived) - bytes_up(whole)
         return (upload._replace(arrived=arrived, num_bytes=num_bytes),)
@@ -202,15 +208,9 @@ class AdapterRounds(Stage):
         changes = zip(self._layers, self._aggregator.take_changes(), strict=False)
         for (name, layer), change in changes:
             if change is not None:
-                _announce(self._module, f"{name}.base_layer.weight")
-                weight = layer.base_layer.weight
-                whole = change.T if layer.fan_in_fan_out else change
-                with torch.no_grad():
-                    weight.copy_(weight.double().cpu() + whole)
-
-
-def _announce(module: LightningModule, name: str) -> None:
-    """Tell a module whose checkpoints leave frozen weights out that one is about to change."""
-    will_change = getattr(module, "will_change", None)
-    if callable(will_change):
-        will_change([name])
+                # a module whose checkpoints leave frozen weights out wants to know
+                will_change = getattr(self._module, "will_change", None)
+                if callable(will_change):
+                    will_change([f"{name}.base_layer.weight"])
+                weight = layer.base_layer.weight.data
+                weight.copy_(weight.double().cpu() + (change.T if layer.fan_in_fan_out else change))

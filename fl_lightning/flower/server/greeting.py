@@ -210,7 +210,7 @@ class SiteFacts:
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
-    """Return what sites have said of themselves, by name.
+    """Facts of the sites, by name.
 
     Raises:
         ConfigurationError: naming a site that has not.

@@ -66,7 +66,7 @@ class Channel(Protocol):
         """Return the names of the sites that are there now and could take an order."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; what becomes of it, `receive` says.
+        """Send an order; `receive` returns its answer or its loss.
 
         Args:
             site: its name.
@@ -75,7 +75,7 @@ class Channel(Protocol):
         """
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return what has become of orders, site by site, after at most so many seconds."""
+        """Answers to orders, or their loss, site by site, after at most this many seconds."""
 
 
 ORDER, STATUS, BUSY, ANSWER, LOST = b"O", b"S", b"B", b"A", b"L"
@@ -98,7 +98,7 @@ def ask(
     silence: float = SILENCE,
     patience: float = _PATIENCE,
 ) -> bytes | Lost:
-    """Return what the process behind a socket answers to an order.
+    """Answer of the process behind a socket to an order.
 
     A process that dies over an order gets it once more when it is back: an order that comes again has
     the same answer.
@@ -124,7 +124,7 @@ def ask(
 
 
 def status(path: Path) -> dict[str, Any] | None:
-    """Return what the process behind a socket says of itself, None if it says nothing.
+    """Status of the process behind a socket, None without an answer.
 
     Args:
         path: of the socket.
