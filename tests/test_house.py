@@ -54,7 +54,7 @@ CAPS = {
     "engines": (3824, 19),
     "experiments": (2750, 12),
     "federation": (11501, 59),
-    "flower": (8379, 38),
+    "flower": (8448, 38),
     "kernels": (1635, 11),
     "models": (1490, 8),
     "nas": (11047, 46),
