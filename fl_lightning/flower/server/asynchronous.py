@@ -114,13 +114,8 @@ class VersionsAtSites(KeptVersions):
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
-<<<<<<< HEAD
     def state_dict(self) -> dict[str, Any]:
-        """Return who has arrived by the last step, and what those at work were sent."""
-=======
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the arrivals up to the last step, and the models sent to clients at work."""
->>>>>>> main
         return {
             "sizes": self._sizes,
             "record": [tuple(ended) for ended in self._clock.record[: self._num_closed]],
