@@ -178,11 +178,6 @@ class LocalTrainer:
         """Return the module's present values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
-    def read_into(self, model: GlobalModel) -> None:
-        """Write the module's present values into a global model, where the module holds every bit of it."""
-        self.space.read(out=model.params)
-        self.buffers.read(out=model.buffers)
-
     def start_round(self, number: int = 0) -> None:
         """Record the state that every client of the round starts from, besides the weights.
 

@@ -201,7 +201,7 @@ class EncryptedStage:
 
 
 def stage_of(order: Order) -> SecureStage | EncryptedStage:
-    """Return what an order of a sum asks for.
+    """Read the stage that an order of a sum asks for.
 
     Raises:
         ValueError: if it is none.

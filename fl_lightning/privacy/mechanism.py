@@ -316,7 +316,7 @@ class AccountedRun:
             yield self.cohort.sample(index, population, self.seed)
 
     def most_turns(self, rounds: int) -> int:
-        """Return how often the client that is sampled most often is, in the first rounds.
+        """Largest number of times that any client is sampled in the first rounds.
 
         ``rounds`` itself if cohorts depend on events of the run.
 

@@ -132,8 +132,6 @@ class EncryptedMean(HiddenUpdates):
         tensor([3.5000])
     """
 
-    restarts = True  # with other keys
-
     def __init__(
         self,
         *,

@@ -97,7 +97,7 @@ class _Way:
         return self._last.sent_size(self._first.sent_size(size))
 
     def _arrived(self, payload: Payload, like: Tensor, seed: int) -> Tensor:
-        """Return what the receiver takes a payload for, of the shape (k,) and dtype of ``like``."""
+        """Vector that the receiver reads from a payload, with shape and dtype of ``like``."""
         payload = self._last.on_server(payload, seed, self._first.sent_size(len(like)))
         arrived = self._first.on_server(payload, seed, len(like)).to_dense()
         return arrived if self.is_empty else arrived.to(like.dtype)

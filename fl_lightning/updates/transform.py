@@ -217,7 +217,7 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 def with_memory(
     chain: Chain, update: Tensor, memory: Tensor | None, seed: int
 ) -> tuple[Payload, Tensor]:
-    """Return what is sent with error feedback, and the client's memory for its next round.
+    """Payload with error feedback, and the client's memory for its next round.
 
     Args:
         chain: what compresses.

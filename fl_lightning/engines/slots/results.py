@@ -60,7 +60,7 @@ class SlotResults:
         self._clear()
 
     def has_room(self, count: int) -> bool:
-        """Return whether so many more can be taken over."""
+        """True if there is room for this number of further updates."""
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()

@@ -64,7 +64,6 @@ class VersionsAtSites(KeptVersions):
         go_on: says who ends next of those at work; waits for it.
     """
 
-    restarts = True  # answers of a round that was broken off are asked for again
     traits = NO_TRAITS
     go_on: Callable[[Sequence[Visit]], Ended]
 
@@ -115,7 +114,7 @@ class VersionsAtSites(KeptVersions):
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the arrivals up to the last step, and the models sent to clients at work."""
         return {
             "sizes": self._sizes,

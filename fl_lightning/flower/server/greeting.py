@@ -137,7 +137,7 @@ class Counted(Stage):
         """Note the round's number."""
         self._number = round_index
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return both."""
         return {"run": self.run, "rounds": dict(self.rounds)}
 

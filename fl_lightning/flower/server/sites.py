@@ -113,7 +113,7 @@ class Sites(FitClients):
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
-        self.local.settle_state(self._rehearsal.known)
+        self.local.settle_state(self.rehearsal.known)
         return True
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:

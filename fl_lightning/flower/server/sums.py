@@ -220,7 +220,7 @@ class EncryptedOverSites:
     def _asked_opener(
         self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
     ) -> Answer:
-        """Return what the opener answers; its bytes count for its first client.
+        """Answer of the opener; its bytes count for its first client.
 
         Raises:
             RoundFailure: if it says nothing.

@@ -176,7 +176,7 @@ class SiteRounds:
         model = self._packing.opened_model(order.tensors["model"], order.round)
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
-        self._clients.start_round(self.run.round_index)
+        self.run.local.start_round(self.run.round_index)
         self.run.local.round_start.take_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
