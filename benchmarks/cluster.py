@@ -1,16 +1,16 @@
 """What a round costs, from a laptop to a cluster: ``python -m benchmarks.cluster``.
 
-    seconds = C (s + c + u k) / P + r k + x k [P > 1]
+    seconds = C (s + c + u k) / P + w + r k + x k [P > 1]
     bytes of a process = M + 4 m k + e E + n N + 4 h k N
     bytes that travel = 4 k C up, and as many down
 
 C clients of a cohort of N, of E examples; k parameters; P processes. Measured here, on one thread, by runs of
 a few seconds in processes of their own: s, the local steps of a client (of the model and its data: a
-client or two are timed); c, what else a client costs, and u, the same for a parameter (its start, delta,
-norm, mean); r, the server's step and the round's end; x, the sum over processes; M, m, n, e. h is 1 for
-corrections with a memory of each client (SCAFFOLD, FedDyn), else 0.
+few steps of two clients are timed); c, what else a client costs, and u, the same for a parameter (its start,
+delta, norm, mean); w, what a round costs, and r, the same for a parameter (the server's step); x, the sum over
+processes; M, m, n, e. h is 1 for corrections with a memory of each client (SCAFFOLD, FedDyn), else 0.
 
-Then rounds of other workloads are estimated from a round of two clients, and trained. Last, a table of what
+Then rounds of other workloads are estimated from steps of two clients, and trained. Last, a table of what
 the formulas say of larger federations. Seconds are those that the process computes.
 """
 
@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 FEW, MANY = 7_850, 7_850_000  # parameters of the two models that are compared
 CROWD = 200_000  # clients whose memory is told from that of a few
 ROUNDS = 4
-CHECKED = "U-mlp", "U-lenet5", "T-mlp", "T-transformer", "W3"
+CHECKED = "U-mlp", "T-mlp", "W3", "U-lenet5"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Constants:
     Attributes:
         client: c, seconds.
         number: u, seconds of a parameter and client.
+        fixed: w, seconds.
         server: r, seconds of a parameter.
         exchange: x, seconds of a parameter.
         base_mb: M.
@@ -61,6 +62,7 @@ class Constants:
 
     client: float
     number: float
+    fixed: float
     server: float
     exchange: float
     base_mb: float
@@ -71,7 +73,7 @@ class Constants:
         """Return the seconds of a round; ``steps`` are those of a client's local steps."""
         shared = clients * (steps + self.client + self.number * parameters) / processes
         exchange = self.exchange * parameters if processes > 1 else 0.0
-        return shared + self.server * parameters + exchange
+        return shared + self.fixed + self.server * parameters + exchange
 
     def gigabytes(
         self,
@@ -120,10 +122,10 @@ def linear(parameters: int, cohort: int, *, steps: int = 1, population: int = 0)
 
 
 def trained(work: Workload) -> tuple[float, float]:
-    """Train some rounds, one client after the other; return seconds of one, and the peak memory in MB."""
+    """Train some rounds, one client after the other; return seconds of the fastest, and peak MB."""
     watch = Watch()
     fit(work, work.data(), Options(engine="sequential"), ROUNDS, watch)
-    return median(watch.seconds[1:]), peak_mb()
+    return min(watch.seconds[1:]), peak_mb()
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -150,28 +152,30 @@ def measured() -> Constants:
     """Return the constants of this machine."""
     small, base_mb = alone(trained, linear(FEW, 100))
     steps, _ = alone(trained, linear(FEW, 100, steps=11))
-    client = (small - (steps - small) / 10) / 100
+    of_two, _ = alone(trained, linear(FEW, 2))
+    fixed = of_two - 2 * (small - of_two) / 98
+    client = (small - fixed) / 100 - (steps - small) / 100 / 10
     few, many_mb = alone(trained, linear(MANY, 4))
     more, _ = alone(trained, linear(MANY, 12))
     of_more, _ = alone(trained, linear(MANY, 12, steps=3))
     step = (of_more - more) / 12 / 2
     number = ((more - few) / 8 - step - client) / MANY
-    server = max(0.0, few - 4 * (more - few) / 8) / MANY
+    server = max(0.0, few - 4 * (more - few) / 8 - fixed) / MANY
     _, crowd_mb = alone(trained, linear(FEW, 100, population=CROWD))
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         exchange = max(pool.map(exchanged, (0, 1), (MANY, MANY), (29_611, 29_611))) / MANY
     copies = (many_mb - base_mb) * 1e6 / 4 / MANY
     of_client = (crowd_mb - base_mb) * 1e6 / CROWD
-    return Constants(client, number, server, exchange, base_mb, copies, of_client)
+    return Constants(client, number, fixed, server, exchange, base_mb, copies, of_client)
 
 
 def checked(name: str, constants: Constants) -> str:
-    """Return the line of a workload: a round as estimated from one of two clients, and as trained."""
+    """Return the line of a workload: a round as estimated from steps of two clients, and as trained."""
     work = WORKLOADS[name]
     parameters = sum(p.numel() for p in work.network().parameters())
-    of_two, _ = alone(trained, replace(work, cohort=2))
-    rest = constants.seconds(2, parameters, 0.0)
-    estimate = constants.seconds(work.cohort, parameters, max(0.0, of_two - rest) / 2)
+    few, more = (alone(trained, replace(work, cohort=2, local_steps=n))[0] for n in (2, 22))
+    num_steps = mean(map(work.steps_of, range(min(1000, work.num_clients))))
+    estimate = constants.seconds(work.cohort, parameters, num_steps * (more - few) / 40)
     found, _ = alone(trained, work)
     return f"{name:16}{parameters:12,}{work.cohort:8}{estimate:12.3f}{found:12.3f}{estimate / found:8.2f}"
 
@@ -186,7 +190,8 @@ def main() -> None:
     torch.set_num_threads(1)
     found = measured()
     print(
-        f"c {1e3 * found.client:.2f} ms   u {1e9 * found.number:.2f} ns   r {1e9 * found.server:.2f} ns   "
+        f"c {1e3 * found.client:.2f} ms   u {1e9 * found.number:.2f} ns   w {1e3 * found.fixed:.1f} ms   "
+        f"r {1e9 * found.server:.2f} ns   "
         f"x {1e9 * found.exchange:.2f} ns   M {found.base_mb:.0f} MB   m {found.copies:.1f}   "
         f"n {found.of_client:.0f} bytes",
         flush=True,

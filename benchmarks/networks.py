@@ -56,31 +56,52 @@ def wide_lenet() -> nn.Module:
     )
 
 
-def pfl_cnn(*, dropout: bool) -> nn.Module:
+def pfl_cnn(
+    *, dropout: bool, channels: int = 3, side: int = 32, num_classes: int = 10
+) -> nn.Module:
     """Return the ``simple_cnn`` of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters.
 
     Source: apple/pfl-research, benchmarks/model/pytorch/cnn.py: two unpadded 3×3 convolutions, one
-    pooling, dropout 0.25 before and 0.5 after the dense layer, Glorot-uniform weights.
+    pooling, dropout 0.25 before and 0.5 after the dense layer, Glorot-uniform weights. With the images and
+    the 62 classes of EMNIST it is the CNN of Reddi et al. 2021 and FedJAX: 1,206,590 parameters.
 
     Args:
+        channels: of an image.
+        side: of an image, in pixels.
+        num_classes: of the labels.
         dropout: with its dropouts. Engines that train several clients at once draw other random
             numbers than a plain loop, so that only without them results can be compared.
     """
     network = nn.Sequential(
-        nn.Conv2d(3, 32, kernel_size=3),
+        nn.Conv2d(channels, 32, kernel_size=3),
         nn.ReLU(),
         nn.Conv2d(32, 64, kernel_size=3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         *([nn.Dropout(0.25)] if dropout else []),
         nn.Flatten(),
-        *_dense(64 * 14 * 14, 128),
+        *_dense(64 * (side // 2 - 2) ** 2, 128),
         *([nn.Dropout(0.5)] if dropout else []),
-        nn.Linear(128, 10),
+        nn.Linear(128, num_classes),
     )
     for layer in network:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.xavier_uniform_(layer.weight)
+    return network
+
+
+def resnet18_gn() -> nn.Module:
+    """Return a ResNet-18 with group norm for 32×32×3 images and 100 classes: 11,220,132 parameters.
+
+    Source: Hsieh et al. 2020 (1910.00189): groups of two channels in place of batch norm; a first
+    convolution of 3×3 without pooling, as is usual for such images.
+    """
+    import timm
+
+    network: nn.Module = timm.create_model(
+        "resnet18", num_classes=100, norm_layer=lambda size, **_: nn.GroupNorm(size // 2, size)
+    )
+    network.conv1, network.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return network
 
 
@@ -130,7 +151,8 @@ class TabularNetwork(nn.Module):
         values = rows[:, :count].long().unbind(1)
         embedded = torch.stack([e(v) for e, v in zip(self.columns, values, strict=True)], 1)
         mixed = self.attention(embedded).flatten(1)
-        return self.head(torch.cat([mixed, rows[:, count:]], 1))
+        logits: Tensor = self.head(torch.cat([mixed, rows[:, count:]], 1))
+        return logits
 
 
 def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:

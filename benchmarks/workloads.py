@@ -166,6 +166,29 @@ WORKLOADS = {
     "W1-dropout": replace(
         _cifar, title=f"{_cifar.title}, dropout", network=partial(networks.pfl_cnn, dropout=True)
     ),
+    "E-cnn": replace(
+        _cifar,
+        title="CNN of FedJAX with dropout, 50 of 3,400 writers of EMNIST",
+        network=partial(networks.pfl_cnn, dropout=True, channels=1, side=28, num_classes=62),
+        shape=(1, 28, 28),
+        num_classes=62,
+        num_clients=3400,
+        examples=(20, 400),
+        batch_size=20,
+        lr=0.03,
+        pool=20_000,
+    ),
+    "R-18": replace(
+        _cifar,
+        title="ResNet-18 with group norm, 10 of 500 clients, 2 local steps",
+        network=networks.resnet18_gn,
+        num_classes=100,
+        num_clients=500,
+        examples=(100, 100),
+        cohort=10,
+        batch_size=20,
+        local_steps=2,
+    ),
     "W2": Workload(
         title="CNN of McMahan et al., 10 of 100 clients",
         network=networks.mcmahan_cnn,

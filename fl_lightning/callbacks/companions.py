@@ -24,7 +24,7 @@ def companions(
     is_federated: bool = True,
     report: bool = True,
 ) -> list[Callback]:
-    """Return what a run on the command line has beside its `Federation`, for a Trainer in Python.
+    """Callbacks that the command line adds to a `Federation`, for a Trainer in Python.
 
     An overview before the first round, a bar of rounds, ``run.log``, the partition as picture and table,
     every client's metrics at the end, ``last.ckpt`` after every round, a table of results and a report.

@@ -48,7 +48,7 @@ class KeptLocalModels(Stage):
         self._run: Run | None = None
 
     def enter(self, run: Run) -> None:
-        """Learn into what models are put."""
+        """Keep the module that local models are loaded into."""
         self._run = run
 
     def open(self, round_index: int, model: object) -> None:
@@ -56,7 +56,7 @@ class KeptLocalModels(Stage):
         self.models.clear()
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Keep what clients have when they are about to send."""
+        """Keep the clients' local models before their updates are sent."""
         model = upload.start.model
         for update in upload.made:
             # clients may keep their buffers, or send some of them

@@ -1,4 +1,4 @@
-"""Keeps what ``predict`` returns: a table, or a file of PyTorch's where it is no table."""
+"""Predictions of ``predict`` in a file: a table, or PyTorch's format for other shapes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class RecordedClock:
         self._at_work[visit.client] = visit, self.now
 
     def wait(self) -> list[Ended]:
-        """Return who ends next.
+        """Return the clients that finish next.
 
         Raises:
             ConfigurationError: if by the record it is somebody who is not at work.
@@ -160,7 +160,7 @@ class RecordedArrivals:
         self.arrivals()
 
     def arrivals(self) -> list[Ended]:
-        """Return who arrived, in order."""
+        """Arrivals of the record, in order."""
         try:
             with Path(self.file).open(newline="") as file:
                 return [_read(row) for row in csv.DictReader(file)]
@@ -172,7 +172,7 @@ class RecordedArrivals:
 
 
 def write_arrivals(path: Path, ended: Sequence[Ended], buffer_size: int) -> None:
-    """Write down who arrived, and in which round it counted.
+    """Write the arrivals, and the round in which each counted, to a file.
 
     Args:
         path: of the table.

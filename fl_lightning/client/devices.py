@@ -122,7 +122,7 @@ class Fleet:
         self._seed = seed
 
     def fate(self, client: int, num_steps: int, draw: int) -> Fate:
-        """Return what becomes of a client's work.
+        """Duration and fate of a client's work.
 
         Args:
             client: who.
@@ -151,7 +151,7 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Speeds(Protocol):
-    """Says how fast clients' devices are."""
+    """Speeds of the clients' devices."""
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
         """Return seconds > 0 for a local step, shape (num_clients,); a pure function."""

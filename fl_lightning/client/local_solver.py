@@ -117,7 +117,7 @@ class LocalSolver:
 def _distance(
     num_steps: int, momentum: float, dampening: float, nesterov: bool, pull: float
 ) -> float:
-    """Return how far SGD goes in so many steps under a gradient of 1, divided by η.
+    """Distance that SGD moves in a number of steps under a gradient of 1, divided by η.
 
     Args:
         num_steps: how many, ≥ 1.

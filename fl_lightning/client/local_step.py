@@ -1,4 +1,4 @@
-"""A client's local step: what it is, and that of a LightningModule without a Trainer."""
+"""A client's local step, and the one of a LightningModule without a Trainer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PlainStep:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a ``training_step`` returned: a tensor, a dict with one, or None.
+    """Loss in a ``training_step``'s result: a tensor, a dict with one, or None.
 
     Raises:
         ConfigurationError: for anything else.

@@ -153,7 +153,7 @@ class LocalTrainer:
 
     @property
     def own_start(self) -> Tensor:
-        """The global model's own tensors where they are no part of what is shared, shape (o,)."""
+        """The global model's tensors that are not shared, shape (o,)."""
         return torch.empty(0) if self._own_start is None else self._own_start
 
     @property
@@ -178,13 +178,8 @@ class LocalTrainer:
         """Return the module's present values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
-    def read_into(self, model: GlobalModel) -> None:
-        """Write the module's present values into a global model, where the module holds every bit of it."""
-        self.space.read(out=model.params)
-        self.buffers.read(out=model.buffers)
-
     def start_round(self, number: int = 0) -> None:
-        """Note what every client of the round starts from besides the weights.
+        """Record the state that every client of the round starts from, besides the weights.
 
         These are the optimizers' options, as the learning-rate schedules left them, the schedules,
         see `RoundStart`, integer buffers such as batch norm's counter, and attributes of the module.
@@ -214,7 +209,7 @@ class LocalTrainer:
         self._in_round, self._grown = True, []
 
     def show_lists(self) -> None:
-        """Append to lists what clients of the round appended, one client after the other.
+        """Append the clients' entries of the round to lists, one client after the other.
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
@@ -251,7 +246,7 @@ class LocalTrainer:
             )
 
     def restore(self, model: GlobalModel) -> None:
-        """Put the global model back, with what a client has for itself, and a fresh optimizer.
+        """Restore the global model with a client's personal parameters, and a fresh optimizer.
 
         Inside a round also the attributes that the module had at its start.
         """

@@ -7,7 +7,7 @@ collector: it keeps value and batch size, and reduces once per client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -199,13 +199,6 @@ class LogCollector:
         paths = {id(child): path for path, child in module.named_modules()}
         logged = [metric for metric in self._metrics.values() if id(metric) in paths]
         return {paths[id(m)]: dict(m.metric_state) for m in logged}
-
-    def load_metric_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
-        """Restore the states of the module's torchmetrics objects."""
-        for path, state in states.items():
-            metric = module.get_submodule(path)
-            for name, value in state.items():
-                setattr(metric, name, value)
 
 
 def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor:

@@ -88,7 +88,7 @@ class ClientMemory:
         self.files_of_checkpoint: list[VectorFile] = []
 
     def get(self, name: str, client: int) -> Tensor | None:
-        """Return what a client remembers, on the CPU and not to be changed; None if nothing.
+        """Memory of a client, on the CPU and not to be changed; None if it has none.
 
         Raises:
             ConfigurationError: if it is in a file that came with a checkpoint and is damaged.
@@ -108,16 +108,16 @@ class ClientMemory:
         self._new[name, client] = self._stored(vector)
 
     def waiting(self) -> dict[Key, Tensor]:
-        """Return what was put since the last `commit`."""
+        """Memories that were put since the last `commit`."""
         return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_keys(self) -> frozenset[Key]:
-        """Of what was put since the last `commit`."""
+        """Keys of the memories that were put since the last `commit`."""
         return frozenset(self._new)
 
     def discard(self, keep: frozenset[Key] = frozenset()) -> None:
-        """Forget what was put since the last `commit`, but for some."""
+        """Discard the memories that were put since the last `commit`, except some."""
         for key in self._new.keys() - keep:
             self._forget(self._new.pop(key))
         self._delete_unused()
@@ -154,22 +154,17 @@ class ClientMemory:
                 self._forget(entries.pop(key))
         self._delete_unused()
 
-    def state_dict(self, *, with_round: bool = True, inside: bool = True) -> dict[str, Any]:
-        """Return all memories, or where they are if they are large.
+    def state_dict(self, *, inside: bool = True) -> dict[str, Any]:
+        """Return all that was committed, or where it is if it is large.
 
         Args:
-            with_round: also what was put since the last `commit`.
             inside: return all of them, however large. Else, if they are more than 64 MB, all are in
                 files, of which those that are not there yet are written.
         """
         self.files_of_checkpoint = []
-        parts = {"present": self._present, "new": self._new if with_round else {}}
-        if inside or _num_bytes(*parts.values()) <= INSIDE_CHECKPOINT_BYTES:
-            return {
-                name: [(*key, entry.read()) for key, entry in entries.items()]
-                for name, entries in parts.items()
-            }
-        return {name: self._written(entries) for name, entries in parts.items()}
+        if inside or self.is_small:
+            return {"present": [(*key, entry.read()) for key, entry in self._present.items()]}
+        return {"present": self._written(self._present)}
 
     @property
     def is_empty(self) -> bool:
@@ -179,10 +174,10 @@ class ClientMemory:
     @property
     def is_small(self) -> bool:
         """True if all committed vectors fit inside a checkpoint."""
-        return _num_bytes(self._present) <= INSIDE_CHECKPOINT_BYTES
+        return sum(e.num_bytes for e in self._present.values()) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Restore what `state_dict` returned.
+        """Restore a state from `state_dict`.
 
         Args:
             state: from there.
@@ -193,7 +188,7 @@ class ClientMemory:
         """
         self._in_ram = 0
         self._present = self._loaded(state["present"], folder)
-        self._new = self._loaded(state["new"], folder)
+        self._new = {}
         self._delete_unused()
 
     def _stored(self, vector: Tensor) -> _Entry:
@@ -238,10 +233,6 @@ class ClientMemory:
         for file in self._own_files - {entry.file for entry in entries}:
             file.path.unlink(missing_ok=True)
             self._own_files.discard(file)
-
-
-def _num_bytes(*parts: Mapping[Key, _Entry]) -> int:
-    return sum(entry.num_bytes for entries in parts for entry in entries.values())
 
 
 SUFFIX = ".vector"

@@ -1,4 +1,4 @@
-"""Optimizers of clients, of any kind: what is inside of them, how often they step, what their masks let move.
+"""Optimizers of clients, of any kind: their parts, their numbers of steps, their masks.
 
 Optimizers that are not torch's own may hold another one (SAM, Lookahead), which has options and
 state too, and may evaluate the loss more than once, for which they ask for a closure. Some say so

@@ -224,7 +224,7 @@ def divide(
 def _column(
     dataset: Dataset[Any], partition: Partition, classes: Callable[[], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """Return what a partition reads, one value per example of the data set."""
+    """Values that a partition reads, one per example of the data set."""
     if (owners := getattr(partition, "attribute", None)) is not None:
         return read_column(dataset, owners, "partition.attribute")
     if not getattr(partition, "uses_labels", True):

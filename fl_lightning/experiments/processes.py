@@ -245,7 +245,7 @@ class RunPool:
         self.running.append(Running(run, process, own))
 
     def heard(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
-        """Yield what runs tell within some seconds: the metric, round to value, or their `Ended`."""
+        """Yield the messages of runs within some seconds: metrics by round, or `Ended`."""
         ready = wait([each.connection for each in self.running], seconds)
         for each in [each for each in self.running if each.connection in ready]:
             try:

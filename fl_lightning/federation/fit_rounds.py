@@ -30,61 +30,6 @@ from fl_lightning.server.server import Server
 _NOTHING = 1e-9
 
 
-class TravellingNumbers:
-    """Keeps server and stages on the numbers that travel: coordinates of what trains, clients' state.
-
-    Masks may change between rounds; which state clients change becomes known when the first of them trains.
-
-    Attributes:
-        module_has_all: whether the module holds every bit of the server's model.
-        is_kept_by_lightning: whether the checkpoint's weights do.
-    """
-
-    def __init__(self, run: Run, clients: FitClients, server: Server, stages: Stages) -> None:
-        self._run, self._local = run, run.local
-        self._clients, self._server, self._stages = clients, server, stages
-        self._place(None)
-
-    def follow_state(self) -> None:
-        """Put the state that clients are now known to have into the server's model."""
-        self._server.replace_buffers(self._local.buffers.read())
-        self._note_where_it_is_kept()
-
-    def follow_masks(self) -> None:
-        """Move to the coordinates of new masks; not inside a round.
-
-        Raises:
-            ConfigurationError: if they may not change.
-        """
-        before, kept = self._local.space, self.is_kept_by_lightning
-        self._clients.renew_space()
-        after = self._local.space
-        if (after.names, after.mask_fingerprint()) == (before.names, before.mask_fingerprint()):
-            return  # the same ones were set again, as resuming does
-        positions = after.positions_in(before)
-        model = self._local.read()
-        if not kept:  # the server's has bits that the module lacks
-            old = self._server.model
-            known = old.params[positions.clamp(min=0)]
-            model = GlobalModel(torch.where(positions >= 0, known, model.params), old.buffers)
-        self._place(positions)
-        self._server.relocate(model, positions)
-
-    def _place(self, positions: Tensor | None) -> None:
-        for stage in self._stages:
-            stage.place(self._local.space, positions)
-        self._note_where_it_is_kept()
-
-    def _note_where_it_is_kept(self) -> None:
-        spaces = (self._local.space, self._local.buffers)
-        saved = self._run.module.state_dict().keys()
-        self.module_has_all = all(s.is_lossless and saved >= set(s.names) for s in spaces)
-        # Lightning loads a checkpoint's weights before it makes a module one of double precision
-        self.is_kept_by_lightning = self.module_has_all and all(
-            s.dtype == torch.float32 for s in spaces
-        )
-
-
 class FitRounds:
     """Runs the rounds of one fit, one group of clients after the other.
 
@@ -92,7 +37,8 @@ class FitRounds:
         clients: the clients' side.
         server: the server's side: the global model and how it moves.
         memory: what clients remember.
-        travelling: which numbers are exchanged.
+        module_has_all: whether the module holds every bit of the server's model.
+        is_kept_by_lightning: whether the checkpoint's weights do.
     """
 
     def __init__(
@@ -105,7 +51,7 @@ class FitRounds:
         self.run, self.options, self.stages, self.memory = run, options, stages, run.memory
         self.clients: FitClients = (options.clients_side or FitClients)(run, options, stages)
         self.server = make_server(run.local.read())
-        self.travelling = TravellingNumbers(run, self.clients, self.server, stages)
+        self._place(None)
         self._round = Round(
             self.clients,
             self.server,
@@ -133,18 +79,18 @@ class FitRounds:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Of
                 several processes all raise it, when they meet.
         """
-        began, clients = time.perf_counter(), self.clients
+        began, clients, parts = time.perf_counter(), self.clients, [group]
         is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
+            parts = [*self.run.groups.earlier, group]  # resumed inside a round, it begins anew
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._meeting.failure is None:
-                    # after an interruption some of the group are done, the last that were noted
-                    finished = set(self._round.record.finished[-len(group.ids) :])
-                    self._round.train([client for client in group.ids if client not in finished])
+                    for part in parts:
+                        self._round.train(part.ids)
                     clients.warn_of_rehearsal(self._round.record)
                 if is_last:
                     self.run.local.check_constants()
@@ -157,26 +103,19 @@ class FitRounds:
         self._round.record.seconds += time.perf_counter() - began
 
     def _begin(self, group: ClientGroup) -> None:
-        """Begin the present round, or go on with one that a checkpoint holds."""
-        run, server, number = self.run, self.server, self.run.trainer.current_epoch
-        if is_new := not self._is_open:
-            if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
-                self.travelling.follow_state()
-            self.follow_masks()
-        self.clients.start_round(number)  # by now, unlike earlier, Lightning has restored all
-        if is_new and self.travelling.module_has_all:  # hooks between rounds may have changed it
-            run.local.read_into(server.model)
+        run, number = self.run, self.run.trainer.current_epoch
+        if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
+            self.follow_state()
+        self.follow_masks()
+        run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
+        if self.module_has_all:  # hooks between rounds may have changed it
+            run.local.space.read(out=self.server.model.params)
+            run.local.buffers.read(out=self.server.model.buffers)
         if not self._cost_is_told:  # not before hooks have changed the model for the last time
             self._cost_is_told = True
             self._announce()
-        if is_new:
-            self._round.open(number)
+        self._round.open(number)
         self._is_under_way = True
-
-    @property
-    def _is_open(self) -> bool:
-        """True if the server's round is the present one; a checkpoint may hold an earlier one that was cut short."""
-        return self.server.is_open and self.server.round_index == self.run.trainer.current_epoch
 
     def close_round(self) -> None:
         """Step the server and put the new model into the module.
@@ -206,10 +145,47 @@ class FitRounds:
         record.seconds += time.perf_counter() - began
         self._round.close()
 
+    def follow_state(self) -> None:
+        """Put the state that clients are now known to have into the server's model."""
+        self.server.replace_buffers(self.run.local.buffers.read())
+        self._note_where_bits_are()
+
     def follow_masks(self) -> None:
-        """Exchange other coordinates from here on if masks have changed between rounds."""
-        if self.run.local.masks.are_new and not self._is_open:
-            self.travelling.follow_masks()
+        """Exchange other coordinates from here on if masks have changed between rounds.
+
+        Raises:
+            ConfigurationError: if they may not change.
+        """
+        local = self.run.local
+        if not local.masks.are_new:
+            return
+        before, kept = local.space, self.is_kept_by_lightning
+        self.clients.renew_space()
+        after = local.space
+        if (after.names, after.mask_fingerprint()) == (before.names, before.mask_fingerprint()):
+            return  # the same ones were set again, as resuming does
+        positions = after.positions_in(before)
+        model = local.read()
+        if not kept:  # the server's has bits that the module lacks
+            old = self.server.model
+            known = old.params[positions.clamp(min=0)]
+            model = GlobalModel(torch.where(positions >= 0, known, model.params), old.buffers)
+        self._place(positions)
+        self.server.relocate(model, positions)
+
+    def _place(self, positions: Tensor | None) -> None:
+        for stage in self.stages:
+            stage.place(self.run.local.space, positions)
+        self._note_where_bits_are()
+
+    def _note_where_bits_are(self) -> None:
+        spaces = (self.run.local.space, self.run.local.buffers)
+        saved = self.run.module.state_dict().keys()
+        self.module_has_all = all(s.is_lossless and saved >= set(s.names) for s in spaces)
+        # Lightning loads a checkpoint's weights before it makes a module one of double precision
+        self.is_kept_by_lightning = self.module_has_all and all(
+            s.dtype == torch.float32 for s in spaces
+        )
 
     def idle_lines(self) -> Iterator[str]:
         """Warnings before a round in which nobody trains or nothing moves."""

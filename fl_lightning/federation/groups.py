@@ -1,9 +1,9 @@
 """The "train dataloader" of a federated run: the groups of clients that make up a round.
 
 Lightning's training epoch is one pass over it, each batch one group. It knows its position, which
-Lightning saves with its loops, so that a checkpoint taken inside a round resumes inside it. Of
-several processes each goes through its own share of the cohort, all in the same number of groups;
-resumed inside a round they train its clients from the first one on, to the same result.
+Lightning saves with its loops. A round that a checkpoint has cut short is trained from its first
+client on, to the same result. Of several processes each goes through its own share of the cohort, all in
+the same number of groups.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class RoundGroups:
         share: the part of this process; everything if None.
         clients_per_group: how many clients train together, ≥ 1; several processes take larger
             groups where there would be many.
-        restarts: whether a round that is resumed begins with its first client.
         limit: of every cohort only so many clients, those with the lowest ids, or that share of
             them: the Trainer's ``limit_train_batches``.
         fewest: clients that a round needs; smaller cohorts are left out as a whole.
@@ -90,6 +89,7 @@ class RoundGroups:
         population: the clients to draw from, of whom more becomes known from round to round.
         seed: root seed of the draws.
         fewest: as given.
+        earlier: groups of the present round that Lightning passes over, as it was resumed inside the round.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -112,7 +112,6 @@ class RoundGroups:
         *,
         share: Share | None = None,
         clients_per_group: int = 1,
-        restarts: bool = False,
         limit: float = 1.0,
         fewest: int = 1,
     ) -> None:
@@ -122,6 +121,7 @@ class RoundGroups:
         self.seed = seed
         self._share = share
         self._limit = limit
+        self._is_limited = isinstance(limit, int) or limit < 1.0  # 1 is one client, 1.0 are all
         num_ranks = share.num_ranks if share is not None else 1
         expected = sampler.expected_size(population.num_clients)
         self.num_clients = limited(expected, limit)
@@ -131,13 +131,12 @@ class RoundGroups:
                 "the clients of a round, by their number or as a share of them"
             )
         self._num_groups = -(-self.num_clients // (num_ranks * clients_per_group))
-        # a checkpoint is written by one process, and holds no sums of the others
-        self._restarts = restarts or num_ranks > 1
         if num_ranks > 1:
             self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
         self._round = 0
         self._position = 0
         self._present: list[ClientGroup] = []
+        self.earlier: list[ClientGroup] = []
         self.sampler = self  # where Lightning looks for `set_epoch`
 
     def __len__(self) -> int:
@@ -151,7 +150,7 @@ class RoundGroups:
     def _drawn(self, round_index: int) -> ClientIds:
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
         check_cohort(ids, self.population, type(self._sampler).__name__)
-        return ids[: limited(len(ids), self._limit)]
+        return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
         """Return how many clients were drawn for a round that takes none, because they are few."""
@@ -170,16 +169,14 @@ class RoundGroups:
         return [ClientGroup(part.tolist()) for part in parts]
 
     def __iter__(self) -> Iterator[ClientGroup]:
-        groups, position = self.groups(self._round), self._position
-        self._present = list(groups)
-        if self._restarts and 0 < position < len(groups):
-            groups[position] = _joined(groups[: position + 1])
-        yield from groups[position:]
+        self._present = self.groups(self._round)
+        self.earlier = self._present[: self._position]
+        yield from self._present[self._position :]
 
     @property
     def whole(self) -> ClientGroup:
         """All clients that this process trains in the current round."""
-        return _joined(self._present)
+        return ClientGroup(client for group in self._present for client in group)
 
     def advance(self) -> None:
         """Say that a group is done; one that was interrupted is yielded again after resuming."""
@@ -194,10 +191,6 @@ class RoundGroups:
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]
-
-
-def _joined(groups: Iterable[ClientGroup]) -> ClientGroup:
-    return ClientGroup(client for group in groups for client in group.ids)
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:

@@ -146,10 +146,9 @@ class Options:
                 smaller batch is then slower, and clients without any full batch train one after
                 the other. If None, what the module's attribute ``loss_is_mean`` says, else false.
             clients_per_group: how many clients Lightning's loop takes as one batch. The progress
-                bar moves, and a checkpoint inside a round can be saved, once per group. Results do
-                not depend on it. Other callbacks see a round as one batch, unless they have an
-                attribute ``sees_groups`` that is true. If None, as many as take about 0.2 s, and in
-                slots the whole cohort.
+                bar moves once per group. Results do not depend on it. Other callbacks see a round
+                as one batch, unless they have an attribute ``sees_groups`` that is true. If None,
+                as many as take about 0.2 s, and in slots the whole cohort.
             client_memory_gb: how many gigabytes (1e9 bytes) of what clients remember between rounds
                 (see ``correction``) stay in RAM. The rest lies in files. Checkpoints hold up to 64
                 MB of it; more lies in a folder beside each (``last.ckpt.client_memory``).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.state.round_start import LocalSchedules
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.files import RunMemory
 from fl_lightning.federation.groups import RoundGroups
@@ -68,92 +66,58 @@ class GradientScale:
             self.load(state)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One fit: who takes part, and what trains.
 
-    Attributes:
-        trainer: set up, with its optimizer built and its module on its device.
+    Args:
+        trainer: about to fit, with its optimizer built and its module on its device.
         groups: who takes part in a round.
+        work: how much a client trains in one.
+        memory_bytes: of what clients remember that may stay in RAM.
+
+    Attributes:
+        trainer: as given.
+        groups: as given.
+        module: that trains.
+        data: whose clients.
+        optimizers: of the clients.
         accumulate: batches per local step.
         ranks: the processes.
         memory: what clients remember.
         plan: what each client does.
         collector: what clients log.
         step: one local step.
+        by_step: learning-rate schedules that count local steps; None if none does.
         local: the sequential engine.
         scale: of fp16 gradients.
-        by_step: learning-rate schedules that count local steps; None if none does.
+        shard_gradient: gives the gradient of a client's whole shard.
     """
 
-    trainer: Trainer
-    groups: RoundGroups
-    accumulate: int
-    ranks: Ranks
-    memory: RunMemory
-    plan: WorkPlan
-    collector: LogCollector
-    step: LightningStep
-    local: LocalTrainer
-    scale: GradientScale
-    by_step: LocalSchedules | None
-
-    @classmethod
-    def of(cls, trainer: Trainer, groups: RoundGroups, work: LocalWork, memory_bytes: float) -> Run:
-        """Return the run of a Trainer that is about to fit.
-
-        Args:
-            trainer: set up.
-            groups: who takes part in a round.
-            work: how much a client trains in one.
-            memory_bytes: of what clients remember that may stay in RAM.
-        """
-        module, collector, ranks = trainer.lightning_module, LogCollector(), Ranks(trainer)
-        step, by_step = LightningStep(trainer, collector, work.accumulate), local_schedules(trainer)
-        local = LocalTrainer(
-            module,
-            trainer.optimizers,
-            step,
-            collector,
+    def __init__(
+        self, trainer: Trainer, groups: RoundGroups, work: LocalWork, memory_bytes: float
+    ) -> None:
+        self.trainer, self.groups, self.accumulate = trainer, groups, work.accumulate
+        self.module: LightningModule = trainer.lightning_module
+        self.data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self.optimizers: list[Optimizer] = trainer.optimizers
+        self.ranks, self.collector = Ranks(trainer), LogCollector()
+        self.memory = RunMemory(trainer, self.ranks, memory_bytes)
+        self.plan = WorkPlan(self.data, work)
+        self.step = LightningStep(trainer, self.collector, work.accumulate)
+        self.by_step = local_schedules(trainer)
+        self.local = LocalTrainer(
+            self.module,
+            self.optimizers,
+            self.step,
+            self.collector,
             [config.scheduler for config in trainer.lr_scheduler_configs],
-            by_step,
-            by_hand=not module.automatic_optimization,
+            self.by_step,
+            by_hand=not self.module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
-        step.on_new_layout = local.homes.note
-        return cls(
-            trainer=trainer,
-            groups=groups,
-            accumulate=work.accumulate,
-            ranks=ranks,
-            memory=RunMemory(trainer, ranks, memory_bytes),
-            plan=WorkPlan(trainer.datamodule, work),  # type: ignore[attr-defined]
-            collector=collector,
-            step=step,
-            local=local,
-            scale=GradientScale(getattr(trainer.precision_plugin, "scaler", None)),
-            by_step=by_step,
-        )
-
-    @property
-    def module(self) -> LightningModule:
-        """The module that trains."""
-        return self.trainer.lightning_module
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Of the clients."""
-        return self.trainer.optimizers
-
-    @property
-    def shard_gradient(self) -> ShardGradient:
-        """Gives the gradient of a client's whole shard."""
-        return ShardGradient(self.module, self.local, self.step, self.plan)
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """Whose clients they are."""
-        return self.trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+        self.step.on_new_layout = self.local.homes.note
+        self.scale = GradientScale(getattr(trainer.precision_plugin, "scaler", None))
+        self.shard_gradient = ShardGradient(self.module, self.local, self.step, self.plan)
 
     @property
     def num_rounds(self) -> float:

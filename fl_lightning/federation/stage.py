@@ -145,7 +145,6 @@ class Stage:
         hides_clients: whether nothing may be said of single clients.
         is_private: whether only what has noise may leave a round: clients keep their buffers, and checkpoints
             hold no open round.
-        restarts: whether a round that is resumed begins with its first client.
         one_at_a_time: why slots cannot serve it; None if they can.
         traits: what it needs of a round and breaks. Of a stage that does not say, nothing is known: it needs a
             simulation and breaks privacy.
@@ -154,7 +153,6 @@ class Stage:
     key: str | None = None
     hides_clients: bool = False
     is_private: bool = False
-    restarts: bool = False
     one_at_a_time: str | None = None
     traits: Traits = _UNKNOWN
 
@@ -229,7 +227,7 @@ class Stage:
 
     # In checkpoints.
 
-    def state_dict(self, *, with_round: bool) -> Any:
+    def state_dict(self) -> Any:
         """Return the state for a checkpoint, of a stage with a `key`."""
         return None
 
@@ -353,7 +351,6 @@ class Stages(Iterable[Stage]):
         self.learns = bool(self._learning)
         self.hides_clients = any(stage.hides_clients for stage in self._stages)
         self.is_private = any(stage.is_private for stage in self._stages)
-        self.restarts = any(stage.restarts for stage in self._stages)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)

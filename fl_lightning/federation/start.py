@@ -145,9 +145,6 @@ class Calendar:
             options.seed,
             share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
             clients_per_group=_clients_per_group(trainer, module, options, data),
-            restarts=privacy is not None
-            or aggregator.restarts
-            or any(stage.restarts for stage in options.stages),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
@@ -170,7 +167,7 @@ class Calendar:
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )
-        return Run.of(trainer, self.groups, work, options.client_memory_gb * 1e9)
+        return Run(trainer, self.groups, work, options.client_memory_gb * 1e9)
 
 
 def _clients_per_group(

@@ -74,7 +74,7 @@ Place = tuple[str, ...]
 
 
 class Refused(ConfigurationError):  # noqa: N818 - says what happened
-    """Raised for what a site's policy does not allow; nothing of it was imported, built or run."""
+    """Raised if a site's policy forbids something, before it is imported, built or run."""
 
 
 def checked(configuration: Any, patterns: Sequence[str]) -> Any:
@@ -189,7 +189,7 @@ def _named(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
 
 
 def _in_text(text: str, place: Place) -> Iterator[str]:
-    """Yield what may be class paths in a text; refuse text that is more than a text."""
+    """Yield possible class paths in a text; refuse a text that is a path, a URL or a file."""
     where = ".".join(place)
     if len(text) > MOST_CHARACTERS:
         raise Refused(f"{where} has {len(text)} characters, at most {MOST_CHARACTERS} are allowed")
@@ -213,7 +213,7 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
 
 
 def _read(text: str) -> Any:
-    """Return what the parser may take a text for."""
+    """Value that the parser may read a text as."""
     try:
         return load(text)
     except yaml.YAMLError:

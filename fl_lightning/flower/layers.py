@@ -39,7 +39,7 @@ CALLBACKS, _CALIBRATION = "callbacks", ".MaskCalibration"
 
 
 def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a configuration the server may set.
+    """Part of a configuration that the server may set.
 
     Example:
         >>> shared_part({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})

@@ -1,4 +1,4 @@
-"""What the server tells a site, an `Order`, and what the site tells the server, an `Answer`.
+"""Messages: an `Order` from the server to a site, and the site's `Answer`.
 
 Both check themselves when they are made: what can be made can be sent and read, and what is read is
 what was made, see `fl_lightning.flower.documents`. Equal messages have equal bytes, see
@@ -131,7 +131,7 @@ class OrderRefused(Exception):  # noqa: N818 - nothing broke
 
 
 def category_of(error: BaseException) -> str:
-    """Return what may be said of an error outside of the site.
+    """Category of an error, which may be told outside of the site.
 
     Example:
         >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
@@ -175,7 +175,7 @@ the first a letter or digit, got '../etc'
 
 
 def _check_clients(what: str, clients: Any) -> None:
-    """Refuse what is not a tuple of different clients."""
+    """Refuse a value that is not a tuple of different clients."""
     if type(clients) is not tuple:
         raise MessageError(f"{what} must be a tuple, got {shown(clients)}")
     for client in clients:

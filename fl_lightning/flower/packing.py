@@ -41,7 +41,7 @@ _NO_MASK = "0" * 32
 
 
 class Packing:
-    """Packs and opens what travels in a run.
+    """Packs and opens the vectors of a run.
 
     Args:
         transport: what happens to updates and models on their way.
@@ -200,7 +200,7 @@ def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str,
 
 
 def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy what `model_tensors` returned into a module.
+    """Copy the tensors of `model_tensors` into a module.
 
     Raises:
         OrderRefused: if it is of another module; then nothing is written.
@@ -227,7 +227,7 @@ class RunMask(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """Return what both sides call it."""
+        """Name that both sides use."""
         return f"{self.number} {self.mask.hash()}"
 
 
@@ -293,7 +293,7 @@ class MetricSums:
 def taken_sums(
     collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
 ) -> MetricSums:
-    """Return what a site's clients have logged since the last call, and reset the objects.
+    """Sums that a site's clients have logged since the last call; resets the objects.
 
     Args:
         collector: of what they log.
@@ -316,7 +316,7 @@ def taken_sums(
 
 
 def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
-    """Return what a site has told of metrics, if it fits the module's objects.
+    """Read a site's metric sums, if they fit the module's objects.
 
     Raises:
         ValueError: if it does not.

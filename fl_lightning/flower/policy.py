@@ -54,7 +54,7 @@ _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Policy of a site: its clients, and what it allows.
+    """Policy of a site: its clients and its permissions.
 
     Attributes:
         name: of the site.
@@ -159,7 +159,7 @@ class Policy:
     def site_configuration(
         self, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what the site trains with: its own layer over what the server may set.
+        """Configuration that the site trains with: its own layer over the server's options.
 
         Options that are the site's own, see `fl_lightning.flower.layers`, are dropped from the shared
         configuration; what is left of it is checked. The site's own layer is not: it is trusted.
@@ -202,7 +202,7 @@ class Policy:
             )
 
     def check_unprotected(self, what: str) -> None:
-        """Refuse what clients would show without noise of their own, if their privacy has a limit.
+        """Refuse a release without the clients' own noise, if their privacy has a limit.
 
         Args:
             what: would show it.
@@ -344,7 +344,7 @@ def read_policy(path: str | Path) -> Policy:
 
 
 def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what a file says in the types of `Policy`, as far as that is possible."""
+    """Values of a file in the types of `Policy`, as far as that is possible."""
     found = dict(given)
     found["clients"] = _table(found["clients"])
     for name in ("socket", "memory"):

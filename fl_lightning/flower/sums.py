@@ -94,12 +94,12 @@ class SecureStage:
 
 
 def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
-    """Return, as plain JSON, what a configuration says of its sums."""
+    """Rules of a configuration for its sums, as plain JSON."""
     return {name: value for name, value in asdict(secure_sum).items() if name != "run"}
 
 
 def trained_on(order: Order) -> str:
-    """Return the SHA-256 of what clients train on: run, round, configuration, model, options.
+    """SHA-256 of run, round, configuration, model and options that clients train with.
 
     Every hidden sum is bound to it, whatever its scheme. Vectors that were trained on something else are in no
     sum together: a server could have all clients but one train nothing.
@@ -141,7 +141,7 @@ def session_by(rules: Mapping[str, Any], given: Session) -> Session:
 
 @dataclass(frozen=True)
 class EncryptedAgreed:
-    """A sum and who opens it.
+    """A sum and the site that opens it.
 
     Attributes:
         run: of the sites.
@@ -172,7 +172,7 @@ class EncryptedAgreed:
         return CKKSParameters(degree=self.degree)
 
     def layout(self, sealed_key: bytes, trained_on: str) -> CKKSLayout:
-        """Return what messages are bound to: the run, the round, its key, who opens the sum.
+        """Layout that binds messages to the run, the round, its key and the opening site.
 
         Args:
             sealed_key: of the run.
@@ -201,13 +201,14 @@ class EncryptedStage:
 
 
 def stage_of(order: Order) -> SecureStage | EncryptedStage:
-    """Return what an order of a sum asks for.
+    """Read the stage that an order of a sum asks for.
 
     Raises:
         ValueError: if it is none.
     """
-    kind = EncryptedStage if "senders" in order.options else SecureStage
-    return read_document(kind, dict(order.options))
+    if "senders" in order.options:
+        return read_document(EncryptedStage, dict(order.options))
+    return read_document(SecureStage, dict(order.options))
 
 
 _NONCE_SIZE = 12

@@ -160,7 +160,7 @@ def _gradients_like(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Ten
 
 
 def _split(values: Tensor, like: Tensor) -> Tensor:
-    """Return what lies in one order with its first two axes split as another tensor's are."""
+    """Split the first axis of a tensor as another tensor's first two axes."""
     return values.reshape(len(like), -1, *values.shape[2:])
 
 
@@ -169,7 +169,7 @@ def _nothing(v: Tensor) -> Tensor:
 
 
 def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
-    """Return the rule for `vmap`: what all share of the weights stays, see `convolve_gradients`."""
+    """Rule for `vmap`: weights that all share stay shared, see `convolve_gradients`."""
 
     def rule(info: Any, axes: Any, v: Tensor, x: Tensor, *others: Any) -> tuple[Any, Any]:
         size = info.batch_size

@@ -71,7 +71,7 @@ def sgd_in_one_pass(
 
 
 def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
-    """Return whether the kernel finds behind each pointer what it takes for granted."""
+    """True if every tensor has the layout and dtype that the kernel relies on."""
     size, count = param.numel(), active.numel()
     return (
         _is_plain(param)

@@ -238,7 +238,7 @@ class CausalLM(LightningModule):
         return whole[0, len(prompt) :]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer of what trains, with the schedule if there is one."""
+        """Optimizer of the trainable parameters, with the schedule if there is one."""
         return scheduled(self, self._optimizer, self._schedule)
 
     def save_adapter(self, folder: str) -> None:
@@ -446,7 +446,7 @@ def _extra(package: str) -> Any:
 
 
 def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Return what a library makes; its refusal becomes one sentence about an option."""
+    """Result of a library's call; its error becomes one sentence about an option."""
     try:
         return make()
     except Exception as error:  # both libraries have errors of many kinds

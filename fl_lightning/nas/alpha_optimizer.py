@@ -190,7 +190,7 @@ class ServerSearchStep(Stage):
         for view, param in zip(self._views(params), self._params, strict=True):
             view.copy_(param.detach())
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
         if self._optimizer is None:
             return {}

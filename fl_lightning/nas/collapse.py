@@ -137,7 +137,7 @@ class StopAtCollapse(Callback):
         return {"eigenvalues": eigenvalues, "earlier": self._earlier}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         if self._stop is not None:
             self._stop.eigenvalues = state_dict["eigenvalues"]
         self._earlier = state_dict["earlier"]

@@ -252,7 +252,7 @@ def architecture_in(path: str) -> str:
 
 
 def _without_search(run: dict[str, Any]) -> dict[str, Any]:
-    """Leave out, in place, what a fit of one network cannot use."""
+    """Remove, in place, the options that a fit of one network cannot use."""
     data = run.get("data") or {}
     if "search_fraction" in (data.get("init_args") or {}):
         data["init_args"]["search_fraction"] = 0.0

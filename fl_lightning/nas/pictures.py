@@ -74,7 +74,7 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
 
 
 def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Figure:
-    """Draw what each edge's operations are worth: a bar of length one an edge.
+    """Draw the weights of each edge's operations: a bar of length one per edge.
 
     Args:
         space: of cells.

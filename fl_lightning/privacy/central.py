@@ -40,7 +40,7 @@ from fl_lightning.privacy.private_mean import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class CentralDP(Privacy):
-    """Protects each client, with all its examples, from everybody who sees the models.
+    """Protects each client, with all its examples, from all observers of the models.
 
     The server sees updates in clear. Neighbouring data sets differ in one client: added or removed with
     Poisson sampling (`PoissonCohort`) or full participation, replaced by another one with a fixed
@@ -155,7 +155,7 @@ class CentralGaussian(Mechanism):
         return self.accountant.sampling.kind != "all"
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε of the client that is sampled most often, against an adversary who knows the cohorts."""
+        """ε of the client that is sampled most often, if the adversary knows the cohorts."""
         turns = rounds if self.run is None else self.run.most_turns(rounds)
         ratio = self.accountant.noise_ratio
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0

@@ -1,4 +1,4 @@
-"""Bases of differential privacy: its options, its mechanism in a run, and who is sampled when in that run."""
+"""Bases of differential privacy: its options, its mechanism in a run, and the run's sampling."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Accounted(ABC):
         return False
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε against an adversary who knows the draws."""
+        """ε if the adversary knows the draws."""
         return self.epsilon(rounds)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Budgeted:
             )
 
     def noise(self, resumed: float | None, found: Callable[[float], float]) -> float:
-        """Return the noise multiplier: of a resumed run, as given, or what is found for the budget."""
+        """Noise multiplier: of a resumed run, as given, or the one found for the budget."""
         given = self.noise_multiplier if resumed is None else resumed
         if given is not None:
             return given
@@ -316,7 +316,7 @@ class AccountedRun:
             yield self.cohort.sample(index, population, self.seed)
 
     def most_turns(self, rounds: int) -> int:
-        """Return how often the client that is sampled most often is, in the first rounds.
+        """Largest number of times that any client is sampled in the first rounds.
 
         ``rounds`` itself if cohorts depend on events of the run.
 

@@ -64,7 +64,7 @@ class CKKSRound:
         self._senders: list[Sender] = []
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
-        """Return what a client sends.
+        """Encrypt a client's update.
 
         Raises:
             ValueError: if a number is not finite, or too large for the scheme.
@@ -81,7 +81,7 @@ class CKKSRound:
         return self._server.plus(total, sent)
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Return what a client decrypts, divided by the examples of all, float64."""
+        """Decrypt the sum, divided by the examples of all, float64."""
         return self._client.open(total, self._senders) * (self._most / num_examples)
 
 
@@ -132,8 +132,6 @@ class EncryptedMean(HiddenUpdates):
         tensor([3.5000])
     """
 
-    restarts = True  # with other keys
-
     def __init__(
         self,
         *,
@@ -169,7 +167,7 @@ class EncryptedMean(HiddenUpdates):
 
     @property
     def hides(self) -> str:
-        """Description of what the server sees."""
+        """Description of the server's view."""
         part = "" if self.fraction == 1 else f" of {self.fraction:.3g} of the coordinates"
         return (
             f"updates{part} are encrypted with a key that all clients have and the server has not; "
@@ -203,7 +201,7 @@ class EncryptedMean(HiddenUpdates):
         return generate_keys(self._parameters)
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends and receives.
+        """Bytes that a client sends and receives.
 
         Raises:
             ConfigurationError: if encrypting so many numbers takes longer than is allowed.
@@ -270,7 +268,7 @@ class EncryptedMean(HiddenUpdates):
         return EncryptedSum(self._parameters.degree)
 
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Return what a client has added up at its site: its update times its share.
+        """Vector that a client adds to its site's sum: its update times its share.
 
         Raises:
             ConfigurationError: if it is under a mask of the client's own.

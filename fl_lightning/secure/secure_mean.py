@@ -166,7 +166,7 @@ class SecureMean(HiddenIntegers):
         return SecureSum(bits=bits, run=self._run, min_survivors=min_survivors, **self._options)
 
     def fewest_survivors(self, num_clients: int) -> int:
-        """Return how many vectors a sum over a cohort has at least."""
+        """Smallest number of vectors in a sum over a cohort."""
         return self._secure_sum.session(num_clients, size=1).least_survivors
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> SecurePrivateSum:

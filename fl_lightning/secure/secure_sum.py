@@ -100,7 +100,7 @@ class SecureSum:
     def session(
         self, num_clients: int, *, size: int, round_index: int = 0, graph_seed: int = 0
     ) -> Session:
-        """Return what a cohort agrees on.
+        """Session that a cohort agrees on.
 
         Args:
             num_clients: of the cohort, ≥ 2.
@@ -185,7 +185,7 @@ class SecureSum:
         return HiddenSum(outcome.total, survivors, cost)
 
     def typical_bytes(self, k: int, n: int) -> tuple[int, int]:
-        """Return what each client of a cohort of n sends and receives for k numbers, if nobody drops."""
+        """Bytes that one of n clients sends and receives for k numbers, if nobody drops out."""
         session = self.session(n, size=k)
         nothing = np.broadcast_to(np.zeros(1, session.ring.dtype), (k,))
         cost = shortcut(session, dict.fromkeys(range(n), nothing)).cost
@@ -208,7 +208,7 @@ class HiddenUpdates(Aggregator):
 
     @property
     @override
-    def protection(self) -> Self:
+    def protection(self) -> Any:
         return self
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
@@ -240,7 +240,7 @@ class HiddenUpdates(Aggregator):
 
 
 class HiddenIntegers(HiddenUpdates):
-    """Adds up the integers of one round after the other; a subclass says what they stand for.
+    """Adds up the integers of one round after the other; a subclass gives them their meaning.
 
     Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
     Kept are all vectors, because one may have to be left out, or only their sum where none can be.
@@ -256,7 +256,7 @@ class HiddenIntegers(HiddenUpdates):
     @property
     @abstractmethod
     def hides(self) -> str:
-        """Description of what the server sees."""
+        """Description of the server's view."""
 
     @abstractmethod
     def begin(self, terms: Terms) -> None:
@@ -278,18 +278,18 @@ class HiddenIntegers(HiddenUpdates):
 
     @abstractmethod
     def vector_of(self, update: ClientUpdate) -> RingIntegers:
-        """Return what a client has added up, shape (size,).
+        """Vector that a client adds to the sum, shape (size,).
 
         Raises:
             ConfigurationError: if the update is under a mask of the client's own.
         """
 
     def sent_size(self, size: int) -> int:
-        """Return how many integers stand for an update of so many coordinates."""
+        """Number of integers in the vector of an update with this number of coordinates."""
         return size
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends and receives, if nobody drops."""
+        """Bytes that a client sends and receives, if nobody drops out."""
         secure_sum = self._secure_sum
         num_clients = max(num_clients, secure_sum.min_survivors or 0)
         return secure_sum.typical_bytes(self.sent_size(size), num_clients)

@@ -160,7 +160,7 @@ def shortcut(
     vectors: Mapping[int, RingIntegers],
     missing: Collection[int] = (),
 ) -> HiddenSum:
-    """Return what `simulate` returns if some clients fall silent before their vector is due, without seconds.
+    """Result of `simulate`, without seconds, if some clients send no vector.
 
     Args:
         session: what all have agreed on.
@@ -215,7 +215,7 @@ Sized = tuple[type[AnyMessage], *tuple[int, ...]]
 def _messages_of(
     session: Session, holders: Places, *, is_there: bool
 ) -> tuple[list[Sized], list[Sized]]:
-    """Return what a client sends before the last stage, and gets, with its vector or without."""
+    """Messages that a client sends and gets before the last stage, with its vector or without."""
     near = len(holders) - 1
     up: list[Sized] = [(Advertisement,), (SealedShares, near, near + 1)]
     down: list[Sized] = [(Roster, near + 1), (Mailbox, near, near)]

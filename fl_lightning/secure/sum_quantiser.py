@@ -114,7 +114,7 @@ class SumQuantiser:
         return levels
 
     def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> RingIntegers:
-        """Return what a client adds to the sum, of the ring's dtype, shape (k + 1,).
+        """Vector that a client adds to the sum, of the ring's dtype, shape (k + 1,).
 
         Args:
             delta: shape (k,).

@@ -64,7 +64,7 @@ class Pair:
         return a, vectors[:, self.b].reshape(n, -1, self.rank)
 
     def keep(self, vectors: Tensor, ranks: Sequence[int]) -> None:
-        """Set what clients of smaller ranks lack to 0, in place, in contiguous vectors of shape (n, k)."""
+        """Zero the ranks that clients lack, in place, in contiguous vectors of shape (n, k)."""
         for vector, rank in zip(vectors, ranks, strict=True):
             vector[self.a].view(self.rank, -1)[rank:] = 0
             vector[self.b].view(-1, self.rank)[:, rank:] = 0
@@ -153,7 +153,7 @@ class AdapterAggregator(KeptUpdates):
 
     @abstractmethod
     def combine(self, pair: Pair, a: Tensor, b: Tensor, weights: Tensor) -> Combined:
-        """Return what comes of clients' factors, of shapes (n, r, in) and (n, out, r)."""
+        """Combine the clients' factors, of shapes (n, r, in) and (n, out, r)."""
 
     def finish(self, ends: Tensor, clients: Sequence[int]) -> None:
         """Called at the end of a round with the clients' parameters, shape (n, k)."""
@@ -282,7 +282,7 @@ class FlexLoRA(AdapterAggregator):
 
 @final
 class FedExLoRA(AdapterAggregator):
-    """Means of both factors; what their product lacks of the mean of products is added to the frozen weights.
+    """Means of both factors; the error of their product is added to the frozen weights.
 
     Example:
         >>> FedExLoRA().rank_of(3) is None

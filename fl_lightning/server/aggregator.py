@@ -75,14 +75,12 @@ class Aggregator(ABC):
             like any other.
         needs_effective_steps: whether it reads ``effective_steps`` of the updates.
         exchanges: whether processes exchange more than sums, see `exchange`.
-        restarts: whether a resumed round starts again with its first client.
     """
 
     exact: bool = False
     is_private: bool = False
     needs_effective_steps: bool = False
     exchanges: bool = False
-    restarts: bool = False
     _memory: dict[str, Tensor] | None = None
 
     @property

@@ -41,14 +41,7 @@ class ProtectionCost:
 
 
 class Protected(Protocol):
-    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`.
-
-    Attributes:
-        restarts: whether a resumed round starts again with its first client, because the server's
-            part of it is useless without keys, which no checkpoint holds.
-    """
-
-    restarts: bool
+    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`."""
 
     @property
     def protection_cost(self) -> ProtectionCost:
@@ -56,7 +49,7 @@ class Protected(Protocol):
 
     @property
     def hides(self) -> str:
-        """Sentence that says what the server sees instead of updates, and what protects them."""
+        """Sentence on the server's view instead of updates, and on their protection."""
 
     @property
     def over_sites(self) -> SumsOverSites | None:

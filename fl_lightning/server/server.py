@@ -197,15 +197,14 @@ class Server:
 
     def _step(self, change: PseudoGradient | None) -> Tensor:
         aggregate = self._aggregator.close()
+        untouched, own = self._aggregator.untouched, self._aggregator.buffers
         pseudo_gradient = aggregate if change is None else change(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
-        untouched = self._aggregator.untouched
         kept = self.model.params[untouched]
         self._descend(pseudo_gradient)
         self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
         if not self._aggregator.is_private:
-            own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         params = self.model.params
@@ -229,8 +228,8 @@ class Server:
         self.optimizer.step()
         self._params.grad = None
 
-    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and aggregator, and of the open round if wanted.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and aggregator; not of an open round, which begins anew.
 
         The model itself is among the checkpoint's weights.
         """
@@ -239,8 +238,6 @@ class Server:
             state["schedule"] = self._schedule.state_dict()
         if self._aggregator.memory:
             state["memory"] = self._aggregator.memory
-        if self.is_open and with_round:
-            state["round"] = self.round_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,11 +247,9 @@ class Server:
             self._schedule.load_state_dict(state["schedule"])
         self._aggregator.memory = state.get("memory", {})
         self.is_open = False
-        if "round" in state:
-            self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
-        """Return the state of the open round; tensors are live, so copy what is kept."""
+        """Return the state of the open round; its tensors are live, so copy them to keep them."""
         return {
             "round_index": self.round_index,
             "num_replies": self.num_replies,

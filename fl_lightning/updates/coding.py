@@ -136,7 +136,7 @@ class RiceCode:
 
 
 def gaps_of(indices: Integers) -> Integers:
-    """Return how many coordinates are skipped before each index; negative if out of order."""
+    """Number of coordinates skipped before each index; negative if out of order."""
     return np.diff(indices, prepend=-1) - 1
 
 
@@ -164,7 +164,7 @@ def best_code(gaps: Integers) -> RiceCode:
 
 
 def low_size(count: int, num_low_bits: int) -> int:
-    """Return how many bytes the low bits of ``count`` Rice-coded numbers take."""
+    """Number of bytes of the low bits of ``count`` Rice-coded numbers."""
     whole, rest = divmod(num_low_bits, 8)
     return count * whole + packed_size(count, rest)
 

@@ -93,11 +93,11 @@ class _Way:
         return self._first.names + self._last.names
 
     def num_sent(self, size: int) -> int:
-        """Return how many numbers the payload of so many stands for."""
+        """Number of values that the payload of ``size`` numbers stands for."""
         return self._last.sent_size(self._first.sent_size(size))
 
     def _arrived(self, payload: Payload, like: Tensor, seed: int) -> Tensor:
-        """Return what the receiver takes a payload for, of the shape (k,) and dtype of ``like``."""
+        """Vector that the receiver reads from a payload, with shape and dtype of ``like``."""
         payload = self._last.on_server(payload, seed, self._first.sent_size(len(like)))
         arrived = self._first.on_server(payload, seed, len(like)).to_dense()
         return arrived if self.is_empty else arrived.to(like.dtype)
@@ -139,7 +139,7 @@ class UpdatePath(_Way):
         _check_order(steps)
 
     def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
-        """Return what arrives of an update.
+        """Update as it arrives at the server.
 
         Of an update with coordinates that its client may not move, only the others travel.
 
@@ -174,7 +174,7 @@ class UpdatePath(_Way):
         )
 
     def opened(self, payload: Payload, *, round_index: int, client_id: int, like: Tensor) -> Tensor:
-        """Return what the server takes a payload for: the delta that arrives, to the bit as in `send`.
+        """Delta that the server reads from a payload, to the bit as in `send`.
 
         Args:
             payload: from the client.
@@ -254,7 +254,7 @@ class Broadcast(_Way):
         self._known = None
 
     def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
-        """Return what arrives of the global model of a round.
+        """Global model of a round as it arrives at clients.
 
         Args:
             params: the server's, which do not change as long as the round lasts, shape (k,).
@@ -285,7 +285,7 @@ class Broadcast(_Way):
         return SentModel(arrived, encoded_size(message), payload)
 
     def opened(self, payload: Payload, round_index: int, like: Tensor) -> Tensor:
-        """Return what clients take a payload for, to the bit as `send` says it.
+        """Model that clients read from a payload, to the bit as in `send`.
 
         Args:
             payload: from the server.

@@ -1,4 +1,4 @@
-"""Which numbers travel, and in which form: what transforms hand over and the codec writes.
+"""Payloads: the values of an update in the form that transforms pass on and the codec writes.
 
     Dense       x_i                           the numbers themselves, in their dtype
     Quantised   x_i = o_b + s_b c_i           integers c_i of 1 to 8 bits, a scale (and offset) a block
@@ -204,7 +204,7 @@ Payload = Dense | Quantised | Sparse
 
 
 def num_blocks(size: int, block: Block) -> int:
-    """Return how many blocks ``size`` numbers make; none at all make none."""
+    """Number of blocks of ``size`` numbers; 0 of none."""
     if isinstance(block, tuple):
         return len(block)
     return -(-size // (block or max(size, 1)))

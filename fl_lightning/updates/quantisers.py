@@ -94,7 +94,7 @@ class InBlocks(Transform):
 
 
 def block_name(block: BlockOption) -> str:
-    """Return what a transform's name says of its blocks."""
+    """Part of a transform's name that describes its blocks."""
     if block is None:
         return ""
     return f", blocks of {block}" if isinstance(block, int) else ", a block a tensor"

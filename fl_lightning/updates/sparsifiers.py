@@ -143,7 +143,7 @@ class RandomK(Transform):
 
     @property
     def scaling(self) -> RandomK | None:
-        """It, where it makes up for what it leaves out."""
+        """The transform itself if its values make up for those that it drops; else None."""
         return self if self.unbiased and self.fraction < 1 else None
 
     @property
@@ -152,7 +152,7 @@ class RandomK(Transform):
         return super().traits | _AS_OPTION
 
     def sent_size(self, size: int) -> int:
-        """Return how many numbers are sent."""
+        """Number of values that are sent."""
         return num_kept(size, self.fraction)
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -241,7 +241,7 @@ class PowerSGD(Transform):
         return True
 
     def sent_size(self, size: int) -> int:
-        """Return how many numbers are sent."""
+        """Number of values that are sent."""
         return sum(part.num_sent for part in self._parts_of(size))
 
     def on_client(self, payload: Payload, seed: int) -> Payload:

@@ -113,12 +113,12 @@ class Transform(UpdateStep):
         return False
 
     def sent_size(self, size: int) -> int:
-        """Return how many numbers the payload stands for that is made of ``size`` numbers."""
+        """Number of values that the payload of ``size`` numbers stands for."""
         return size
 
     @abstractmethod
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Return what is sent instead of ``payload``.
+        """Payload that is sent instead of ``payload``.
 
         Args:
             payload: of ``size`` numbers.
@@ -126,7 +126,7 @@ class Transform(UpdateStep):
         """
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return what the server takes an arrived payload for, of ``size`` numbers again.
+        """Payload that the server reads from an arrived one, of ``size`` numbers again.
 
         It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
         be applied once to their sum instead of to each. By default a payload says itself what its
@@ -187,7 +187,7 @@ class Chain(Transform):
         return any(step.approximates for step in self.transforms)
 
     def sent_size(self, size: int) -> int:
-        """Return how many numbers the payload stands for."""
+        """Number of values that the payload stands for."""
         return self._sizes(size)[-1]
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -217,7 +217,7 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 def with_memory(
     chain: Chain, update: Tensor, memory: Tensor | None, seed: int
 ) -> tuple[Payload, Tensor]:
-    """Return what is sent with error feedback, and the client's memory for its next round.
+    """Payload with error feedback, and the client's memory for its next round.
 
     Args:
         chain: what compresses.
@@ -255,7 +255,7 @@ def checked_fraction(fraction: float) -> None:
 
 
 def num_kept(size: int, fraction: float) -> int:
-    """Return how many of ``size`` numbers are kept: at least one, if there is one."""
+    """Number of values kept of ``size``: at least one, if there is one."""
     return min(size, max(1, round(fraction * size)))
 
 

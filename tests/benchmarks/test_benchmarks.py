@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector
 from benchmarks import __main__ as command
 from benchmarks import alone, rivals
 from benchmarks.bare import PLAIN, VARIANTS, BareLoop, own_plan
+from benchmarks.cluster import Constants
 from benchmarks.engineered import applies, loop_for
 from benchmarks.options import Options
 from benchmarks.process import MeasurementError, run, seconds_alive
@@ -29,6 +30,8 @@ SIZES = {
     "U-mlp": 199_210,
     "U-lenet5": 61_706,
     "U-lenet": 215_730,
+    "E-cnn": 1_206_590,
+    "R-18": 11_220_132,
 }
 
 
@@ -232,3 +235,20 @@ def test_a_command_that_fails_says_why():
 def test_ratios():
     assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2
     assert "n/a: out of reach" in str(Row("pfl", failure="out of reach"))
+
+
+def test_costs_of_a_round_follow_the_formulas():
+    found = Constants(
+        client=1.0,
+        number=0.5,
+        fixed=3.0,
+        server=0.25,
+        exchange=2.0,
+        base_mb=100.0,
+        copies=5.0,
+        of_client=1000.0,
+    )
+    assert found.seconds(6, 4, steps=2.0) == 6 * (2 + 1 + 0.5 * 4) + 3 + 0.25 * 4
+    assert found.seconds(6, 4, steps=2.0, processes=3) == 10 + 3 + 1 + 2 * 4
+    assert found.gigabytes(1e6, 1e9) == pytest.approx(0.1 + 4 * 5 + 1)
+    assert found.gigabytes(1e3, 1e6, remember=True) == pytest.approx(0.1 + 0.02 + 0.001 + 4)

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.client.log_collector import LogCollector
@@ -154,15 +153,3 @@ class TestMetricObjects:
         assert collector.collect_metrics() == {"accuracy_epoch": 0.5}
         assert module.accuracy.tp.sum() == 0
         assert collector.collect_metrics() == {}
-
-    def test_go_on_from_their_state(self):
-        module, resumed = (torch.nn.ModuleDict({"mean": MeanMetric()}) for _ in range(2))
-        collector, other = LogCollector(), LogCollector()
-        module["mean"].update(2.0)
-        collector.log("x", module["mean"])
-        states = collector.metric_states(module)
-        assert list(states) == ["mean"]
-        other.load_metric_states(resumed, states)
-        resumed["mean"].update(4.0)
-        other.log("x", resumed["mean"])
-        assert other.collect_metrics() == {"x": 3.0}

@@ -49,6 +49,7 @@ def test_it_is_a_dictionary_wherever_vectors_are(actions, limit, inside, tmp_pat
                 state = memory.state_dict(inside=inside)
                 before, memory = memory, ClientMemory(limit, lambda: folder)
                 memory.load_state_dict(state, folder)
+                new = {}
                 del before
         for client in range(4):
             found = memory.get("m", client)

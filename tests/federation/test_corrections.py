@@ -530,10 +530,10 @@ class TestMemories:
         federation = Federation(engine="slots", slots=2, correction=Scaffold(), seed=4)
         with pytest.raises(RuntimeError, match="client 5"):
             toy_trainer(federation, precision="64-true").fit(Fails().double(), datamodule=data)
-        state = federation.state_dict()
-        finished = state["record"]["finished"]
-        assert finished == [0, 1, 2, 3, 4]
-        assert state["correction"]["round"]["num_changes"] == 5
+        rounds = federation.rounds
+        assert rounds.record.finished == [0, 1, 2, 3, 4]
+        [corrector] = (stage for stage in rounds.stages if stage.key == "correction")
+        assert corrector.round_state()["num_changes"] == 5
 
     def test_the_number_of_processes_does_not_change_the_model(self):
         """In two processes clients of a later round train where they did not before."""

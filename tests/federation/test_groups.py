@@ -11,7 +11,6 @@ from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformC
 from fl_lightning.models import LeNet
 
 DATA = {"batch_size": 4, "drop_last": True}
-MOST_STEPS = 2 * max(toy_data(**DATA).clients.num_examples) // 4  # of one client
 
 
 class Stopped(BaseException):
@@ -59,15 +58,13 @@ def test_the_model_does_not_depend_on_the_groups(cohort):
                 assert trainer.callback_metrics[name] == value, name
 
 
-def test_a_run_stopped_inside_a_group_goes_on_with_its_next_client(tmp_path):
+def test_a_run_stopped_inside_a_round_trains_it_again_to_the_same_model(tmp_path):
     path, (expected, _) = tmp_path / "stopped.ckpt", fit(1, max_epochs=2)
     for together, steps in [(1, 17), (3, 1), (3, 17), (5, 17), (5, 31)]:
         with pytest.raises(Stopped):
             fit(together, SaveOnException(path), stop_at=steps, max_epochs=2)
         module, _ = fit(together, ckpt_path=path, max_epochs=2)
         assert torch.equal(weights(module), weights(expected)), (together, steps)
-        taken, taken_in_all = module.steps.qsize(), expected.steps.qsize()
-        assert 0 <= steps + taken - taken_in_all <= MOST_STEPS
 
 
 def test_inside_a_round_groups_must_stay_what_they_were(tmp_path):

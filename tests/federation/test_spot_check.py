@@ -181,8 +181,10 @@ class TestWhatDiffersStopsTheRun:
         with pytest.raises(EnginesDiffer, match="round 1"):
             toy_trainer(federation).fit(module, datamodule=toy_data())
         state = federation.state_dict()
-        assert state["memory"]["new"] == []
-        assert state["correction"]["round"]["num_changes"] == 0
+        rounds = federation.rounds
+        assert not rounds.memory.clients.waiting()
+        [corrector] = (s for s in rounds.stages if s.key == "correction")
+        assert corrector.round_state()["num_changes"] == 0
         assert state["record"]["finished"] == []
         assert not module.metric.update_called
 

@@ -10,7 +10,6 @@ from secrets import token_hex
 
 import torch
 import yaml
-from flower.loopback import LoopbackChannel
 
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.network.server import run_server
@@ -18,6 +17,7 @@ from fl_lightning.cli.network.site import serve_site
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.transport.channel import LoopbackChannel
 from fl_lightning.flower.transport.resident import log_to
 from fl_lightning.models import ImageClassifier
 

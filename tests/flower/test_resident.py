@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from flower.loopback import LoopbackChannel
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.supervision import Program, Supervisor
-from fl_lightning.flower.transport.channel import Lost, ask, bind_socket, status
+from fl_lightning.flower.transport.channel import LoopbackChannel, Lost, ask, bind_socket, status
 from fl_lightning.flower.transport.resident import Resident
 
 RESIDENT = [sys.executable, "-m", "fl_lightning.flower.transport.resident"]

@@ -215,6 +215,8 @@ def test_a_round_goes_on_from_its_state_bitwise(make_optimizer, cut):
     resumed = Server(model([0.0] * 4, [0.0]), None, make_optimizer)
     resumed.replace_model(before.model)
     resumed.load_state_dict(saved(before.state_dict()))
+    assert not resumed.is_open  # a checkpoint's round begins anew; a group that failed is undone
+    resumed.load_round_state(saved(before.round_state()))
     assert resumed.is_open
     assert resumed.num_replies == cut
     one, other = finished(before), finished(resumed)

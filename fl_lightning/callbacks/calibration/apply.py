@@ -103,11 +103,11 @@ class WhatMoves:
             )
 
     def num_entries(self, names: Sequence[str]) -> int:
-        """Return how many numbers parameters have."""
+        """Number of entries of some parameters together."""
         return sum(self._params[name].numel() for name in names)
 
     def num_frozen(self, mask: Mask) -> int:
-        """Return how many numbers are outside mask and dense head."""
+        """Number of entries outside the mask and the dense head."""
         everything = sum(p.numel() for p in self._params.values())
         return everything - mask.num_entries - self.num_entries(self.dense)
 

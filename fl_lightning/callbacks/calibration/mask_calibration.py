@@ -1,4 +1,4 @@
-"""Sparse fine-tuning of any run: a mask at its start, and only what the mask allows moves.
+"""Sparse fine-tuning of any run: a mask at its start, outside of which nothing trains.
 
 Before the first round the training data decide which entries may move (`OwnerScores`); the mask is
 put on the module's optimizer, everything outside mask and head is frozen. In a federation the
@@ -197,7 +197,7 @@ class MaskCalibration(Callback):
         return self._every_n_rounds is not None or self.per_client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work before anything is computed."""
+        """Refuse settings that cannot work, before anything is computed."""
         if stage == "fit":
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
@@ -241,7 +241,7 @@ class MaskCalibration(Callback):
         return heads_of(module, self._head_name, is_needed=is_needed)
 
     def what_moves(self, trainer: Trainer) -> WhatMoves:
-        """Return what puts masks on a Trainer's module and optimizer."""
+        """Return the object that puts masks on a Trainer's module and optimizer."""
         optimizer, module = masked_optimizer(trainer), trainer.lightning_module
         return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
@@ -251,7 +251,7 @@ class MaskCalibration(Callback):
         self._sums_elsewhere = sums
 
     def client_masks(self) -> ClientMasks | None:
-        """Return what gives a client's mask; None if all have the same one.
+        """Masks of the clients' own; None if all clients have the same mask.
 
         For the federation, when the fit starts: who asks for masks of clients says with it that
         clients will keep to them, and that an entry is averaged over the clients that may move it.

@@ -67,7 +67,7 @@ _SINGLE, _DOUBLE = 4.0, 8.0
 
 
 def calibration_bytes(num_entries: int, num_sent: int) -> dict[str, float]:
-    """Return what each client sends in a round of calibration, and all clients in all rounds.
+    """Bytes that a client sends in a round of calibration, and that all send in all rounds.
 
     Args:
         num_entries: that a mask covers.
@@ -82,7 +82,7 @@ def calibration_bytes(num_entries: int, num_sent: int) -> dict[str, float]:
 
 
 def head_bytes(trainer: Trainer, fitted: FittedHead) -> dict[str, float]:
-    """Return what each client sends in a round of a head's fit, and all clients in all rounds."""
+    """Bytes that a client sends in a round of a head's fit, and that all send in all rounds."""
     if federation_of(trainer) is None:
         return {}
     num_examples = trainer.datamodule.clients.num_examples  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ class ClientMasks:
 
 
 def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
-    """Print and log what the masks found so far are together.
+    """Print and log a summary of the masks found so far.
 
     Args:
         trainer: at the end of the last group of the round that found some.

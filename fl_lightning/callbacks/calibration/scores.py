@@ -223,7 +223,7 @@ class OwnerScores:
         return calibration.mask.to("cpu")
 
     def num_sent(self, trainer: Trainer, plan: CalibrationPlan, version: int) -> int:
-        """Return how many clients send scores for a mask, summed over the rounds of calibration."""
+        """Number of clients that send scores for a mask, summed over the rounds of calibration."""
         if not plan.chosen_rule.needs_scores:
             return 0
         owners = example_owners(trainer)
@@ -317,7 +317,7 @@ class OwnerScores:
 
 
 def _next(told: Iterator[Scores], owner: int, num_examples: int) -> Scores:
-    """Hand on what owners elsewhere score, in their order."""
+    """Return the next scores of remote owners, in their order."""
     return next(told)
 
 

@@ -184,7 +184,7 @@ class Correction:
         return
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Refuse a server optimizer that would rescale what it adds to the aggregate.
+        """Refuse a server optimizer that would rescale the correction's part of the aggregate.
 
         Raises:
             ConfigurationError: saying which to take.
@@ -199,11 +199,11 @@ class Correction:
         return GradientTerm(self.pull)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return what a client remembers after a round, a new vector of shape (k,)."""
+        """Memory of a client after a round, a new vector of shape (k,)."""
         return torch.zeros_like(outcome.delta)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return what the server descends.
+        """Vector that the server optimizer descends, shape (k,).
 
         Args:
             aggregate: of the round's updates, shape (k,).
@@ -214,7 +214,7 @@ class Correction:
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> AddedLoss | None:
-        """Return what a client with a memory adds to its loss in a round; None if nothing.
+        """Term that a client with a memory adds to its loss in a round; None if there is none.
 
         Args:
             module: the client's model.
@@ -225,7 +225,7 @@ class Correction:
         return None
 
     def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Calibrated | None:
-        """Change what a module returns while a client trains; None if nothing is to be changed.
+        """Change a module's outputs while a client trains; None for no change.
 
         Args:
             module: the client's model.

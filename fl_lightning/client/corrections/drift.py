@@ -116,7 +116,7 @@ class Scaffold(Correction):
 
     @property
     def shows_change(self) -> bool:
-        """With option II, whose c_i is made of what the update is."""
+        """True with option II, whose c_i is computed from the update."""
         return self.option == "II"
 
     @property
@@ -131,7 +131,7 @@ class Scaffold(Correction):
         return super().traits | OF_LOSSES | Traits(needs=taken, instead=ways)
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse, for option II, what is not SGD."""
+        """Refuse, for option II, client optimizers other than SGD."""
         if self.option == "I":
             return
         try:
@@ -203,7 +203,7 @@ class FedDyn(Correction):
         return self.alpha
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Refuse what is not SGD."""
+        """Refuse server optimizers other than SGD."""
         if not isinstance(optimizer, SGD):
             raise ConfigurationError(
                 "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "

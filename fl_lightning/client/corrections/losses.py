@@ -188,12 +188,12 @@ class FedLC(Correction):
         return ShiftedLogits(self, module, labels())
 
     def shift(self, counts: Tensor) -> Tensor:
-        """Return what is added to the logits, given the examples of each class, both (C,)."""
+        """Shift of the logits, given the number of examples of each class, both of shape (C,)."""
         return -self.tau * counts.clamp(min=_NOTHING).pow(-0.25)
 
 
 class ShiftedLogits:
-    """Shifts what a module returns, from the time when it is made until `close`.
+    """Shifts a module's outputs until `close` is called.
 
     Args:
         fedlc: how.

@@ -105,7 +105,7 @@ class Personalisation(ABC):
 @final
 @dataclass(frozen=True)
 class Personal(Personalisation):
-    """Parameters and buffers that stay with each client and are no part of what travels.
+    """Parameters and buffers that stay with each client and are never sent.
 
     Args:
         parameters: patterns of names, with ``*`` and ``?``; each must match the name of a
@@ -151,7 +151,7 @@ class Personal(Personalisation):
             )
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return the names of what stays, parameters first.
+        """Names of the personal tensors, parameters first.
 
         Raises:
             ConfigurationError: if a pattern matches nothing, if there is no normalisation layer

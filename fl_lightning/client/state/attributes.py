@@ -63,7 +63,7 @@ _Inside = Iterable[tuple[Any, Any]]
 
 
 class _Noted:
-    """Something that changes in place, and what it held.
+    """An object that changes in place, and its recorded content.
 
     Args:
         path: where it is.
@@ -194,7 +194,7 @@ class Attributes:
         return grown
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
-        """Note what some values hold, and what that holds in turn."""
+        """Record the objects inside some values, at any depth."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
@@ -212,7 +212,7 @@ class Attributes:
                 waiting.append(("", type(value)))
 
     def _look(self, path: str, value: Any) -> _Inside:
-        """Note what a value holds, and return what of it may change in turn."""
+        """Record a value's content, and return the parts that may change in turn."""
         if isinstance(value, Tensor):
             if _memory(value) not in self._memory:  # else a parameter or buffer, seen another way
                 self._note_tensor(path, value)
@@ -285,7 +285,7 @@ class Attributes:
             each.write = None
 
     def _look_at_code(self, code: Any) -> _Inside:
-        """Note what a user's function finds in globals and closures, or attributes of a user's class."""
+        """Record globals and closures of a user's function, or attributes of a user's class."""
         if not _is_users_code(code.__module__) or hasattr(code, "__members__"):  # no enum
             return ()
         if isinstance(code, types.FunctionType):
@@ -408,7 +408,7 @@ _KINDS: tuple[tuple[type, Any, Any], ...] = (
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return what a user's function reads from closures and globals, by place."""
+    """Values that a user's function reads from closures and globals, by place."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = {f"{name} around {function.__qualname__}": _content(cell) for name, cell in cells}
     waiting, names = [function.__globals__], _names_in(function.__code__)

@@ -70,7 +70,7 @@ class RoundStart:
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Note how things are when a round of this number begins."""
+        """Record the optimizers and schedules at the start of a round of this number."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
@@ -106,7 +106,7 @@ class RoundStart:
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
 
     def _plan(self) -> None:
-        """Move the schedules through the round's local steps and note what they change."""
+        """Move the schedules through the round's local steps and record their changes."""
         if self._is_planned or self._by_step is None:
             return
         self.put_back()

@@ -153,7 +153,7 @@ class ModuleTensors:
                 param.requires_grad_(trains)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors whose memory or shape is another one now, each with what shows the noted one."""
+        """Tensors whose memory or shape has changed, each with the recorded one."""
         pairs = zip(self._tensors, self._memory, strict=True)
         return [
             (tensor, memory)

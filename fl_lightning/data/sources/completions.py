@@ -162,7 +162,7 @@ def _conversation(tokenizer: Any, messages: Any) -> Pieces:
 
 
 def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the text before each of the assistant's messages and after it; what follows the last is dropped."""
+    """Yield the text before and after each of the assistant's messages, up to the last one."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":

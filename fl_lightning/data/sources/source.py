@@ -95,7 +95,7 @@ class Source(LightningDataModule, ABC):
         self.fraction = fraction
 
     def issues(self) -> Iterator[str]:
-        """Yield what is wrong with a subclass's own settings, a clause each."""
+        """Yield the errors in a subclass's own settings, a clause each."""
         yield from ()
 
     @abstractmethod

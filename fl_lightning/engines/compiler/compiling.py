@@ -158,7 +158,7 @@ class Compiled:
 
 
 def _checks(entries: Sequence[Any]) -> list[bool]:
-    """Return which of the compiler's checks are of what may change between two calls.
+    """Select the compiler's checks of values that may change between two calls.
 
     Two thirds are not: they are of the code of PyTorch and of this library.
     """

@@ -1,4 +1,4 @@
-"""A user's ``training_step`` as a function of tensors, and what such a function cannot be."""
+"""A user's ``training_step`` as a function of tensors, and the limits of such a function."""
 
 
 class CannotStack(Exception):  # noqa: N818 - a finding, not a fault

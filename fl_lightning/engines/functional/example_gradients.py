@@ -143,7 +143,7 @@ class ExampleGradients:
         )
 
     def _at_once(self, space: Space, chunk: Any, index: int) -> tuple[Tensor, Tensor, Tensors]:
-        """Return gradients, shape (B, k), losses, shape (B,), and what is logged, each (B,)."""
+        """Gradients, shape (B, k), losses, shape (B,), and logged values, each of shape (B,)."""
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         fixed = {name: tensor.detach() for name, tensor in tensors.items()}
         params = {name: fixed.pop(name) for name in space.names}

@@ -75,7 +75,7 @@ class Observed:
 
 
 class TrainingStep:
-    """A module's ``training_step`` as a function of its tensors, with what it logs returned.
+    """A module's ``training_step`` as a function of its tensors that also returns logged values.
 
     Args:
         module: the LightningModule.
@@ -140,7 +140,7 @@ class TrainingStep:
         return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
 
     def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
-        """Write what took the place of buffers, ``self.n = self.n + 1``, into them."""
+        """Write rebound buffers, as by ``self.n = self.n + 1``, into the original ones."""
         pairs = ((name, inner.get(f"module.{name}", old)) for name, old in tensors.items())
         for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
             old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
@@ -149,7 +149,7 @@ class TrainingStep:
             old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
-        """Run it as the sequential engine would, and tell what it does besides arithmetic."""
+        """Run the step as the sequential engine does; returns its effects besides arithmetic."""
         with DrawRecorder() as recorder, DropoutWatch() as watch:
             _, _, calls, metrics = self._run(tensors, batch, count, ())
         return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
@@ -201,7 +201,7 @@ def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
 
 
 class _Log:
-    """Stands in for a module's ``log`` and keeps what the present call of its step logs.
+    """Stands in for a module's ``log`` and keeps the values logged by the current call of its step.
 
     In lists that stay the same objects, and asking for types in tuples: PyTorch's older compilers
     follow neither an attribute that changes nor a union of types.

@@ -1,4 +1,4 @@
-"""torchmetrics objects in a training step that runs as a function: what they are given comes out.
+"""torchmetrics objects in a training step that runs as a function: their inputs are returned.
 
 A metric's own update counts classes, checks values and keeps lists: nothing that `vmap` or a
 compiler could run. So while the step runs, stand-ins take the metrics' places in the module and
@@ -34,7 +34,7 @@ def tensors_of(call: MetricCall) -> list[Tensor]:
 
 
 class StandIn(nn.Module):
-    """In a metric's place: notes what it is given.
+    """Takes a metric's place and records its inputs.
 
     Args:
         metric: a metric or a collection of some.
@@ -209,7 +209,7 @@ class _Update:
 
 
 class MetricFeed:
-    """Knows which metrics a step updates with what.
+    """The metrics that a step updates, and their inputs.
 
     Args:
         full: the calls of the step on a full batch.

@@ -174,7 +174,7 @@ class SlotInputs:
         self._generators: dict[int, GlobalGenerators] = {}
 
     def depends_on_clients(self, draws: Draws) -> bool:
-        """Return whether what a step works on depends on who is in which slot."""
+        """True if a step's inputs depend on the assignment of clients to slots."""
         return bool(draws) or self._reads_at_random
 
     def batch_like(self, work: ClientWork, size: int) -> Any:

@@ -60,7 +60,7 @@ class SlotResults:
         self._clear()
 
     def has_room(self, count: int) -> bool:
-        """Return whether so many more can be taken over."""
+        """True if there is room for this number of further updates."""
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class SlotResults:
         return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
     def hand_on(self) -> Iterator[Updates]:
-        """Yield what was taken over since the last time, if anything was."""
+        """Yield the updates since the last call, if there are any."""
         if not self._clients:
             return
         clients, names = np.array(self._clients, np.int64), list(self._step.sums)
@@ -141,7 +141,7 @@ class SlotResults:
 
 
 def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
-    """Return the updates that are finite, and what is wrong with the others.
+    """Return the finite updates, and the errors of the others.
 
     Args:
         group: of clients that trained together.
@@ -232,7 +232,7 @@ class SlotOwn:
 
     @torch.no_grad()
     def leave(self, slot: int, client: int) -> bool:
-        """Keep what a client has for itself at the end; return whether it is finite."""
+        """Keep a client's personal parameters at the end; returns whether they are finite."""
         after = self._before(client).clone()
         for rows, view in zip(self._rows, self._space.views(after), strict=True):
             if rows is not None:

@@ -125,7 +125,7 @@ class StackedStep:
         self._pull.fill_(pull)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Find out what the step does in the round that begins, see `StepGraphs.rehearse`."""
+        """Rehearse the step for the round that begins, see `StepGraphs.rehearse`."""
         return self.graphs.rehearse(batch, sizes)
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
@@ -164,7 +164,7 @@ class StackedStep:
         return [*rows, inputs.steps], outputs
 
     def _put(self, part: StepPart, rows: list[Tensor], outputs: Outputs) -> None:
-        """Put what some slots' step came to into their places."""
+        """Copy the results of some slots' step into their places."""
         at = torch.tensor(part.slots, device=self.count.device)
         states = [s for of in self.states.values() for s in of]
         places = [*self.params.values(), *states, *self.buffers.values(), self.count]
@@ -191,7 +191,7 @@ class StackedStep:
         self._add(self._done("first", inputs, start, self._slots).sums)
 
     def only(self, start: Tensors, part: StepPart, active: Tensors) -> tuple[Tensor, Tensors]:
-        """Return what the only step of a new client in every slot comes to.
+        """Deltas and sums of the only step of a new client in every slot.
 
         Args:
             start: as for the first step; its order is that of the deltas' coordinates.
@@ -218,7 +218,7 @@ class StackedStep:
         return Inputs(part.batch, part.valid, self.count, part.draws)
 
     def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Outputs:
-        """Run a kind of step, and keep what it gives to metrics."""
+        """Run a kind of step, and keep its inputs of metrics."""
         outputs: Outputs = self.graphs.run(kind, inputs, *arguments)
         self.given = [(None, outputs.given)]
         return outputs

@@ -137,7 +137,7 @@ class Rehearsal:
 def rehearse(
     step: TrainingStep, module: nn.Module, batch: Any, *, num_slots: int, by_example: bool
 ) -> Rehearsal:
-    """Run the step on a full batch, and on one example of it; only what it draws is a consequence.
+    """Run the step on a full batch, and on one example of it, with copies of the module's tensors.
 
     Args:
         step: of the module.

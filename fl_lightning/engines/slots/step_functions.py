@@ -1,4 +1,4 @@
-"""What one local step of G clients does with tensors: gradients, optimizer, what is written where.
+"""One local step of G clients as functions of tensors: gradients, optimizer, writes.
 
 Functions of tensors and of nothing else that changes from step to step, so that each can be compiled
 as one graph. The user's own ``training_step`` is run on stacked parameters by `torch.func`: its
@@ -75,7 +75,7 @@ class StackedGradients:
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
     ) -> tuple[Tensors, Outputs]:
-        """Return gradients by name, shape (G, …), and what else came out.
+        """Gradients by name, shape (G, …), and the step's other outputs.
 
         Args:
             params: by name, shape (G, …).
@@ -180,7 +180,7 @@ class Slots(NamedTuple):
 
 @dataclass(eq=False)
 class StackedFunctions:
-    """The local step, and what it is for clients that begin with it.
+    """The local step, and its variant for clients that begin with it.
 
     Attributes:
         gradients: of the training step.
@@ -235,7 +235,7 @@ class StackedFunctions:
         return {name: grad for name, grad in grads.items() if name not in self.unused}, outputs
 
     def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
-        """Return the slots after the first step of new clients, and what came out of it."""
+        """Slots after the first step of new clients, and the step's outputs."""
         grads, outputs = self._gradients(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {

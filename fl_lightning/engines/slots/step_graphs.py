@@ -54,7 +54,7 @@ class _Graphs(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one stacked step, and what has to be known to make them.
+    """The graphs of one stacked step, and the facts needed to make them.
 
     Args:
         module: the LightningModule.
@@ -109,7 +109,7 @@ class StepGraphs:
         return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Find out what the step draws and gives to metrics, if that is not known for good.
+        """Find the step's draws and its inputs of metrics, unless they are known for good.
 
         It may change from round to round, e.g. with a dropout that grows, and so may all else that
         Python reads in a step: some changes need another graph.
@@ -164,7 +164,7 @@ class StepGraphs:
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Undo what the step does to Python's objects; refuse a step that does anything to them."""
+        """Undo the step's changes of Python objects; refuse a step that changes any."""
         state, reason = Attributes(self._module, ignore=self._ignore, outside=True), None
         try:
             yield
@@ -208,7 +208,7 @@ class StepGraphs:
             return function(inputs, *arguments)
 
     def by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
-        """Return what each parameter has of what the optimizer's groups have."""
+        """Values of the optimizer's groups, by name of the parameter."""
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
     def _is_known(self, sizes: Sequence[int]) -> bool:
@@ -239,7 +239,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Find out what the step does now, and take the graphs for that."""
+        """Observe the step as it is now, and choose the graphs for it."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)
@@ -256,7 +256,7 @@ class StepGraphs:
         self._looked_for = functions.rules, set(functions.masks)
 
     def _see(self, batch: BatchOf, size: int) -> None:
-        """Find out what the step does with batches of a size, the full one first."""
+        """Observe the step on batches of each size, the full one first."""
         facts = StepFacts.of(self._plain_call, self._module, batch, size)
         if not self._seen:
             self.functions.unused = facts.unused
@@ -295,7 +295,7 @@ class StepGraphs:
 
 
 def _kind(batch: Any, num_axes: int) -> Any:
-    """Return what tells batches apart in which a step may do other things."""
+    """Key of a batch: batches with the same key take the same path through a step."""
     return tuple((tensor.dtype, tensor.shape[num_axes:]) for tensor in tensors_in(batch))
 
 

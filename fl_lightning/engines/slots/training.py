@@ -181,7 +181,7 @@ class SlotTrainer:
             rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
     def _refuse_constants(self) -> None:
-        """Leave it to one client after the other to refuse what was taken for a constant."""
+        """Raise CannotStack if the step writes a buffer that was taken for a constant."""
         known = {*self._buffers.names, *self._integer_names}
         if self._own is None and (unknown := self._step.graphs.written - known):
             raise CannotStack(f"training_step changes the buffer {min(unknown)}")

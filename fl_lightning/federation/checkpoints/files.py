@@ -258,12 +258,12 @@ class RunMemory:
         """Return the files to which the last `state_dict` refers."""
         return self.clients.files_of_checkpoint
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the memories, or where they are; of several processes one writes it."""
         if self._ranks.rank > 0:
             return {}
         beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-        return self.clients.state_dict(with_round=with_round, inside=not beside)
+        return self.clients.state_dict(inside=not beside)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the memories of a checkpoint, whose files lie beside it.

@@ -18,12 +18,10 @@ _KINDS = {"correction": "correction", "personal": "choice of federation.personal
 def run_state(rounds: FitRounds) -> dict[str, Any]:
     """Return the state of a run and of its present round.
 
-    Of several processes one writes the checkpoint: it leaves out the open round, which is then
-    trained again from its start. So does a private run, because the sums of an open round have no
-    noise.
+    It leaves out the open round, which is then trained again from its start: of several processes one
+    writes the checkpoint, and sums of an open round have no noise and need keys.
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
-    with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
     record = rounds.record
     if stages.is_private:
         begun = RoundRecord(began_at=record.began_at)
@@ -32,22 +30,21 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
         "seed": rounds.options.seed,
-        "server": server.state_dict(with_round=with_round),
+        "server": server.state_dict(),
         "record": record.state_dict(),
-        "metrics": run.collector.metric_states(run.module) if with_round else {},
         "prog_bar": sorted(run.collector.prog_bar),
         "ranks": run.ranks.size,
         "groups": len(run.groups),
         "inside": server.is_open,
         "engine": rounds.clients.engine.state_dict(),
         "client_state": run.local.state_names,
-        "memory": run.memory.state_dict(with_round=with_round),
+        "memory": run.memory.state_dict(),
         "population": run.groups.population.state_dict(),
     }
     for stage in stages:
         if stage.key is not None:
-            state[stage.key] = stage.state_dict(with_round=with_round)
-    if not rounds.travelling.is_kept_by_lightning:
+            state[stage.key] = stage.state_dict()
+    if not rounds.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
 
@@ -60,18 +57,17 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     """
     _check(rounds, state)
     run, server = rounds.run, rounds.server
-    rounds.travelling.follow_state()
+    rounds.follow_state()
     if "model" in state:
         server.replace_model(GlobalModel(**state["model"]))
         run.local.restore(server.model)
-    if rounds.clients.add_named_state(inside=state["inside"]):
-        rounds.travelling.follow_state()
+    if rounds.clients.add_named_state():
+        rounds.follow_state()
     server.load_state_dict(state["server"])
     for stage in rounds.stages:
         if stage.key is not None:
             stage.load_state_dict(state.get(stage.key), server.model)
     rounds.record.load_state_dict(state["record"])
-    run.collector.load_metric_states(run.module, state["metrics"])
     run.collector.prog_bar |= set(state["prog_bar"])
     rounds.clients.engine.load_state_dict(state["engine"])
     run.memory.load_state_dict(state.get("memory", {}))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.engines import CannotStack
@@ -39,20 +40,25 @@ class FitClients:
         local: the sequential engine.
         collector: what clients log.
         engine: how clients are trained.
+        rehearsal: finds out what else than weights they change.
         step: one local step.
         stages_ahead: that updates have to pass once `train` has yielded them.
+        metrics_kept_apart: makes a block in which the module's torchmetrics objects exchange nothing between
+            processes.
         lose: told of a client whose update is lost later than that, in a sum over sites.
     """
 
     lose: Callable[[ClientFailure], None]
+    metrics_kept_apart: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, run: Run, options: Options, stages: Stages) -> None:
         self._run, self._options, self._stages = run, options, stages
         self.stages_ahead = stages
         self._module, self._plan, self._scale = run.module, run.plan, run.scale
         self.local, self.collector, self.step = run.local, run.collector, run.step
-        self._metrics = metrics_of(run.module)
-        self._rehearsal = StateRehearsal(run, options.client_state)
+        shared = metrics_of(run.module) if run.ranks.size > 1 else []
+        self.metrics_kept_apart = partial(kept_apart, shared) if shared else nullcontext
+        self.rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
         self._one_by_one = OneByOne(
             run.module, run.local, run.plan, run.collector, stages, run.step.counts
@@ -72,28 +78,12 @@ class FitClients:
         self.local.renew_space()
         self.engine.renew()
 
-    def start_round(self, number: int) -> None:
-        """Note what every client of a round starts from, besides the weights."""
-        self.local.start_round(number)
-        if self._scale.is_at_work:
-            self._scale.start_round()
-
-    def add_named_state(self, *, inside: bool) -> bool:
-        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
-
-        Raises:
-            ConfigurationError: if it is, and the run goes on inside a round.
-        """
+    def add_named_state(self) -> bool:
+        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more."""
         names = self.local.state_names
-        more = [] if names is None else self._rehearsal.together([names])
+        more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
             return False
-        if inside:
-            added = next(name for name in more if name not in names)
-            raise ConfigurationError(
-                f"federation.client_state names {added}, which the checkpoint's run did not average, "
-                "and the checkpoint was written inside a round: resume from one between two rounds"
-            )
         self.local.settle_state(more)
         return True
 
@@ -103,27 +93,22 @@ class FitClients:
         Returns:
             Whether that has become known now.
         """
-        names = self._rehearsal.known
-        if self._rehearsal.is_needed:
+        names = self.rehearsal.known
+        if self.rehearsal.is_needed:
             with self.collector.listening_to(self._module), self.metrics_kept_apart():
-                found = self._rehearsal.changed_by(self.work_of(group))
+                found = self.rehearsal.changed_by(self.work_of(group))
             answers = [answer for answer in ranks.gather(found) if answer is not None]
             if not answers:
                 return False
-            names = self._rehearsal.together(answers)
+            names = self.rehearsal.together(answers)
         self.local.settle_state(names)
         return True
 
     def warn_of_rehearsal(self, record: RoundRecord) -> None:
         """Warn of clients that have trained, and whose rehearsed steps had failed."""
-        if self._rehearsal.failures:
-            self._rehearsal.warn_of_failures(
-                {*record.finished}.difference(record.skipped, record.lost)
-            )
-
-    def metrics_kept_apart(self) -> AbstractContextManager[None]:
-        """Keep the module's torchmetrics objects from exchanging anything between processes."""
-        return kept_apart(self._metrics) if self._metrics else nullcontext()
+        if self.rehearsal.failures:
+            ended = {*record.finished}.difference(record.skipped, record.lost)
+            self.rehearsal.warn_of_failures(ended)
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""

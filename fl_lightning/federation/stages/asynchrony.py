@@ -266,7 +266,7 @@ class Versions(KeptVersions):
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the models that are kept, by version, and who arrived last."""
         return {
             "models": {version: dict(vars(model)) for version, model in self._models.items()},

@@ -20,11 +20,13 @@ from fl_lightning.federation.stage import Processes, Stage, Turn
 class ClientScale(Stage):
     """Winds the scale back before each client."""
 
-    key = "scaler"
-
     def __init__(self, scale: GradientScale) -> None:
         self._scale = scale
         self._lowest: dict[str, Any] | None = None
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Begin the round with the present scale."""
+        self._scale.start_round()
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
@@ -52,14 +54,6 @@ class ClientScale(Stage):
         if self._lowest is not None:
             self._scale.load(self._lowest)
             self._lowest = None
-
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
-        """Return the lowest scale so far; the present one is in the precision plugin's state."""
-        return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
-
-    def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
-        """Restore the lowest loss scale of the round so far."""
-        self._lowest = state.get("lowest")
 
 
 def _rank(state: dict[str, Any]) -> tuple[float, int]:

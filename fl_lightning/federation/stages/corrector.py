@@ -255,12 +255,11 @@ class Corrector(Correcting, SpansNetwork):
         vector = self._memory.get(_NAME, client)
         return None if vector is None else vector.to(self._device)
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any] | None:
-        """Return the mean and, inside a round, what has been learnt so far; not the memories."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the mean; not the memories."""
         if not self.correction.remembers:
             return None
-        state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
-        return state | {"round": self.round_state()} if with_round else state
+        return {"kind": self.kind, "mean": self._mean}
 
     def check(self, state: dict[str, Any] | None) -> None:
         """Refuse the memories of another correction."""
@@ -272,8 +271,6 @@ class Corrector(Correcting, SpansNetwork):
         state = state or {}  # nothing is saved of a correction without memories
         mean = state.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
-        if "round" in state:
-            self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
         """Return the sums of the open round; memories are kept apart."""

@@ -176,7 +176,7 @@ class Personaliser(KeepsTensors):
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Kind and names of the personal parameters; the tensors are in the memory."""
         return {"kind": self.kind, "names": list(self.names)}
 
@@ -184,7 +184,7 @@ class Personaliser(KeepsTensors):
         """Check a checkpoint's state: a copy keeps the parameters that trained when its run began."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
-            own = self.state_dict(with_round=False)
+            own = self.state_dict()
             check_same("choice of federation.personal", kind_of(saved), kind_of(own))
         if saved["names"] != self.names:
             self.names = list(saved["names"])

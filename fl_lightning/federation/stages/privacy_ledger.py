@@ -280,7 +280,7 @@ class PrivateStage(AroundFit):
     def say_cost(self, trainer: Trainer) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
 
-    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the privacy spent."""
         return self.ledger.state_dict()
 
@@ -310,7 +310,7 @@ class PrivateStage(AroundFit):
                 "without privacy, and what that cost is not known here: keep to one Federation, go on "
                 "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
             )
-        self.load_state_dict(earlier.state_dict(with_round=False))
+        self.load_state_dict(earlier.state_dict())
 
     def training_begins(self, trainer: Trainer) -> None:
         """Say what is promised and what is not; stop where nothing is left."""

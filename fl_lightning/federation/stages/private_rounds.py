@@ -56,7 +56,7 @@ class PrivateRounds(PrivateStage):
         draws: None: clients' batches are as without privacy.
     """
 
-    is_private = restarts = True
+    is_private = True
     draws: None = None
 
     def __init__(
@@ -221,7 +221,7 @@ class PrivateRounds(PrivateStage):
         self.ledger.note(record, self.ledger.spent() | self._facts)
 
     @override
-    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"clip_norm": self._clip_norm}
 
     @override

@@ -88,13 +88,13 @@ class Transport(Stage):
         up = self.path.typical_bytes(model.params, model.buffers.numel())
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
-    def state_dict(self, *, with_round: bool) -> list[str]:
+    def state_dict(self) -> list[str]:
         """Return the paths of updates and of models."""
         return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:
         """Refuse a run in which something else happened."""
-        check_same("updates", state, self.state_dict(with_round=False))
+        check_same("updates", state, self.state_dict())
 
 
 class TransformingTransport(Transport):
@@ -131,7 +131,7 @@ class SecureRounds(Stage):
     """
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
-        self.aggregator, self.restarts = aggregator, aggregator.restarts
+        self.aggregator = aggregator
         self._is_told = False
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 

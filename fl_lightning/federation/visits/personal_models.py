@@ -152,7 +152,7 @@ def state_to_bring_home(names: Sequence[str], memory: ClientMemory) -> dict[str,
         return {}
     return {
         "personal": {"names": list(names)},
-        "memory": memory.state_dict(with_round=False),
+        "memory": memory.state_dict(),
     }
 
 

@@ -95,11 +95,11 @@ class Control:
         return nodes
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """Return what Flower knows of the nodes."""
+        """Nodes as Flower lists them."""
         return list(self._ask("supernode", "list", _CONNECTION)["nodes"])
 
     def runs(self) -> list[Mapping[str, Any]]:
-        """Return what Flower knows of the runs."""
+        """Runs as Flower lists them."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
     def run(self, app: Path) -> subprocess.Popen[str]:

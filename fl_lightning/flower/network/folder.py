@@ -1,4 +1,4 @@
-"""The folder of a network: certificates, keys, start commands, a page that says what to do with them.
+"""The folder of a network: certificates, keys, start commands, a page of instructions.
 
 README.md
 network.yaml        the server's address, the sites

@@ -176,7 +176,7 @@ def _tell(line: str, say: Callable[[str], None], log: Path) -> None:
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield what a command says of a run, without Flower's chatter, up to why the run has ended."""
+    """Yield a command's lines about a run, without Flower's own, up to the reason for its end."""
     is_explained = False
     with process:  # closes what is read
         try:

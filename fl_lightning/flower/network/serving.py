@@ -41,7 +41,7 @@ _START_SECONDS = 120.0
 
 
 def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
-    """Return what a server consists of, but for what runs its apps.
+    """Programs of a server, without those that run its apps.
 
     Args:
         network: whose server it is.
@@ -233,7 +233,7 @@ def _about_clock(ahead: float) -> str:
 def site_programs(
     site: SiteFolder, say: Callable[[str], None], *, process: str = SITE_PROCESS
 ) -> list[Program]:
-    """Return what a site consists of.
+    """Programs of a site.
 
     Args:
         site: which.

@@ -1,4 +1,4 @@
-"""Programs that are kept running: what ends is started again, what hangs is ended, none is left over."""
+"""Programs that are kept running: restarted if they end, killed if they hang, none left over."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Program:
             self.process.terminate()
 
     def end(self, until: float) -> None:
-        """Wait for its end; after some time, have the system end it and what it has started."""
+        """Wait for the end; after some time, kill the program and its children."""
         if self.process is None:
             return
         try:
@@ -125,7 +125,7 @@ class Program:
         self.process = None
 
     def _words(self) -> str:
-        """Return what it wrote since its start."""
+        """Output of the program since its start."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._from, size - _MOST_WORDS))
@@ -185,7 +185,7 @@ class Supervisor:
         return over
 
     def look(self) -> None:
-        """Start again what has ended, if it is time to."""
+        """Restart programs that have ended, if it is time to."""
         for program in list(self._programs):
             program.look()
 

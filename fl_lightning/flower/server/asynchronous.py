@@ -51,7 +51,7 @@ Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 @final
 class VersionsAtSites(KeptVersions):
-    """The versions of the global model from which clients are at work, and who has arrived so far.
+    """The versions of the global model that clients work from, and the arrivals so far.
 
     Args:
         rule: of the run.
@@ -64,7 +64,6 @@ class VersionsAtSites(KeptVersions):
         go_on: says who ends next of those at work; waits for it.
     """
 
-    restarts = True  # answers of a round that was broken off are asked for again
     traits = NO_TRAITS
     go_on: Callable[[Sequence[Visit]], Ended]
 
@@ -93,15 +92,15 @@ class VersionsAtSites(KeptVersions):
         self._models[round_index] = GlobalModel(model.params.clone(), model.buffers.clone())
 
     def note(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keep what all orders of the present version say, but for the model."""
+        """Keep the common part of all orders of the current version, without the model."""
         self._common[self._present] = options, {n: t for n, t in tensors.items() if n != "model"}
 
     def kept(self, version: int) -> tuple[GlobalModel, Common]:
-        """Return what orders of a version say."""
+        """Model and common part of a version's orders."""
         return self._models[version], self._common[version]
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Note how late the updates are that count."""
+        """Record the staleness of the updates that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
         record.durations, self._counted.began = dict(step.durations), step.versions
@@ -111,12 +110,12 @@ class VersionsAtSites(KeptVersions):
         }
 
     def close(self, record: RoundRecord) -> None:
-        """Write down who has arrived."""
+        """Write the arrivals to a file."""
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
-        """Return who has arrived by the last step, and what those at work were sent."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arrivals up to the last step, and the models sent to clients at work."""
         return {
             "sizes": self._sizes,
             "record": [tuple(ended) for ended in self._clock.record[: self._num_closed]],
@@ -183,7 +182,7 @@ class AsynchronousSites(Sites):
         pool_sums(sums, self.collector, self._run.module)
 
     def _next_end(self, at_work: Sequence[Visit]) -> Ended:
-        """Ask who has not been asked, and return whose answer comes next."""
+        """Send the orders that are due, and return the client whose answer comes next."""
         for visit in at_work:
             if visit.number not in self._asked:
                 self._asked[visit.number] = time.monotonic()
@@ -229,7 +228,7 @@ class AsynchronousSites(Sites):
 
 
 def sites_for(options: Options, counted: Counted, num_clients: int) -> Callable[..., Sites]:
-    """Return what makes the clients' side of a run over sites, in rounds or asynchronous.
+    """Constructor of the clients' side of a run over sites, in rounds or asynchronous.
 
     Args:
         options: of the federation, which are handed the stage that this needs.

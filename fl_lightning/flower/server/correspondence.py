@@ -56,7 +56,7 @@ class Reply:
         for client in clients:
             said, reason = given.get(client), self.reason or "its site's answer has nothing of it"
             if said is not None and said.failure is not None:
-                said, reason = None, CATEGORIES[said.failure]
+                reason, said = CATEGORIES[said.failure], None
             yield Part(
                 client,
                 self,
@@ -137,7 +137,7 @@ class Correspondence:
         self._posted: deque[Reply] = deque()  # replies to what was posted
 
     def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
-        """Return what sites say of themselves, when as many as wanted are there.
+        """Answers of the sites to a greeting, once the wanted number is there.
 
         Args:
             write: writes the ``hello`` as it is at the moment; sites that come back later are greeted so too.
@@ -162,7 +162,7 @@ class Correspondence:
         return answers
 
     def ask(self, orders: Mapping[str, Order], greet: Collection[str] = ()) -> Iterator[Reply]:
-        """Send an order to each of some sites, and yield what they reply, as it comes.
+        """Send an order to each of some sites, and yield their replies as they come.
 
         A site that does not answer in time, or whose answer is not one, has no answer. What was posted
         and is on its way is waited for, the rest of it comes after.
@@ -189,7 +189,7 @@ class Correspondence:
                 self._take_out(asked)
 
     def post(self, site: str, order: Order) -> None:
-        """Put an order in a site's line; `next_reply` says what has become of it."""
+        """Put an order in a site's line; `next_reply` returns its reply."""
         self._put(site, order)
 
     def next_reply(self) -> Reply:
@@ -199,7 +199,7 @@ class Correspondence:
         return self._posted.popleft()
 
     def forget_posted(self) -> None:
-        """Drop what was posted: orders still in line are not sent."""
+        """Drop the posted orders: those still in line are not sent."""
         self._lines.clear()
         self._posted.clear()
 
@@ -229,7 +229,7 @@ class Correspondence:
             self._send(line[0])
 
     def _come(self) -> list[tuple[_Asked, Reply]]:
-        """Return what has been replied to, and what is given up, after at most a second."""
+        """Orders with a reply, and those given up, after at most a second."""
         found, now = [], time.monotonic()
         left = min((a.until - now for a in self._on_their_way() if a.until), default=_PAUSE)
         for site, came in self._channel.receive(max(0.0, min(left, _PAUSE))):
@@ -249,7 +249,7 @@ class Correspondence:
         return [line[0] for line in self._lines.values() if line]
 
     def _reply(self, came: bytes | Lost, asked: _Asked) -> Reply | None:
-        """Return what a site replies to its order; None if it is asked on or again."""
+        """Reply of a site to its order; None if the site is asked again."""
         site = asked.site
         answer, reason, is_lost = self._read(site, came, digest(asked.sent))
         if is_lost:

@@ -73,7 +73,7 @@ class DataElsewhere(FederatedDataModule):
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
-        """Return what refuses to read."""
+        """Return a reader that always refuses: the data are at sites."""
 
         def refuse(indices: Tensor) -> Any:
             raise ConfigurationError(_AT_SITES)
@@ -91,7 +91,7 @@ class DataElsewhere(FederatedDataModule):
         return self.held_out_for("validation")
 
     def held_out_for(self, stage: str) -> FlatShards:
-        """Return how many examples each holds out for ``validation`` or ``test``, at its site."""
+        """Numbers of examples that clients hold out for ``validation`` or ``test``."""
         return self._held_out[stage]
 
     @property
@@ -128,7 +128,7 @@ SCALED = "16-mixed"  # a precision
 
 
 def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
-    """Refuse what has no meaning over a network, or would say there what is not true.
+    """Refuse options that have no meaning, or another one, over a network.
 
     Raises:
         ConfigurationError: all of it at once.
@@ -174,7 +174,7 @@ VALUES, SUMS = "stage/values/", "stage/sums/"
 
 
 class CalibrationAtSites:
-    """Asks clients at sites; who does not answer ends the run, as every client's answer is needed.
+    """Asks clients at sites; a missing answer ends the run, as every one is needed.
 
     Args:
         correspondence: with sites.
@@ -221,7 +221,7 @@ class CalibrationAtSites:
             yield Scores(sums, num_examples)
 
     def sums(self, clients: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-        """Yield what clients send for the head, in the order given.
+        """Yield the clients' sums for the head, in the order given.
 
         Args:
             clients: who.

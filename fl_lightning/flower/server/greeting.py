@@ -137,7 +137,7 @@ class Counted(Stage):
         """Note the round's number."""
         self._number = round_index
 
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return both."""
         return {"run": self.run, "rounds": dict(self.rounds)}
 
@@ -210,7 +210,7 @@ class SiteFacts:
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
-    """Return what sites have said of themselves, by name.
+    """Facts of the sites, by name.
 
     Raises:
         ConfigurationError: naming a site that has not.

@@ -113,7 +113,7 @@ class Sites(FitClients):
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
-        self.local.settle_state(self._rehearsal.known)
+        self.local.settle_state(self.rehearsal.known)
         return True
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
@@ -122,7 +122,7 @@ class Sites(FitClients):
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Send orders, and yield what comes back in the order of the clients."""
+        """Send orders, and yield the results in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)
         orders = {
@@ -142,7 +142,7 @@ class Sites(FitClients):
         pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
     def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-        """Return what clients log on the examples that they hold out, of the model in the module.
+        """Metrics of the module's model on the clients' held-out examples, by client.
 
         Args:
             stage: ``validation`` or ``test``.
@@ -165,7 +165,7 @@ class Sites(FitClients):
         return found
 
     def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Ask sites; a new mask gets to all of them, as what clients remember follows each one."""
+        """Ask sites; a new mask is sent to all of them, as clients' memories follow each mask."""
         mask = self._mask
         sites = set(self._site_of.values()) if mask else ()
         unaware = sorted(site for site in sites if self._masks.get(site) != mask)
@@ -211,7 +211,7 @@ class Sites(FitClients):
         return options, tensors
 
     def _agreed(self) -> dict[str, Any]:
-        """Return what both sides must know of the model alike."""
+        """Facts about the model that both sides must share."""
         return {
             "num_clients": self._run.groups.population.num_clients,
             "state": self.local.state_names or [],
@@ -240,14 +240,14 @@ class Sites(FitClients):
 
     @property
     def _constants(self) -> str:
-        """The hash of what does not travel, taken when the first order under a mask is written."""
+        """Hash of the tensors that are not sent, taken for the first order under a mask."""
         mask = self._mask
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
 
     def _upload_of(self, part: Part, start: Start, packing: Packing) -> Upload | Missing:
-        """Return what has come from a client, as `Transport` would have handed it on."""
+        """Upload of a client, in the form that `Transport` hands on."""
         start = start._replace(num_bytes=part.bytes_down)
         try:
             if part.answer is None:

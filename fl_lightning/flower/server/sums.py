@@ -62,7 +62,7 @@ class SitesOfRound:
     trained_on: Callable[[], str]
 
     def ask(self, orders: Mapping[str, Order], cost: ProtectionCost) -> Iterator[Part]:
-        """Send orders by site, and yield what each client says; what travels is added to the cost."""
+        """Send orders by site, and yield each client's answer; bytes are added to the cost."""
         for reply in self.correspondence.ask(orders):
             for part in reply.parts:
                 cost.bytes_up[part.client] += part.bytes_up
@@ -186,7 +186,7 @@ class EncryptedOverSites:
     def _added(
         self, agreed: EncryptedAgreed, layout: CKKSLayout, cost: ProtectionCost
     ) -> tuple[EncryptedUpdate | None, tuple[Sender, ...]]:
-        """Return the sum of what sites encrypt, and who is in it."""
+        """Sum of the sites' encrypted vectors, and the clients in it."""
         server = CKKSServer(layout)
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
@@ -220,7 +220,7 @@ class EncryptedOverSites:
     def _asked_opener(
         self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
     ) -> Answer:
-        """Return what the opener answers; its bytes count for its first client.
+        """Answer of the opener; its bytes count for its first client.
 
         Raises:
             RoundFailure: if it says nothing.
@@ -243,7 +243,7 @@ class EncryptedOverSites:
 
 
 def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
-    """Return a client's message and who it is of.
+    """Return a client's message and the client's number.
 
     Raises:
         ValueError: if it has sent none.

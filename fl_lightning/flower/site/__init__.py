@@ -1,1 +1,1 @@
-"""A site: orders in, answers out; a Trainer that follows them, and what stays here."""
+"""A site: orders in, answers out; a Trainer that follows them, and the data that stay here."""

@@ -60,12 +60,12 @@ class Desk:
         self._waiting: Order | None = None
 
     def ask(self, order: Order) -> Done:
-        """Return what the Trainer makes of an order; waits for it."""
+        """Result of the Trainer for an order; waits for it."""
         self._orders.put(order)
         return self._done.get()
 
     def wait(self) -> Done:
-        """Return what is known of the site before the first order; waits for it."""
+        """Facts of the site before the first order; waits for them."""
         return self._done.get()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Desk:
         return self._waiting
 
     def hello(self, facts: Mapping[str, Any]) -> None:
-        """Say that data are there, and what they are."""
+        """Send the facts of the site's data."""
         self.answer(Done(options=facts))
 
     def answer(self, done: Done) -> None:
@@ -113,6 +113,6 @@ class Desk:
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
-        """Say what ended the fit while an order was there, or ahead of the first."""
+        """Pass on the error that ended the fit during an order, or before the first."""
         is_late = isinstance(error, OutOfTime)
         self.answer(Done(error=Refused(str(error)) if is_late else error))

@@ -113,7 +113,7 @@ class AtSite(Callback):
         return order
 
     def _calibrate(self, order: Order) -> None:
-        """Answer with what clients send for a mask, unless it would show what the run is to hide."""
+        """Answer with the clients' scores for a mask, unless they would reveal hidden updates."""
         private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
         hides = private is not None and private.clients_add_noise
         if self._masks is None or hides or aggregator.protection is not None:
@@ -123,7 +123,7 @@ class AtSite(Callback):
         self._desk.answer(self._masks.calibrated(order))
 
     def _follow_mask(self, order: Order) -> None:
-        """Adopt the mask of an order, for what clients remember as well."""
+        """Adopt the mask of an order, for clients' memories as well."""
         mask = told_mask(order)
         if self._masks is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
@@ -142,7 +142,7 @@ class AtSite(Callback):
         return is_bare and policy.allows_metric(name)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the next order to train, and do meanwhile what else is asked for."""
+        """Wait for the next order to train, and serve other orders meanwhile."""
         while (order := self._desk.next_order()) is not None and order.kind != "train":
             if order.kind == "evaluate":
                 self._evaluate(trainer, order)
@@ -196,7 +196,7 @@ class AtSite(Callback):
 
 
 def options_at_site(options: Options, num_clients: int) -> Options:
-    """Return a federation's options as a site follows them: what is the server's is left out."""
+    """Return a federation's options as a site follows them, without the server's own."""
     own = copy.copy(options)
     own.cohort, own.clients_per_group = AllClients(), num_clients  # one group, whose names are told
     own.on_client_failure, own.min_replies = "skip", 1

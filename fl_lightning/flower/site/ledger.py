@@ -194,7 +194,7 @@ class RunAccount:
 
 
 def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[ReleaseCost]]:
-    """Return the releases of each client by what one costs."""
+    """Releases of each client, by the cost of one."""
     found: dict[int, Counter[ReleaseCost]] = {}
     for entry in entries:
         cost = ReleaseCost(**entry["cost"])

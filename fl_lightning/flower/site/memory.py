@@ -49,7 +49,7 @@ class SiteMemory:
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
     def serve(self, memory: RunMemory) -> None:
-        """Attach the memory to a fit that starts, and read what is on disk."""
+        """Attach the memory to a fit that starts, and read it from disk."""
         self._memory = memory.clients
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
@@ -79,12 +79,12 @@ class SiteMemory:
         self._memory.discard(keep=frozenset(others))
 
     def end(self, order: Order, clients: Sequence[int]) -> None:
-        """Write down what clients have learnt in a round, ahead of the answer."""
+        """Write the clients' memories of a round to disk, before the answer."""
         self._learnt |= dict.fromkeys(clients, order.round)
         self._write()
 
     def check_mask(self, mask: RunMask) -> None:
-        """Refuse a mask that vectors cannot follow: what was frozen in between starts anew from 0.
+        """Refuse a mask after missed ones: coordinates frozen in between restart at 0.
 
         Raises:
             ConfigurationError: if masks in between were missed, or the run has gone back.
@@ -124,10 +124,10 @@ class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
     def what_moves(self, trainer: Trainer) -> PutsMasks:
-        """Return what puts masks on a Trainer's module."""
+        """Return the object that puts masks on a Trainer's module."""
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
-        """Return what clients of an order send for a mask or a head."""
+        """Answers of an order's clients for a mask or a head."""
 
 
 class SiteMasks:
@@ -147,7 +147,7 @@ class SiteMasks:
         self.mask: RunMask | None = None
 
     def calibrated(self, order: Order) -> Done:
-        """Return what clients of an order send for a mask or a head."""
+        """Answers of an order's clients for a mask or a head."""
         return self._calibrates.answer(self._trainer, order)
 
     def take(self, order: Order, mask: RunMask) -> None:

@@ -1,4 +1,4 @@
-"""What a site hides of updates before anything leaves: vectors for sums, noise; and what noise costs.
+"""Protection of updates at a site: vectors for sums, noise, and the cost of the noise.
 
 The site believes the server nothing of that. Noise comes from the site's own secure generator, whatever the
 configuration says. The site works out the mechanism from the configuration, has each turn of a client paid
@@ -66,7 +66,7 @@ class SitePrivacy:
         self._present: tuple[int, ClientIds] | None = None
 
     def check_order(self, order: Order) -> None:
-        """Refuse clients who are in no cohort of the round, or cannot pay, and buffers.
+        """Refuse clients outside the round's cohort, or without privacy budget, and buffers.
 
         Raises:
             OrderRefused: naming them.
@@ -93,7 +93,7 @@ class SitePrivacy:
         self._account.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
-        """Return what leaves the site of an update."""
+        """Clip an update and add its noise, as it leaves the site."""
         delta, _ = clipped(update.delta, self.clip_norm)
         release = self.mechanism.client_release(round_index, self.clip_norm)
         return replace(update, delta=delta if release is None else release(delta, update.client_id))
@@ -102,7 +102,7 @@ class SitePrivacy:
 def hidden_at_site(
     options: Options, run: Run, num_rounds: int | None, policy: Policy, account: RunAccount
 ) -> tuple[SumsOverSites | None, SitePrivacy | None]:
-    """Return what only sums are shown of, and what is private before it leaves; None for neither.
+    """Protocol of hidden sums and privacy at the site; None for each that is absent.
 
     Args:
         options: of the federation, as all agreed on them.

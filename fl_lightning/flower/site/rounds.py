@@ -148,7 +148,7 @@ class SiteRounds:
         self._constants_agree = False
 
     def _settle(self, order: Order) -> None:
-        """Settle what travels; the rest of the model is the server's."""
+        """Determine the vectors that are sent; the rest of the model is the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.settle_state(options["state"])
@@ -176,7 +176,7 @@ class SiteRounds:
         model = self._packing.opened_model(order.tensors["model"], order.round)
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
-        self._clients.start_round(self.run.round_index)
+        self.run.local.start_round(self.run.round_index)
         self.run.local.round_start.take_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
@@ -230,14 +230,14 @@ class SiteRounds:
 
 
 def _category(failure: ClientFailure) -> str:
-    """Return what may be said of a failure: its text can hold data."""
+    """Category of a failure, which may be told: its text can hold data."""
     if failure.__cause__ is not None:
         return "memory" if isinstance(failure.__cause__, MemoryError) else "training"
     return "examples" if "no local step" in failure.reason else "not_finite"
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    """Return the options of clients' optimizers as plain numbers: what schedules have made of them."""
+    """Options of clients' optimizers as plain numbers, after their schedules."""
     return [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 

@@ -147,7 +147,7 @@ class Site:
         return content
 
     def _audit(self, told: dict[str, Any]) -> None:
-        """Write a line of an order into the audit log, with what clients have spent of their privacy."""
+        """Write a line of an order into the audit log, with the clients' spent privacy."""
         try:
             epsilon = {"epsilon_spent": self._ledger.spent(), "epsilon_left": self._ledger.left()}
         except Refused:  # the ledger cannot be read, which refuses orders
@@ -222,7 +222,7 @@ class Site:
         )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
-        """Start the fit of a configuration, unless it is there, and say what this site has."""
+        """Start the fit of a configuration, unless it runs; returns this site's facts."""
         same = (self._run, self._configuration) == (order.run, order.configuration)
         if not (same and self._desk is not None):
             text = str(order.options["configuration"])
@@ -303,7 +303,7 @@ def _names_in(answer: Answer) -> list[str]:
 
 
 def _logged(category: str, error: BaseException, told: dict[str, Any]) -> Failure:
-    """Return what the server gets to know of an error; all of it goes to this site's logs."""
+    """Failure that the server is told; the error itself goes to this site's logs."""
     failure = Failure(category)
     told["refusal"] = f"{category}: {error}"
     told["failure"] = failure.id

@@ -91,7 +91,7 @@ class SiteSums:
             self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
 
     def follow(self, order: Order) -> Done:
-        """Return what is asked for at a stage; some clients may say nothing.
+        """Answers of the order's clients at a stage; some may be missing.
 
         Raises:
             OrderRefused: if the order is of another round, of a sum that this site takes no part in, or would
@@ -242,7 +242,7 @@ class SiteSums:
 def _of_each(
     order: Order, say: Callable[[int], dict[str, Tensor]], options: Mapping[str, Any] | None = None
 ) -> Done:
-    """Return what each client of an order says; one that cannot or may not has failed."""
+    """Answers of an order's clients; one that cannot or may not answer has failed."""
     answers: list[ClientAnswer] = []
     tensors: dict[str, Tensor] = {}
     for client in order.clients:
@@ -298,7 +298,7 @@ class SiteVectors:
         self.round, self.vectors, self.rules = round_index, dict(vectors), rules
 
     def begin(self, parties: Any, how: str) -> None:
-        """Note who takes part in the round's sum, or opens it, before anything leaves.
+        """Record the parties of the round's sum, or its opener, before anything leaves.
 
         Raises:
             OrderRefused: if the round began with others.

@@ -81,7 +81,7 @@ def _forward(message: Message, context: Context) -> Message:
 
 
 def _introduce(message: Message, context: Context) -> Message:
-    """Say which site this is, and what its resident process does, which need not wake up for it."""
+    """Answer with the site's name and its resident process's state, without waking the process."""
     told = status(Path(str(context.node_config["socket"]))) or {"state": "not there"}
     facts: dict[str, Any] = {
         "site": str(context.node_config["site"]),

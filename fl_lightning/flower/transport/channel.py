@@ -13,10 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import socket
 import stat
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -66,7 +70,7 @@ class Channel(Protocol):
         """Return the names of the sites that are there now and could take an order."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; what becomes of it, `receive` says.
+        """Send an order; `receive` returns its answer or its loss.
 
         Args:
             site: its name.
@@ -75,7 +79,7 @@ class Channel(Protocol):
         """
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return what has become of orders, site by site, after at most so many seconds."""
+        """Answers to orders, or their loss, site by site, after at most this many seconds."""
 
 
 ORDER, STATUS, BUSY, ANSWER, LOST = b"O", b"S", b"B", b"A", b"L"
@@ -98,7 +102,7 @@ def ask(
     silence: float = SILENCE,
     patience: float = _PATIENCE,
 ) -> bytes | Lost:
-    """Return what the process behind a socket answers to an order.
+    """Answer of the process behind a socket to an order.
 
     A process that dies over an order gets it once more when it is back: an order that comes again has
     the same answer.
@@ -124,7 +128,7 @@ def ask(
 
 
 def status(path: Path) -> dict[str, Any] | None:
-    """Return what the process behind a socket says of itself, None if it says nothing.
+    """Status of the process behind a socket, None without an answer.
 
     Args:
         path: of the socket.
@@ -224,6 +228,71 @@ def bind_socket(path: Path) -> socket.socket:
     path.chmod(0o600)
     listening.listen()
     return listening
+
+
+class LoopbackChannel:
+    """Reaches sites on the same machine over their sockets, a thread for each order: for trials.
+
+    Args:
+        sites: the socket of each, by name.
+    """
+
+    def __init__(self, sites: Mapping[str, Path]) -> None:
+        self._paths = dict(sites)
+        self._came: queue.SimpleQueue[tuple[str, bytes | Lost]] = queue.SimpleQueue()
+        self._waiting: set[str] = set()
+        self._doubtful: set[str] = set()  # may still be busy with an order that is lost
+
+    def sites(self) -> list[str]:
+        """Return the names of the sites that are there now and could take an order."""
+        return sorted(name for name in self._paths if self._is_free(name))
+
+    def send(self, site: str, message: bytes, ttl: float) -> None:
+        """Send an order; what becomes of it, `receive` says.
+
+        Args:
+            site: its name.
+            message: the order.
+            ttl: seconds after which its answer is of no use.
+        """
+        if site not in self._paths:
+            self._came.put((site, Lost("not there")))
+        elif site in self._waiting:
+            self._came.put((site, Lost("busy with an earlier order")))
+        else:
+            self._waiting.add(site)
+            threading.Thread(target=self._ask, args=[site, message, ttl], daemon=True).start()
+
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
+        """Return what has become of orders, site by site, after at most so many seconds."""
+        until = time.monotonic() + seconds
+        came: list[tuple[str, bytes | Lost]] = []
+        while True:
+            try:
+                # the first is waited for, others are taken if they are there
+                left = 0.0 if came else max(0.0, until - time.monotonic())
+                came.append(self._came.get(block=left > 0, timeout=left or None))
+            except queue.Empty:
+                return came
+
+    def _ask(self, site: str, message: bytes, ttl: float) -> None:
+        if site in self._doubtful and self._is_busy_with_another(site, message):
+            outcome: bytes | Lost = Lost("busy with an earlier order")
+        else:
+            outcome = ask(self._paths[site], message, ttl)
+        (self._doubtful.add if isinstance(outcome, Lost) else self._doubtful.discard)(site)
+        self._waiting.discard(site)
+        self._came.put((site, outcome))
+
+    def _is_busy_with_another(self, site: str, message: bytes) -> bool:
+        told = status(self._paths[site])
+        return told is not None and told["order"] not in ("", sha256(message).hexdigest())
+
+    def _is_free(self, name: str) -> bool:
+        if name in self._waiting:
+            return False
+        told = status(self._paths[name])
+        return told is not None and told.get("state") == "idle"
 
 
 # Array.stype: whatever reads it as numbers will refuse it

@@ -99,7 +99,7 @@ class GridChannel:
         return sorted(set(self._nodes) - busy)
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; what becomes of it, `receive` says.
+        """Send an order; `receive` returns its answer or its loss.
 
         Args:
             site: its name.
@@ -118,7 +118,7 @@ class GridChannel:
             self._orders[id_] = _Sent(site, now + ttl + _GRACE, now + _DOUBT_SECONDS)
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return what has become of orders, site by site, after at most so many seconds."""
+        """Answers to orders, or their loss, site by site, after at most this many seconds."""
         until = time.monotonic() + seconds
         while True:
             self._pull_answers()
@@ -150,7 +150,7 @@ class GridChannel:
         self._came.append((site, Lost(category)))
 
     def _look(self) -> None:
-        """Learn who is there; ask those of whom it is not known."""
+        """Find the sites that are there; ask nodes whose site is unknown."""
         if time.monotonic() < self._looked + _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -204,7 +204,7 @@ class GridChannel:
             self._lose(sent.site, "the network lost the message")
 
     def _note_seen(self, name: str, told: Mapping[str, str]) -> None:
-        """Write down what a site says of itself, for ``fl-lightning network status``."""
+        """Store a site's own report, for ``fl-lightning network status``."""
         self._seen[name] = told
         if path := os.environ.get(NAMES_VARIABLE):
             Path(path).with_name(SEEN).write_text(json.dumps(self._seen))

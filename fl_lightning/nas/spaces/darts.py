@@ -162,7 +162,7 @@ class DARTS(CellSpace):
         return pair[0], pair[1]
 
     def of_inputs(self, cells: dict[str, Inputs]) -> Architecture:
-        """Return the architecture of what `inputs` gives; the order in a pair means nothing."""
+        """Architecture of decisions from `inputs`; the order in a pair has no meaning."""
         choices = []
         for cell in CELLS:
             for node, pair in zip(NODES, cells[cell], strict=True):

@@ -112,7 +112,7 @@ class NASBench201(RowSpace):
         return self.architecture(choices)
 
     def canonical(self, architecture: Architecture) -> str:
-        """Return the benchmark's own string of what a cell computes: 6,466 different ones.
+        """The benchmark's own string of a cell's function, of which there are 6,466.
 
         Cells of one string compute the same function of the same weights. Some that do have
         different strings: sums are not flattened, and edges that lead nowhere are kept.
@@ -165,7 +165,7 @@ def candidates(affine: bool) -> tuple[Candidate, ...]:
 
 
 class NASBench201Cell(nn.Module):
-    """Nodes that sum what their edges bring."""
+    """Nodes that sum the outputs of their edges."""
 
     def __init__(self, make_edge: MakeEdge, channels: int, ops: Sequence[Candidate]) -> None:
         super().__init__()

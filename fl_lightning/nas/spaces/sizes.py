@@ -72,7 +72,7 @@ class Part:
 
     @property
     def sizes(self) -> tuple[tuple[str, NamedSize], ...]:
-        """All there is to choose, with the names of decisions, in their order."""
+        """All decisions with their names, in order."""
         head = [*self.own, self.depth]
         blocks = range(1, int(self.depth.options[-1]) + 1)
         inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]

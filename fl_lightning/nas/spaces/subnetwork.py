@@ -75,7 +75,7 @@ def first(whole: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what holds tensors: activations may be modules here and functions there."""
+    """Yield the modules that hold tensors: activations may be modules here and functions there."""
     for name, layer in network.named_modules():
         if next(_own_tensors(layer), None) is not None:
             yield name, layer

@@ -51,7 +51,7 @@ from fl_lightning.nas.sub_networks.recalibration import (
 @final
 @dataclass(frozen=True)
 class AccuracyPredictor:
-    """When a predictor is fitted, and on what.
+    """Time and data of a predictor's fit.
 
     Attributes:
         start: part of a run's rounds before it begins, in [0, 1).
@@ -119,7 +119,7 @@ class ForestPredictor:
 
 
 def _features(architectures: Sequence[Architecture]) -> npt.NDArray[np.int64]:
-    """The choices; -1 for what has no effect, which is less than any option."""
+    """The choices; -1, which is below any option, for decisions without an effect."""
     rows = []
     for architecture in architectures:
         choices = np.array(architecture.choices)
@@ -159,7 +159,7 @@ class RunPredictor:
             )
 
     def before_round(self, trainer: Trainer, module: Any) -> dict[str, float]:
-        """Fit it if the round that begins is the one; return what to log.
+        """Fit the predictor if its round begins; returns numbers to log.
 
         Raises:
             ConfigurationError: if there are no training examples to score on.

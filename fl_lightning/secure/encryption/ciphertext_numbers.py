@@ -106,7 +106,7 @@ of security: use fewer or smaller primes, or degree 16384
 
     @property
     def largest(self) -> float:
-        """Sums must be smaller, and so must be what is added up."""
+        """Bound of sums and of their terms."""
         return 2.0 ** (self._sum_bits - self.scale_bits - 3)
 
     @property
@@ -199,7 +199,7 @@ def numbers_of(ciphertext: Any) -> Numbers:
 
 
 def vector_bytes(numbers: Numbers, like: Any) -> bytes:
-    """Return what TenSEAL reads as an encrypted vector with these numbers.
+    """Bytes that TenSEAL reads as an encrypted vector with these numbers.
 
     Args:
         numbers: of a sum.
@@ -296,7 +296,7 @@ class LinearTags:
         self._factors = factors.reshape(NUM_TAGS, len(self._primes), -1, min(_BLOCK, length))
 
     def of(self, ciphertexts: Iterable[Numbers], sender: Sender) -> list[Tags]:
-        """Return the tags of what a sender has encrypted, one after the other."""
+        """Tags of a sender's ciphertexts, in order."""
         parts = list(ciphertexts)
         pads = self._pads(sender, len(parts))
         return [

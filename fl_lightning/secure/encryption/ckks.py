@@ -1,4 +1,4 @@
-"""Sums of encrypted updates with CKKS: the server adds what it cannot read.
+"""Sums of encrypted updates with CKKS: the server adds ciphertexts that it cannot read.
 
     Σ_i Enc(a_i x_i) ≈ Enc(Σ_i a_i x_i)         a_i: client i's share of the examples
 
@@ -117,7 +117,7 @@ class CKKSClient:
     def encrypt(
         self, values: Tensor, client: int = 0, fewest: int = 2
     ) -> tuple[EncryptedUpdate, Sender]:
-        """Return an update, encrypted, and what whoever opens the sum is told of its sender.
+        """Encrypt an update; returns it with the sender's facts for the client that opens the sum.
 
         Args:
             values: an update times its share of the sum, shape (size,).

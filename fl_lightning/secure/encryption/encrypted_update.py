@@ -28,7 +28,7 @@ _KIND = "encrypted"
 
 @dataclass(frozen=True, eq=False)
 class EncryptedUpdate:
-    """Ciphertexts, and what is not encrypted.
+    """Ciphertexts, and the values that stay clear.
 
     Args:
         ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds;
@@ -157,11 +157,11 @@ class CKKSLayout:
         return -(-self.num_encrypted // self.parameters.slots)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Return what goes into each ciphertext."""
+        """Values of each ciphertext."""
         return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is encrypted and what is not."""
+        """Values to encrypt, and those that stay clear."""
         if self.selected is None:
             return values, values[:0]
         is_clear = torch.ones(self.size, dtype=torch.bool)

@@ -69,7 +69,7 @@ class PaillierSum:
         self._seconds = time.process_time() - began
 
     def num_ciphertexts(self, size: int) -> int:
-        """Return how many ciphertexts of ``width`` bytes a vector of so many integers fills.
+        """Number of ciphertexts, of ``width`` bytes each, of a vector with this number of integers.
 
         Raises:
             ConfigurationError: if encrypting so many takes longer than is allowed.
@@ -152,7 +152,7 @@ shorter keys can be broken; 3072 is the default
         self.key_bits, self.clip, self.max_seconds = key_bits, clip, max_seconds
 
     def begin(self, terms: Terms, max_examples: int) -> PaillierSum:
-        """Return what encrypts a run's updates, with new keys."""
+        """Return the encryption of a run's updates, with new keys."""
         most = {
             "num_clients": max(FEWEST_CLIENTS, terms.most_clients),
             "max_examples": max_examples,
@@ -185,7 +185,7 @@ class PaillierRound:
         paillier.num_ciphertexts(layout.num_encrypted + 1)  # with the examples; refuses too many
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
-        """Return what a client sends."""
+        """Encrypt a client's update."""
         values, clear = self._layout.parted(delta.detach().double().cpu())
         draws = numpy_generator(self._seed, "encrypted rounding", self._layout.round_index, sender)
         integers = self._paillier.quantiser.encode(values, num_examples, draws.random)
@@ -202,7 +202,7 @@ class PaillierRound:
         return EncryptedUpdate(ciphertexts, clear.float())
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Return what a client decrypts, divided by the examples of all, float64."""
+        """Decrypt the sum, divided by the examples of all, float64."""
         size = self._layout.num_encrypted + 1
         values = self._paillier.quantiser.mean(self._paillier.decrypt(total.ciphertexts, size))
         return self._layout.joined(values, total.clear.double() * (self._most / num_examples))

@@ -377,7 +377,7 @@ client has taken part in round 3
         self._latest[run] = round_index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be kept."""
+        """Return the latest used rounds, which a restart must know."""
         return {"kind": "used rounds", "latest": dict(self._latest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

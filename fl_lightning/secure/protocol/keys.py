@@ -1,4 +1,4 @@
-"""Keys of one party for one round, what two parties agree on, sealed shares and signatures.
+"""Keys of one party for one round, keys agreed by two parties, sealed shares, signatures.
 
     secret(u, v, purpose) = HKDF-SHA256(X25519(a_u, A_v), info = purpose, session, u, v, A_u, A_v)
 
@@ -124,7 +124,7 @@ of them was told other keys of the other
 
 
 def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
-    """Return what was sealed.
+    """Open a sealed box.
 
     Raises:
         ForgedError: if the box is not what this sender sealed for this receiver in this session.

@@ -66,7 +66,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class SealedShares:
-    """The shares of a client's two secrets, and what binds it to them: see `commitments`.
+    """The shares of a client's two secrets, and its commitments to them, see `commitments`.
 
     Attributes:
         commitment: to its seed.

@@ -1,4 +1,4 @@
-"""The server of a secure sum, which learns the sum and who is in it, and nothing else.
+"""The server of a secure sum, which learns the sum and its clients, and nothing else.
 
     stage by stage: take messages until the stage is closed; who was silent has dropped
 
@@ -64,7 +64,7 @@ Shares = dict[int, dict[int, bytes]]
 
 
 class SecureServer:
-    """Takes clients' messages stage by stage, and writes what they are answered.
+    """Reads the clients' messages stage by stage, and writes the answers.
 
     Args:
         session: what all have agreed on.

@@ -121,7 +121,7 @@ _PLACES = struct.Struct("<2I")
 
 
 def seed_commitment(session: Session, place: int, seed: bytes) -> bytes:
-    """Return what a client publishes of its seed, 32 bytes."""
+    """Commitment to a client's seed, which it publishes, 32 bytes."""
     return _hash("seed", session, place, place, seed)
 
 
@@ -144,7 +144,7 @@ def share_hash(session: Session, what: str, dealer: int, holder: int, share: byt
 
 
 def share_hashes(session: Session, dealer: int, holder: int, shares: bytes) -> bytes:
-    """Return what a client publishes of the two shares that one holder gets."""
+    """Hashes of the two shares that one holder gets, which their dealer publishes."""
     parts = (("keys", shares[:SHARE_SIZE]), ("seeds", shares[SHARE_SIZE:]))
     return b"".join(share_hash(session, what, dealer, holder, share) for what, share in parts)
 
