@@ -57,12 +57,9 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """A constructor's error on its way through the parser, which turns an `Exception` into others.
+    """The error of a class that refuses its options, on its way through the parser.
 
-    Args:
-        kind: the class.
-        options: what it was given.
-        error: what it raised.
+    It is no `Exception`, which the parser would turn into others.
     """
 
     def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
@@ -148,8 +145,8 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
         text = _with_path(f"{_ADDED.get(start, '')}{error}", "trainer", options)
         option = re.match(r"trainer\.(\w+)", text)
         value = str(options[option[1]]) if option else ""
-        given = "" if value in text else f", got {value}"
-        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
+        text = shortened(text).rstrip(".")
+        raise ConfigurationError(text if value in text else f"{text}, got {value}") from error
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
