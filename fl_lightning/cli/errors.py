@@ -57,10 +57,7 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """The error of a class that refuses its options, on its way through the parser.
-
-    It is no `Exception`, which the parser would turn into others.
-    """
+    """A constructor's error on its way through the parser, which would change an `Exception`."""
 
     def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
         super().__init__(str(error))
