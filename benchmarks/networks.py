@@ -151,7 +151,8 @@ class TabularNetwork(nn.Module):
         values = rows[:, :count].long().unbind(1)
         embedded = torch.stack([e(v) for e, v in zip(self.columns, values, strict=True)], 1)
         mixed = self.attention(embedded).flatten(1)
-        return self.head(torch.cat([mixed, rows[:, count:]], 1))
+        logits: Tensor = self.head(torch.cat([mixed, rows[:, count:]], 1))
+        return logits
 
 
 def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:

@@ -86,6 +86,7 @@ def federation(work: Workload, options: Options) -> Federation:
 def engine_of(trainer: Trainer) -> str:
     """Return how clients are trained in a fit that runs, as the engine itself knows it."""
     federation = next(c for c in trainer.callbacks if isinstance(c, Federation))  # type: ignore[attr-defined]
+    assert federation.rounds is not None
     engine = federation.rounds.clients.engine
     if engine.slots is None:
         return ", ".join(["sequential", *engine.state_dict()["speedups"]])

@@ -54,7 +54,7 @@ CAPS = {
     "engines": (3824, 19),
     "experiments": (2750, 12),
     "federation": (11389, 59),
-    "flower": (8447, 38),
+    "flower": (8449, 38),
     "kernels": (1635, 11),
     "models": (1490, 8),
     "nas": (11047, 46),

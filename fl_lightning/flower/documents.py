@@ -52,13 +52,13 @@ def check_fields(message: Any) -> None:
     Raises:
         MessageError: naming the field.
     """
-    for name, kind in _kinds(type(message)).items():
+    for name, kind in _kinds(type(message)).items():  # type: ignore[arg-type]
         _check(name, getattr(message, name), kind)
 
 
 def document_of(message: Any) -> dict[str, Any]:
     """Return a message as plain JSON."""
-    kinds = _kinds(type(message)).items()
+    kinds = _kinds(type(message)).items()  # type: ignore[arg-type]
     return {n: _written(getattr(message, n), kind) for n, kind in kinds if n != _BESIDE}
 
 

@@ -206,8 +206,9 @@ def stage_of(order: Order) -> SecureStage | EncryptedStage:
     Raises:
         ValueError: if it is none.
     """
-    kind = EncryptedStage if "senders" in order.options else SecureStage
-    return read_document(kind, dict(order.options))
+    if "senders" in order.options:
+        return read_document(EncryptedStage, dict(order.options))
+    return read_document(SecureStage, dict(order.options))
 
 
 _NONCE_SIZE = 12

@@ -208,7 +208,7 @@ class HiddenUpdates(Aggregator):
 
     @property
     @override
-    def protection(self) -> Self:
+    def protection(self) -> Any:
         return self
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:

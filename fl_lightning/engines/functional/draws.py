@@ -322,7 +322,7 @@ def small_attention() -> Iterator[None]:
     It fuses them with what is around them. A library's matrix products of some ten numbers, one for
     each example and head, took half the time of a TabTransformer's step in slots.
     """
-    F.scaled_dot_product_attention = _compiled_attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = _compiled_attention
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ class Reply:
         for client in clients:
             said, reason = given.get(client), self.reason or "its site's answer has nothing of it"
             if said is not None and said.failure is not None:
-                said, reason = None, CATEGORIES[said.failure]
+                reason, said = CATEGORIES[said.failure], None
             yield Part(
                 client,
                 self,
