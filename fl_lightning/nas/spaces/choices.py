@@ -108,7 +108,7 @@ class ValueChoice(OpenSize):
         return self.options[-1]
 
     def follow(self, first: ValueChoice) -> None:
-        """Be one decision with an earlier choice of this label."""
+        """Join an earlier choice of this label: both are one decision."""
         self._index = first._index
 
 
