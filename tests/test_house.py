@@ -47,7 +47,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (2100, 13),
-    "cli": (4385, 22),
+    "cli": (4384, 22),
     "client": (4204, 21),
     "core": (2484, 15),
     "data": (6804, 30),

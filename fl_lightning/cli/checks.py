@@ -137,8 +137,8 @@ def _check_time(value: Any) -> None:
 def _check_folder(value: Any) -> None:
     folder = Path(value or ".")
     nearest = next((path for path in (folder, *folder.parents) if path.exists()), Path())
-    is_fine = nearest.is_dir() and os.access(nearest, os.W_OK)
-    if not is_fine or nearest.is_relative_to("/proc"):
+    is_fine = nearest.is_dir() and not nearest.is_relative_to("/proc")
+    if not (is_fine and os.access(nearest, os.W_OK)):
         raise ConfigurationError(
             f"trainer.default_root_dir must be a folder that can be written to, got {value}"
         )

@@ -57,13 +57,7 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """A constructor's error on its way through the parser, which turns an `Exception` into others.
-
-    Args:
-        kind: the class.
-        options: what it was given.
-        error: what it raised.
-    """
+    """A constructor's error on its way through the parser, which would change an `Exception`."""
 
     def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
         super().__init__(str(error))
@@ -148,8 +142,8 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
         text = _with_path(f"{_ADDED.get(start, '')}{error}", "trainer", options)
         option = re.match(r"trainer\.(\w+)", text)
         value = str(options[option[1]]) if option else ""
-        given = "" if value in text else f", got {value}"
-        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
+        text = shortened(text).rstrip(".")
+        raise ConfigurationError(text if value in text else f"{text}, got {value}") from error
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:

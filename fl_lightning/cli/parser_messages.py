@@ -22,7 +22,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from typing_extensions import get_protocol_members
 
@@ -265,19 +264,25 @@ def _unfinished_class(found: Complaint) -> str | None:
             protocol = imported(public_paths().get(name, ""))
             members = sorted(get_protocol_members(protocol)) if protocol is not None else ()
             if any(hasattr(own, member) for member in members):
-                needs = "; ".join(_written(member, getattr(protocol, member)) for member in members)
-                return f"{found.path}: {path} is a {name} once it has, annotations and all: {needs}"
+                needs = [
+                    f"{member}{inspect.signature(call)}"
+                    if callable(call)
+                    else f"a property {member}"
+                    for member in members
+                    for call in [getattr(protocol, member, None)]
+                ]
+                said = f"{path} is a {name} once it has, annotations and all: {'; '.join(needs)}"
+                return f"{found.path}: {said}".replace("'", "")
     return None
-
-
-def _written(name: str, member: Any) -> str:
-    if isinstance(member, property):
-        return f"a property {name}"
-    return f"{name}{inspect.signature(member)}".replace("'", "")
 
 
 def _wrong_class(found: Complaint) -> str | None:
     given = found.given or ""
+    if nested := re.fullmatch(r"NestedArg\(key='(.*)', val='(.*)'\)", given):
+        said = (
+            f"{found.path}.{nested[1]}: got {nested[2]}, but no class: give {found.path} one first"
+        )
+        return f"{said}. {where_listed(found.path)}"
     others = [reason for reason in found.reasons if not _NO_CLASS.match(reason)]
     if len(others) == len(found.reasons):
         return None
