@@ -3,8 +3,8 @@
     cohort → down → for every update of its clients: up → receive → the server's step
 
 Clients train wherever they are: in the module, in slots, at sites (`Clients`). What else happens in a
-round is a `Stage`. How updates become one is the server's affair. What surrounds a round in a fit, such as
-masks that change between rounds and several processes, is in `fit_rounds`.
+round is a `Stage`. How updates become one is the server's affair. What surrounds a round in a fit,
+such as masks that change between rounds and several processes, is in `fit_rounds`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Round:
         memory: what clients remember.
         skips_failures: whether a round goes on without clients whose update cannot be used.
         min_replies: fewest updates of a round in which anybody takes part.
-        processes: that train clients of a round; they have told each other their updates before `step`.
+        processes: that train clients of a round; they have exchanged their updates before `step`.
 
     Attributes:
         record: what is known of the present round, or of the last one until the next begins.
@@ -170,8 +170,8 @@ class Round:
     def _transaction(self) -> Iterator[None]:
         """Undoes the updates that have come inside this block if it raises.
 
-        Clients that train together in slots count as a whole or not at all: if slots meet what they cannot
-        run, or a run is interrupted and saved, no half of a group may remain.
+        Clients that train together in slots count as a whole or not at all: if slots meet what they
+        cannot run, or a run is interrupted and saved, no half of a group may remain.
         """
         states = [_copied(part.round_state()) for part in self._parts]
         noted, waiting = self.record.state_dict(), self.memory.waiting_keys
