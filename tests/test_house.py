@@ -59,7 +59,7 @@ CAPS = {
     "models": (1490, 8),
     "nas": (11584, 47),
     "privacy": (2499, 13),
-    "secure": (4577, 21),
+    "secure": (4558, 21),
     "reports": (3167, 14),
     "server": (4020, 19),
     "sparsity": (3225, 22),

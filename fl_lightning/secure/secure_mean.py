@@ -226,22 +226,3 @@ class SecureMean(HiddenIntegers):
 
     def _shared_seed(self) -> int:
         return derive_seed(self.terms.seed, "secure coordinates", self._round_index)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return whose updates there are, their integers or those of their sum, and of which steps."""
-        return {**super().state_dict(), "quantiser": vars(self._quantiser).copy()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Raises:
-            ConfigurationError: if the integers are of other steps than this run's.
-        """
-        saved, own = state.get("quantiser"), vars(self._quantiser)
-        if state["clients"] and saved != own:
-            raise ConfigurationError(
-                f"SecureMean: the checkpoint is from inside a round whose integers are of {saved}, "
-                f"and this run's are of {own}: resume with the options of the run that wrote it, or "
-                "from the end of a round"
-            )
-        super().load_state_dict(state)
