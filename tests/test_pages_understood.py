@@ -26,6 +26,7 @@ READ_ELSEWHERE = {"extending", "sweeps", "experiments", "network"}
 READ_ELSEWHERE |= {
     "architecture_search",
     "networks_of_all_sizes",
+    "own_spaces",
     "search_without_training",
     "search_results",
 }

@@ -195,7 +195,7 @@ def test_the_table(monkeypatch, capsys):
         if "benchmarks.turns" in command:
             seconds = {"bare": [1.0, 2.0], "bare_best": [0.5, 1.0], "ours": [1.5, 3.0]}
             of_full = {"best_full": "by hand, channels last", "bare_full": [2.0, 4.0]}
-            return {"best": "fused", "difference": 1e-7, **seconds, **of_full}
+            return {"best": "fused", "engine": "slots", "difference": 1e-7, **seconds, **of_full}
         if "benchmarks.rivals.pfl" in command:
             raise MeasurementError("no such package")
         return {"seconds": [3.0, 3.0], "bare": [1.0, 1.0], "start_up": 2.0, "peak_mb": 1000.0}
@@ -210,12 +210,12 @@ def test_the_table(monkeypatch, capsys):
     assert title.startswith("W3: ")
     labels = [row[:44].strip() for row in rows]
     full = "bare in 32-true (by hand, channels last)"
-    assert labels == [full, "bare", "bare (best: fused)", "ours", "pfl", "flwr"]
+    assert labels == [full, "bare", "bare (best: fused)", "ours (slots)", "pfl", "flwr"]
     assert rows[4].endswith("n/a: no such package")
     assert all(len(row) == len(HEADER) for row in (*rows[:4], rows[5]))
     assert rows[0].split()[-6:] == ["3", "2.00", "4.00", "2.0", "1,000", "-"]
     assert rows[5].split()[1:] == ["3", "3.00", "6.00", "2.0", "1,000", "-"]
-    assert rows[3].split()[1:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
+    assert rows[3].split()[2:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
