@@ -153,7 +153,7 @@ class RoundGroups:
         return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
-        """Return how many clients were drawn for a round that takes none, because they are few."""
+        """Return the number of clients drawn for a round that takes none, because they are few."""
         drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
         return drawn if drawn < self.fewest else 0
 
@@ -212,7 +212,7 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
 
 
 def limited(count: int, limit: float) -> int:
-    """Return how many of so many are left: at most ``limit``, or as a float that share.
+    """Return the number left of so many: at most ``limit``, or as a float that share.
 
     Example:
         >>> limited(10, 3), limited(10, 0.25), limited(10, 1.0)

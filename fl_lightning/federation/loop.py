@@ -130,7 +130,7 @@ def training_loader(trainer: Trainer) -> Any:
 
 
 def progress(trainer: Trainer) -> dict[str, Any]:
-    """Return how many rounds were done."""
+    """Return the number of rounds done."""
     steps = _steps(trainer).state_dict()
     return {"epochs": trainer.fit_loop.epoch_progress.state_dict(), "steps": steps}
 

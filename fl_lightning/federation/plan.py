@@ -166,7 +166,7 @@ class WorkPlan:
         return zip(map(read_some, parts), work.sizes, strict=True)
 
     def batches_of_steps(self, work: ClientWork) -> list[int]:
-        """Return how many batches each of a client's local steps takes; none reaches over epochs."""
+        """Return the number of batches in each local step of a client; no step reaches over epochs."""
         total, most = len(work.sizes), self._local_work.accumulate
         if most == 1 or not total:
             return [1] * total

@@ -304,7 +304,7 @@ class AroundFit(Stage):
 
     @abstractmethod
     def training_begins(self, trainer: Trainer) -> None:
-        """Say what is to be said before the first round."""
+        """Log what users should know before the first round."""
 
     @abstractmethod
     def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
@@ -393,7 +393,7 @@ class Stages(Iterable[Stage]):
         return gradient
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Find what a client learns from its own update; returns a function that stores all of it."""
+        """Learn from a client's own update; return a function that stores all of it."""
         learnt = [stage.learn(update, work, start) for stage in self._learning]
 
         def remember() -> None:

@@ -173,7 +173,7 @@ class Calendar:
 def _clients_per_group(
     trainer: Trainer, module: LightningModule, options: Options, data: FederatedDataModule
 ) -> int:
-    """Return how many clients make up a group."""
+    """Return the number of clients in a group."""
     if options.clients_per_group is not None:
         return options.clients_per_group
     per_epoch = data.clients.num_examples.mean() / data.batch_size

@@ -139,7 +139,7 @@ def _unfinished(target: Path) -> Path:
 
 @contextmanager
 def _in_a_sentence(target: Path) -> Iterator[None]:
-    """Say what keeps a checkpoint from being written, and leave no part of it."""
+    """Raise the reason why a checkpoint cannot be written, and leave no part of it."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # PyTorch's writer tells of a full disk by the latter

@@ -67,7 +67,7 @@ _USES_OF_A_KERNEL = 100
 
 
 def num_short_clients(module: nn.Module, steps_per_client: float, batch_size: int) -> int:
-    """Return how many clients to train between two looks at the loop, at least 1.
+    """Return the number of clients to train between two looks at the loop, at least 1.
 
     Args:
         module: the model.

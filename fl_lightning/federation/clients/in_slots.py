@@ -237,7 +237,7 @@ class InSlots:
 def raise_if_impossible(
     trainer: Trainer, accumulate: int, one_at_a_time: str | None = None
 ) -> None:
-    """Find what rules out slots before anything runs.
+    """Find reasons against slots before anything runs.
 
     Args:
         trainer: set up for fitting.

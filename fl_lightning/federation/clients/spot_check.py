@@ -100,7 +100,7 @@ def drawn(work: GroupWork, fraction: float) -> GroupWork:
 
 
 def remark_of(fraction: float) -> str:
-    """Return how many clients are checked, for the line that says how they train."""
+    """Return the share of checked clients in words, for the line on the engine."""
     if fraction == 0:
         return ", none of them checked (federation.spot_check: 0)"
     if fraction == 1:

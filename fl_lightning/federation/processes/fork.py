@@ -206,7 +206,7 @@ def can_fork() -> bool:
 
 
 def num_usable_cores() -> int:
-    """Return how many processes can compute at once without being in each other's way.
+    """Return the number of processes that can compute at once without being in each other's way.
 
     Physical cores, and no more than this process may use: two threads of one core share its arithmetic units.
     """

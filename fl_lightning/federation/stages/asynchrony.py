@@ -54,7 +54,7 @@ class ServerStep:
     in_flight: frozenset[int]  # versions from which somebody is still at work
 
     def staleness(self, present: int) -> float:
-        """Return how many steps the server took between start and arrival, on average."""
+        """Return the mean number of server steps between start and arrival."""
         return sum(present - version for version in self.versions.values()) / len(self.versions)
 
 

@@ -199,13 +199,13 @@ class Corrector(Correcting, SpansNetwork):
         return (upload._replace(num_bytes=num_bytes),)
 
     def _bytes_up(self, like: Tensor) -> int:
-        """Return how many bytes a client sends besides its update: the change of its memory."""
+        """Return the bytes that a client sends besides its update: the change of its memory."""
         rule = self.correction
         travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
         return _num_bytes(like) if travels else 0
 
     def _bytes_down(self, like: Tensor) -> int:
-        """Return how many bytes a client gets besides the model, shape (k,): the mean."""
+        """Return the bytes that a client gets besides the model, shape (k,): the mean."""
         rule = self.correction
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 

@@ -86,7 +86,7 @@ class ExampleRounds(PrivateStage):
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Say whose steps come next."""
+        """Name the client whose steps come next."""
         self._whose = turn.work.client_id, turn.work.round_index
         yield
 

@@ -89,7 +89,7 @@ class PrivacyLedger(Generic[M]):
         return self._earlier.epsilon + own
 
     def _allowed_rounds(self) -> int | None:
-        """Return how many rounds the budget allows, of those planned; None without a budget."""
+        """Return the number of rounds that the budget allows, of those planned; None without a budget."""
         budget, planned = self._privacy.epsilon, self._num_rounds
         if budget is None:
             return None
@@ -313,7 +313,7 @@ class PrivateStage(AroundFit):
         self.load_state_dict(earlier.state_dict())
 
     def training_begins(self, trainer: Trainer) -> None:
-        """Say what is promised and what is not; stop where nothing is left."""
+        """Log the promise and its limits; stop where no budget is left."""
         self.say_cost(trainer)
         self.ledger.stop_within_budget(trainer, trainer.current_epoch)
 

@@ -264,7 +264,7 @@ class LoopbackChannel:
             threading.Thread(target=self._ask, args=[site, message, ttl], daemon=True).start()
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return what has become of orders, site by site, after at most so many seconds."""
+        """Return the answers to orders, or their loss, site by site, after at most so many seconds."""
         until = time.monotonic() + seconds
         came: list[tuple[str, bytes | Lost]] = []
         while True:
