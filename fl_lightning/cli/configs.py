@@ -114,7 +114,7 @@ def _listed() -> Iterator[str]:
 
 
 def _first_line(path: Path) -> str:
-    """Return the first sentence of the comment at a file's top."""
+    """Return the opening comment of a file, up to its first period, colon or semicolon."""
     said: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):

@@ -11,6 +11,7 @@ and a later version cannot take an earlier one's place.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -163,8 +164,12 @@ class ClientMemory:
         """
         self.files_of_checkpoint = []
         if inside or self.is_small:
-            return {"present": [(*key, entry.read()) for key, entry in self._present.items()]}
+            return {"present": _contents(self._present)}
         return {"present": self._written(self._present)}
+
+    def state_with_waiting(self) -> dict[str, Any]:
+        """Return all that was committed, and what was put since: at a site it may count yet."""
+        return {"present": _contents(self._present), "new": _contents(self._new)}
 
     @property
     def is_empty(self) -> bool:
@@ -176,19 +181,22 @@ class ClientMemory:
         """True if all committed vectors fit inside a checkpoint."""
         return sum(e.num_bytes for e in self._present.values()) <= INSIDE_CHECKPOINT_BYTES
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Restore a state from `state_dict`.
+    def load_state_dict(
+        self, state: Mapping[str, Any], folder: Path | None = None, *, adopt: bool = False
+    ) -> None:
+        """Restore a state from `state_dict` or `state_with_waiting`.
 
         Args:
             state: from there.
             folder: where files are.
+            adopt: link them into the memory's own folder, where they outlive the checkpoint.
 
         Raises:
             ConfigurationError: if one is missing or of another length.
         """
         self._in_ram = 0
-        self._present = self._loaded(state["present"], folder)
-        self._new = {}
+        self._present = self._loaded(state["present"], folder, adopt=adopt)
+        self._new = self._loaded(state.get("new", []), folder, adopt=adopt)
         self._delete_unused()
 
     def _stored(self, vector: Tensor) -> _Entry:
@@ -216,7 +224,7 @@ class ClientMemory:
         self.files_of_checkpoint += [file for _, file in files]
         return [(*key, file.path.name, file.dtype, file.size) for key, file in files]
 
-    def _loaded(self, saved: list[Any], folder: Path | None) -> dict[Key, _Entry]:
+    def _loaded(self, saved: list[Any], folder: Path | None, *, adopt: bool) -> dict[Key, _Entry]:
         entries: dict[Key, _Entry] = {}
         for name, client, *what in saved:
             if len(what) == 1:
@@ -225,6 +233,9 @@ class ClientMemory:
             file = VectorFile((folder or Path()) / what[0], what[1], what[2])
             if not file.is_whole:
                 file.check()  # says what is wrong
+            if adopt:
+                file = file.linked(self._folder())
+                self._own_files.add(file)
             entries[name, client] = _Entry(None, file, is_checked=False)
         return entries
 
@@ -283,6 +294,22 @@ class VectorFile:
         """True if the file exists and has the right length."""
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
+    def linked(self, folder: Path) -> VectorFile:
+        """Return the same file in another folder, by a hard link or a copy, safely on the disk."""
+        there = replace(self, path=folder / self.path.name)
+        if not there.is_whole:
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = there.path.with_suffix(".unfinished")
+            unfinished.unlink(missing_ok=True)
+            try:
+                os.link(self.path, unfinished)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(self.path, unfinished)
+            with unfinished.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            os.replace(unfinished, there.path)
+        return there
+
     def read(self) -> Tensor:
         """Return the vector, mapped into memory: its pages are read when they are needed."""
         # copies what would be changed, so that torch does not warn of memory it may not write to
@@ -307,6 +334,10 @@ class VectorFile:
                 f"{self.path}, in which the checkpoint keeps what a client remembers, holds "
                 "something else: it was changed or damaged; resume from another checkpoint"
             )
+
+
+def _contents(entries: Mapping[Key, _Entry]) -> list[tuple[str, int, Tensor]]:
+    return [(*key, entry.read()) for key, entry in entries.items()]
 
 
 def _digest(dtype: str, content: npt.NDArray[np.uint8]) -> str:

@@ -106,9 +106,9 @@ class Round:
         for stage in self.stages.having["work"]:  # who will send
             work = stage.work(work, record)
         starts = self.stages.down(self.server.model, work)  # what they get
-        lost = record.lost[lost_before:]
-        record.finished += lost
-        record.total_bytes_down += starts[0][0].num_bytes * len(lost)
+        if lost := record.lost[lost_before:]:  # of nobody else there may be no start
+            record.finished += lost
+            record.total_bytes_down += starts[0][0].num_bytes * len(lost)
         for start, together in starts:
             with closing(self.clients.train(start, together, self._transaction)) as updates:
                 for sent in updates:

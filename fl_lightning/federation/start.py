@@ -235,7 +235,7 @@ def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tup
 
 
 def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
-    """Return the stage of a run's privacy, which must know who trains when; None if there is none.
+    """Return the stage that makes a run differentially private, or None if no privacy is set.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for.

@@ -88,7 +88,7 @@ class BandedMatrixDP(Privacy):
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
-        """Return the matrix mechanism; refuse two rounds of a client closer than ``bands`` rounds."""
+        """Return the matrix mechanism; raise if a client trains twice within ``bands`` rounds."""
         bands = self.bands or min(run.separation, _MOST_BANDS)
         if bands > run.separation:
             raise ConfigurationError(
@@ -318,7 +318,7 @@ class CorrelatedSums:
         return float(self._whole[self._index - back, back] / self.scale)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the round and the last rows."""
+        """Return the round index and the latest sums, before and after noise."""
         return {"index": self._index, "sums": self._sums, "released": self._released}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

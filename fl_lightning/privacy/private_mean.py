@@ -49,7 +49,7 @@ Release = Callable[[Tensor, int], Tensor]
 
 
 class PrivateMean(PrivateAggregator):
-    """The mean of clipped updates, with the number of updates that needed no clipping.
+    """Divides the sum of the clipped updates by the expected cohort size; counts unclipped updates.
 
     The attributes ``clip_norm``, ``release``, ``clips`` and ``coins`` are set before `open`.
 

@@ -120,7 +120,7 @@ class ResultsTable(Callback):
         begin_round(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print, unless a test is to follow."""
+        """Print the table of metrics, unless a test follows the fit."""
         if not self._waits:
             self.report(trainer)
 

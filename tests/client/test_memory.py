@@ -1,5 +1,7 @@
 """What clients remember: in RAM and on disk alike, and nothing before it counts."""
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -110,3 +112,26 @@ def test_files_keep_every_bit_and_tell_damage(tmp_path, dtype):
     file.path.write_bytes(content[:-1])
     with pytest.raises(ConfigurationError, match="of another length"):
         file.check()
+
+
+def test_what_waits_at_a_site_outlives_its_process():
+    memory = ClientMemory()
+    memory.put("control variate", 1, torch.ones(2))
+    memory.commit()
+    memory.put("control variate", 1, torch.full((2,), 3.0))
+    again = ClientMemory()
+    again.load_state_dict(memory.state_with_waiting())
+    assert again.get("control variate", 1).tolist() == [1, 1]
+    again.commit(1)
+    assert again.get("control variate", 1).tolist() == [3, 3]
+
+
+def test_adopted_files_outlive_their_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("fl_lightning.client.memory.INSIDE_CHECKPOINT_BYTES", 0)
+    memory = ClientMemory(ram_bytes=0, folder=lambda: tmp_path / "beside")
+    memory.put("personal", 2, torch.ones(4))
+    memory.commit()
+    again = ClientMemory(ram_bytes=0, folder=lambda: tmp_path / "own")
+    again.load_state_dict(memory.state_dict(inside=False), tmp_path / "beside", adopt=True)
+    shutil.rmtree(tmp_path / "beside")
+    assert again.get("personal", 2).tolist() == [1, 1, 1, 1]

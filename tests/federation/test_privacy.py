@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
@@ -30,6 +30,7 @@ from fl_lightning.data import FederatedNormalize
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.stages.private_rounds import kept_secret
 from fl_lightning.privacy.accounting.accountant import Accountant, Sampling
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.mechanism import AccountedRun
@@ -595,3 +596,15 @@ def test_memories_under_privacy_must_be_asked_for():
     start = weights(still_module())
     module, _ = run(1, module=still_module(), privacy=privacy, updates=[asked_for])
     assert 0 < float((weights(module) - start).norm()) <= 1e-3 * (1 + 1e-4)
+
+
+def test_over_a_network_a_resumed_run_draws_from_its_secret(tmp_path):
+    def trainer(ckpt_path=None):
+        made = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
+        made.ckpt_path = ckpt_path
+        return made
+
+    first = kept_secret(trainer())
+    assert (tmp_path / "cohorts.secret").stat().st_mode & 0o777 == 0o600
+    assert kept_secret(trainer("last.ckpt")) == first
+    assert kept_secret(trainer()) != first  # another run in the same folder

@@ -99,7 +99,7 @@ class RoundStart:
         return groups if any(groups) else []
 
     def take_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Use options for the round's local steps that were worked out elsewhere."""
+        """Set the optimizer options of each local step, as the server has computed them."""
         self.counts_steps = self._by_step is not None or bool(by_step)
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():

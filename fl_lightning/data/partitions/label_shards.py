@@ -76,7 +76,7 @@ class LabelShards(Partition):
         check_at_least("classes_per_client", self.classes_per_client, 1)
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Give each client random pieces of the label-sorted examples; see `Partition.assign`."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         self._check(class_sizes, num_clients)
@@ -161,7 +161,7 @@ def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) 
 
 
 def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """Number of examples of each class at each client, by the linear program above.
+    """Number of examples of each class at each client, by the linear program of `LabelShards`.
 
     Args:
         holders: the classes of each client, shape (num_clients, classes_per_client).

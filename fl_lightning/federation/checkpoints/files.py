@@ -73,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with _in_a_sentence(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             for file in files:
-                _link(file.path, folder / file.path.name)
+                file.linked(folder)
             unfinished = _unfinished(target)
             with unfinished.open("wb") as stream:
                 torch.save(checkpoint, stream)
@@ -102,18 +102,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def memory_folder(checkpoint: str | Path) -> Path:
     """Return the folder of the files to which a checkpoint refers."""
     return Path(f"{checkpoint}.client_memory")
-
-
-def _link(source: Path, target: Path) -> None:
-    if target.exists():
-        return
-    target.parent.mkdir(exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        unfinished = _unfinished(target)
-        shutil.copyfile(source, unfinished)
-        os.replace(unfinished, target)
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
@@ -272,7 +260,8 @@ class RunMemory:
             ConfigurationError: if they do not.
         """
         if state:
-            self.clients.load_state_dict(state, _folder(self._trainer.ckpt_path))
+            folder = _folder(self._trainer.ckpt_path)
+            self.clients.load_state_dict(state, folder, adopt=True)
 
 
 def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:

@@ -88,7 +88,7 @@ class FitClients:
         return True
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
-        """Find out what else than weights clients change; several processes take one answer.
+        """Find which tensors besides weights clients change; all processes use the same list.
 
         Returns:
             Whether that has become known now.

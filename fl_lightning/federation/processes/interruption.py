@@ -65,7 +65,7 @@ def _raise_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _install(handlers: Mapping[int, Handler]) -> dict[int, Handler]:
-    """Install handlers and return those before; in other threads than the main one there are none."""
+    """Install signal handlers and return the old ones; outside the main thread do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     before = {signum: signal.getsignal(signum) for signum in handlers}

@@ -12,12 +12,15 @@ because they send one after the other. Of several processes the first draws.
 Sampling amplifies privacy towards those who do not know who took part. So these cohorts do not follow from
 ``federation.seed``, which is in checkpoints and configurations, but from 256 bits of the operating system that
 nobody keeps. Rounds are drawn independently, so that a resumed run draws from a new secret at the same ε.
+Over a network the secret is kept, see `kept_secret`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from typing_extensions import override
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import Integers, secret_seed
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
@@ -88,6 +92,7 @@ class PrivateRounds(PrivateStage):
         self._round_index = 0
         # clients that add the noise are clipped by their sites, and come as they count
         self._at_sites = at_sites and privacy.clients_add_noise
+        self._keeps_secret = at_sites
         self._has_warned = False
         self._facts: dict[str, float] = {}
 
@@ -103,7 +108,8 @@ class PrivateRounds(PrivateStage):
     def enter(self, run: Run) -> None:
         """Draw cohorts whose sampling amplifies from a secret."""
         if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
-            run.groups.seed = run.ranks.gather(secret_seed())[0]
+            secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
+            run.groups.seed = run.ranks.gather(secret)[0]
             self.hides_cohorts = True
 
     def say_cost(self, trainer: Trainer) -> None:
@@ -217,7 +223,7 @@ class PrivateRounds(PrivateStage):
         self._clip_norm = adaptive.next_norm(self._clip_norm, share)
 
     def close(self, record: RoundRecord) -> None:
-        """Put what was spent into a round's record, and take out what may not be seen."""
+        """Record the privacy spent in a round; drop numbers that no noise protects."""
         self.ledger.note(record, self.ledger.spent() | self._facts)
 
     @override
@@ -228,3 +234,21 @@ class PrivateRounds(PrivateStage):
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         super().load_state_dict(state)
         self._clip_norm = state["clip_norm"]
+
+
+def kept_secret(trainer: Trainer) -> int:
+    """Return a new secret, or of a resumed run its old one, from a file for its owner alone.
+
+    Over a network only: a site that has trained its clients of a round refuses another cohort of it.
+    """
+    folder = own_run_folder(trainer)
+    file = Path("." if "://" in folder else folder, "cohorts.secret")
+    if trainer.ckpt_path is not None and file.exists():
+        return int(file.read_text(), 16)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished, secret = file.with_suffix(".unfinished"), secret_seed()
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as to:
+        to.write(f"{secret:x}\n")
+    os.replace(unfinished, file)
+    return secret

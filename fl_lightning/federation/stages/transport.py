@@ -98,7 +98,7 @@ class Transport(Stage):
 
 
 class TransformingTransport(Transport):
-    """Sends what transforms make of models and updates."""
+    """Applies transforms, such as compression, to models and updates that are sent."""
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the model as clients receive it."""

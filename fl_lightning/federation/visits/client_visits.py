@@ -189,7 +189,7 @@ def common_test_examples(trainer: Trainer, data: FederatedDataModule) -> ClientE
 def chosen_clients(
     data: FederatedDataModule, most: int, examples: ClientExamples | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the clients that have examples, increasing; if there are more, ``most`` of them.
+    """Return the sorted ids of clients with examples; draw ``most`` of them if there are more.
 
     Args:
         data: whose clients.

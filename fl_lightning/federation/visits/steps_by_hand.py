@@ -98,7 +98,7 @@ class TermByHand:
         return with_term
 
     def _add(self, optimizer: Optimizer) -> None:
-        """Add the term, unless it has been to these very gradients."""
+        """Add the term to the gradients, unless they already contain it."""
         sample = self._sample(optimizer)
         if sample is None or self._added.pop(optimizer, None) is not sample:
             self._of[optimizer].add(self._scale())

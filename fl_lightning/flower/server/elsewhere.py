@@ -196,7 +196,7 @@ class CalibrationAtSites:
     def scores(
         self, values: Mapping[str, Tensor], ids: tuple[int, int], asked: Mapping[int, int]
     ) -> Iterator[Scores]:
-        """Yield the scores of so many examples of each client, in the order given.
+        """Yield each client's sensitivity scores, in the order of ``asked``.
 
         Args:
             values: at which entries are scored, by name.

@@ -194,7 +194,7 @@ class RunAccount:
 
 
 def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[ReleaseCost]]:
-    """Releases of each client, by the cost of one."""
+    """Count each client's releases by their privacy cost."""
     found: dict[int, Counter[ReleaseCost]] = {}
     for entry in entries:
         cost = ReleaseCost(**entry["cost"])

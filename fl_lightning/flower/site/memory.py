@@ -26,7 +26,7 @@ from fl_lightning.sparsity.masks.mask import Mask
 
 
 class SiteMemory:
-    """Keeps it.
+    """Stores on a site's disk the state that its clients keep between rounds.
 
     Args:
         folder: of this run at this site.
@@ -103,7 +103,7 @@ class SiteMemory:
 
     def _write(self) -> None:
         state: dict[str, Any] = {
-            "memory": self._memory.state_dict(inside=True),
+            "memory": self._memory.state_with_waiting(),
             "learnt": self._learnt,
             "counted": self._counted,
             "mask": None if self.mask is None else self.mask.mask.state_dict(),

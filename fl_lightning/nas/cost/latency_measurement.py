@@ -282,7 +282,7 @@ def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accura
 
 
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; 0 where one of the two is constant, or nothing."""
+    """Return Spearman's rank correlation, or 0 if either sequence is constant or empty."""
     from scipy.stats import spearmanr
 
     is_constant = len(set(predicted)) < 2 or len(set(measured)) < 2

@@ -135,7 +135,7 @@ class Building:
         self._all: dict[str, tuple[Number, ...]] = {}
 
     def join(self, choice: ValueChoice) -> None:
-        """Make a new choice one of this module's decisions.
+        """Register a new choice: choices with the same label are one decision.
 
         Raises:
             ConfigurationError: if it cannot be one.

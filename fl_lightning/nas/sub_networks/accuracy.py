@@ -203,7 +203,7 @@ class RunPredictor:
         return {"scores": self._scores}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fit it again as it was."""
+        """Refit the accuracy predictor on the saved scores; the result is the same."""
         if self._options is not None and (scores := state.get("scores")):
             drawn = [self._space.parse(text) for text, _ in scores]
             self._fit(drawn, [score for _, score in scores])

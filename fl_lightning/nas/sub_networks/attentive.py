@@ -107,7 +107,7 @@ class Attentive(Method):
 
 @dataclass(frozen=True, eq=False)
 class CostBins:
-    """Distribution of uniform draws over bins of cost; computed by `bins_by_cost`.
+    """Shares of uniformly drawn sub-networks in each bin of cost, and their options.
 
     Attributes:
         space: of the sub-networks.
@@ -147,7 +147,7 @@ def bins_by_cost(
     num_drawn: int = 2000,
     num_bins: int = 25,
 ) -> CostBins:
-    """Draw sub-networks uniformly and count.
+    """Draw sub-networks uniformly and count how many fall into each bin of cost.
 
     Args:
         space: of sizes.

@@ -71,7 +71,7 @@ class EncryptedUpdate:
 
     @classmethod
     def decode(cls, data: bytes, *, num_ciphertexts: int, num_clear: int) -> EncryptedUpdate:
-        """Return the update.
+        """Read an encrypted update from a message and check its form.
 
         Args:
             data: from a stranger.
@@ -157,7 +157,7 @@ class CKKSLayout:
         return -(-self.num_encrypted // self.parameters.slots)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Values of each ciphertext."""
+        """Split the values into one part for each ciphertext."""
         return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ class Mask(Mapping[str, Tensor]):
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Join the first names of a list for a message.
+    """Join the first few names into text for a message, and say how many more there are.
 
     Example:
         >>> some(["a", "b", "c"], most=2)
