@@ -80,7 +80,7 @@ class TopK(Transform):
         return f"top-k {self.fraction:g}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Choose."""
+        """Keep the numbers of largest magnitude and drop the others."""
         if self.fraction == 1:
             return payload
         values = only_dense(payload, self.name)
