@@ -1,4 +1,4 @@
-"""What fine-tuning keeps of what a model knew before: its metrics on data of the earlier task."""
+"""Retention: the metrics of a fine-tuned model on data of the earlier task."""
 
 from __future__ import annotations
 

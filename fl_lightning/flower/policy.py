@@ -1,4 +1,4 @@
-"""What a site is and what it allows, by its ``site.yaml``, which only the site's people write.
+"""The name, the data and the permissions of a site, by its ``site.yaml``, which only the site's people write.
 
     name: hospital_a
     server: fl.example.org:8443  # where it connects to

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
+from torchmetrics import SumMetric
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
@@ -86,6 +87,36 @@ def test_resume_with_cohorts_of_varying_size(tmp_path):
     for moment in ("0-end", "1-group0", "1-group2", "2-validation"):
         module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
         assert torch.equal(weights(module), weights(expected)), moment
+
+
+class CountsExamples(ToyModule):
+    """Logs a torchmetrics object whose state is among the weights."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = SumMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(len(batch[0]))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("moment", ["1-group0", "1-group1", "1-end"])
+def test_a_metric_among_the_weights_counts_every_client_once(tmp_path, moment):
+    seen = []
+
+    class Notes(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append((trainer.current_epoch, float(trainer.callback_metrics["seen"])))
+
+    run(kind=CountsExamples, callbacks=[SaveEverywhere(tmp_path), Notes()])
+    expected = dict(seen)
+    seen.clear()
+    run(ckpt_path=tmp_path / f"{moment}.ckpt", kind=CountsExamples, callbacks=[Notes()])
+    assert seen
+    assert all(value == expected[number] for number, value in seen)
 
 
 class DrawsBetweenRounds(ToyModule):

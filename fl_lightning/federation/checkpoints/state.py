@@ -33,6 +33,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "server": server.state_dict(),
         "record": record.state_dict(),
         "prog_bar": sorted(run.collector.prog_bar),
+        "metrics": list(run.collector.metric_states(run.module)),
         "ranks": run.ranks.size,
         "groups": len(run.groups),
         "inside": server.is_open,
@@ -69,6 +70,8 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
             stage.load_state_dict(state.get(stage.key), server.model)
     rounds.record.load_state_dict(state["record"])
     run.collector.prog_bar |= set(state["prog_bar"])
+    for place in state["metrics"] if state["inside"] else ():
+        run.module.get_submodule(place).reset()  # persistent states hold clients that train again
     rounds.clients.engine.load_state_dict(state["engine"])
     run.memory.load_state_dict(state.get("memory", {}))
     run.groups.population.load_state_dict(state["population"])

@@ -34,7 +34,18 @@ from fl_lightning.server.server import as_aggregator
 
 # under which checkpoints hold what is no stage's
 RUN_KEYS: set[str | None] = {
-    *("space", "mask", "seed", "server", "record", "prog_bar", "ranks", "groups", "inside"),
+    *(
+        "space",
+        "mask",
+        "seed",
+        "server",
+        "record",
+        "prog_bar",
+        "metrics",
+        "ranks",
+        "groups",
+        "inside",
+    ),
     *("engine", "client_state", "memory", "population", "model"),
 }
 
