@@ -8,6 +8,8 @@ from golden.values import machine, read
 FAST = ("plain", "mask", "compressed", "scaffold")
 # Their weights depend on losses, for which there is no exact sum.
 NOT_EXACT = ("not exact", "afl", "qfedavg", "tilted_mean")
+# What they draw or round next depends on the last bit before: elsewhere they say nothing.
+BITS_ALONE = ("bfloat16", "local privacy")
 VALUES = read()
 RUNS = [
     pytest.param(
@@ -29,6 +31,8 @@ def test_a_run_gives_what_it_gave(name, variant, tmp_path):
         assert now["refused"] == before["refused"]
     elif VALUES["machine"] == machine():
         assert now == before
+    elif name in BITS_ALONE:
+        pytest.skip(f"recorded on another processor, {VALUES['machine']}")
     else:
         assert now["rough"] == pytest.approx(before["rough"], rel=1e-3, abs=1e-4)
 
