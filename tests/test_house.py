@@ -53,7 +53,7 @@ CAPS = {
     "data": (6804, 30),
     "engines": (3824, 19),
     "experiments": (2750, 12),
-    "federation": (11416, 59),
+    "federation": (11418, 59),
     "flower": (8448, 38),
     "kernels": (1635, 11),
     "models": (1490, 8),

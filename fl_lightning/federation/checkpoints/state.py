@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fl_lightning.core.metrics import metrics_of
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
@@ -71,7 +72,8 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     rounds.record.load_state_dict(state["record"])
     run.collector.prog_bar |= set(state["prog_bar"])
     for place in state["metrics"] if state["inside"] else ():
-        run.module.get_submodule(place).reset()  # persistent states hold clients that train again
+        for metric in metrics_of(run.module.get_submodule(place)):
+            metric.reset()  # a persistent state holds clients that train again
     rounds.clients.engine.load_state_dict(state["engine"])
     run.memory.load_state_dict(state.get("memory", {}))
     run.groups.population.load_state_dict(state["population"])
