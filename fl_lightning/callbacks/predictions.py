@@ -37,7 +37,7 @@ class Predictions(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew."""
+        """Forget the predictions of an earlier run."""
         self._loaders, self.path = {}, None
 
     @override

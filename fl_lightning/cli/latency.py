@@ -110,7 +110,7 @@ def _progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Networks:
-    """Which networks.
+    """The networks whose latency is measured.
 
     Attributes:
         space: of the networks.

@@ -118,7 +118,7 @@ def report_whereabouts(trainer: Trainer) -> None:
 
 
 def in_columns(line: str) -> str:
-    """Return a line as wide as the terminal, in two columns; elsewhere as it is."""
+    """Return a line in two columns, as wide as the terminal; without a terminal unchanged."""
     if not is_terminal(sys.stdout):
         return line
     label, _, text = line.partition(":")

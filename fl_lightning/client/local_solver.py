@@ -46,7 +46,7 @@ class LocalSolver:
         self._optimizers, self._pull = optimizers, pull
 
     def effective_steps(self, num_steps: Steps) -> float:
-        """Return ‖a‖₁ of so many local steps, of each optimizer or of all.
+        """Return ‖a‖₁ of a number of local steps, of each optimizer or of all.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD, or its parameter groups differ in it.

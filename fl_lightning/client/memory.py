@@ -285,7 +285,7 @@ class VectorFile:
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
+        """Length of the file in bytes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return self.size * itemsize
 

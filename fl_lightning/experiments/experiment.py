@@ -179,7 +179,7 @@ Resolve = Callable[[list[str]], str]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training.
+    """One training of an experiment: a variant with a seed.
 
     Attributes:
         variant: what it is a run of.

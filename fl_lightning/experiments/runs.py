@@ -145,7 +145,7 @@ class Watch:
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
-    """Return a run's last round, how many there are to be, and its first metric; None if it has none."""
+    """Return a run's last round, its planned rounds and its first metric; None if it has none."""
     try:
         with (run.folder / "run.log").open("rb") as file:
             file.seek(0, 2)

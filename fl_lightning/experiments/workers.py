@@ -217,7 +217,7 @@ class Workers:
         self._failures = 0
 
     def run(self, count: int) -> None:
-        """Run all trials that are left, so many at a time.
+        """Run the remaining trials, at most a given number at a time.
 
         Raises:
             TrialsFail: if several in a row fail, or the first one cannot work.

@@ -212,7 +212,7 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
 
 
 def limited(count: int, limit: float) -> int:
-    """Return the number left of so many: at most ``limit``, or as a float that share.
+    """Return the size of a cohort under a limit: at most ``limit``, or as a float that share.
 
     Example:
         >>> limited(10, 3), limited(10, 0.25), limited(10, 1.0)

@@ -57,7 +57,7 @@ _BIASED_TYPES = (ctypes.c_void_p, *_TYPES)
 
 @cache
 def flags(count: int) -> tuple[str, ...]:
-    """Return the compiler's for so many numbers side by side.
+    """Return the compiler's flags for a number of values side by side.
 
     Those are the channels of the output, or a kernel's row times the channels of the input where
     that is what is computed.

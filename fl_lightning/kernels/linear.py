@@ -30,7 +30,7 @@ _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
 
 @cache
 def flags(num_inputs: int) -> tuple[str, ...]:
-    """Return the compiler's for layers of so many inputs, which fill a vector at least."""
+    """Return the compiler's flags for a number of inputs, which fill at least one vector."""
     # -O3 would take twice as long to compile, and make nothing faster
     return ("-ffp-contract=fast", "-O2", *vector_flags(num_inputs if num_inputs >= 16 else 8))
 

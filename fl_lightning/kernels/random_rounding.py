@@ -64,7 +64,7 @@ def places_from(values: Tensor, least: Tensor) -> Tensor:
 
 
 def keys_below(seed: int, size: int, bound: int) -> tuple[Integers, Words]:
-    """Places and values of the words up to a bound, among so many of NumPy's PCG64.
+    """Places and values of the words up to a bound, among the next words of NumPy's PCG64.
 
     Example:
         >>> places, keys = keys_below(0, 1000, 2**63)

@@ -69,7 +69,7 @@ def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
 
 @cache
 def exchanges(count: int, first: int, end: int) -> npt.NDArray[np.int32]:
-    """Return places (i, j), i < j, whose values are to be exchanged where the first is larger.
+    """Return pairs (i, j), i < j; a sort exchanges their values where the first is larger.
 
     Args:
         count: how many values there are.

@@ -24,7 +24,7 @@ Curve = dict[int, float]  # round to value
 
 @dataclass(frozen=True)
 class RoundLine:
-    """One round.
+    """The logged numbers of one round.
 
     Attributes:
         number: of it, from 1.

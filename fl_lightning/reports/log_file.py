@@ -222,7 +222,7 @@ class RunLog(Callback):
             self._handler.handle(made)
 
     def _close(self) -> None:
-        """Leave the file, and everything as it was."""
+        """Close the file, and restore handlers and levels."""
         self._detach(self._handler or self._early)
         if self._handler is not None:
             if warnings.showwarning == self._show_warning:

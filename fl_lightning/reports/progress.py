@@ -142,7 +142,7 @@ class RoundProgressBar(ProgressBar):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count one."""
+        """Advance the bar by a batch."""
         if self._inner is not None and not trainer.sanity_checking:
             self._inner.done += 1
             self._draw()

@@ -53,7 +53,7 @@ class Ring:
 
     @property
     def modulus(self) -> int:
-        """R."""
+        """The modulus R = 2^bits."""
         return 1 << self.bits
 
     @property
@@ -78,7 +78,7 @@ class Ring:
         return values.astype(self.dtype, copy=False)
 
     def reduced(self, values: RingIntegers) -> RingIntegers:
-        """Return values of the ring's dtype modulo R; in place, where anything is to be done."""
+        """Return values of the ring's dtype modulo R; changed in place where they are not yet."""
         if self.bits < 8 * self.dtype.itemsize:
             values &= self.dtype.type(self.modulus - 1)
         return values

@@ -91,7 +91,7 @@ class SecureSum:
         self.session(max(4, self.min_survivors or 0), size=0)
 
     def is_active(self, size: int) -> bool:
-        """Return whether a sum of vectors of so many numbers is safe from an active server."""
+        """Return whether a sum of vectors of this size is safe from an active server."""
         if self.active is not None:
             return self.active
         is_possible = self.sparse is None and self.threshold >= 2 / 3

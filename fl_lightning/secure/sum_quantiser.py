@@ -161,7 +161,7 @@ class SumQuantiser:
 def fine_levels(
     *, num_clients: int, clip: float, max_examples: int, bits: int, accuracy: float, least: int
 ) -> int:
-    """Return so many levels that means are within ``accuracy``, or as many as the ring holds.
+    """Return enough levels for means within ``accuracy``, at most those that the ring holds.
 
     Args:
         num_clients: the most whose vectors are added.

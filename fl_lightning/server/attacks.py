@@ -192,7 +192,7 @@ class SignFlip:
 @final
 @dataclass(frozen=True)
 class GaussianNoise:
-    """Sends noise.
+    """Sends Gaussian noise instead of an update.
 
     Args:
         std: standard deviation σ ≥ 0 of every coordinate.

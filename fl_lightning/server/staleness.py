@@ -52,7 +52,7 @@ class PolynomialStaleness:
         check_range("exponent", self.exponent, "at least 0 and finite")
 
     def weight(self, staleness: int) -> float:
-        """Return s(τ)."""
+        """Return the weight s(τ) of an update τ steps late."""
         return float((1 + staleness) ** -self.exponent)
 
 
@@ -78,7 +78,7 @@ class HingeStaleness:
         check_range("grace", self.grace, "at least 0 rounds")
 
     def weight(self, staleness: int) -> float:
-        """Return s(τ)."""
+        """Return the weight s(τ) of an update τ steps late."""
         return 1 / (self.slope * max(0, staleness - self.grace) + 1)
 
 
@@ -117,7 +117,7 @@ class AsyncRule(ABC):
         return 1
 
     def weight(self, tau: int) -> float:
-        """Return s(τ)."""
+        """Return the weight s(τ) of an update τ steps late."""
         return (self.staleness or PolynomialStaleness()).weight(tau)
 
     @abstractmethod

@@ -186,7 +186,7 @@ class Cast(Transform):
         return self.dtype
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Round."""
+        """Round the numbers to half precision."""
         if isinstance(payload, Dense):
             dtype: torch.dtype = getattr(torch, self.dtype)
             largest = torch.finfo(dtype).max
@@ -225,7 +225,7 @@ class Affine(InBlocks):
         return f"affine {self.bits} bits{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Round."""
+        """Round the numbers to levels."""
         return with_values(payload, self._quantised, self.name)
 
     def _quantised(self, values: Tensor) -> Quantised:
@@ -281,7 +281,7 @@ class QSGD(InBlocks):
         return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Round."""
+        """Round the numbers to levels."""
         return with_values(payload, lambda values: self._quantised(values, seed), self.name)
 
     def _quantised(self, values: Tensor, seed: int) -> Quantised:

@@ -228,7 +228,7 @@ class PowerSGD(Transform):
 
     @property
     def needs_shapes(self) -> bool:
-        """Always."""
+        """True: see `Transform`."""
         return True
 
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
@@ -237,7 +237,7 @@ class PowerSGD(Transform):
 
     @property
     def approximates(self) -> bool:
-        """Always."""
+        """True: see `Transform`."""
         return True
 
     def sent_size(self, size: int) -> int:
@@ -262,7 +262,7 @@ class PowerSGD(Transform):
         return Dense(torch.cat(sent))
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Multiply factors."""
+        """Multiply the factors of each matrix."""
         parts = self._parts_of(size)
         if not any(part.rank for part in parts):
             return payload

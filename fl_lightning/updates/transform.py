@@ -90,7 +90,7 @@ class Transform(UpdateStep):
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """It alone."""
+        """The transform itself, alone."""
         return (self,)
 
     @property
@@ -159,7 +159,7 @@ class Chain(Transform):
 
     @property
     def name(self) -> str:
-        """All names."""
+        """Names of all transforms, joined by commas."""
         return ", ".join(self.names)
 
     @property
@@ -329,7 +329,7 @@ class ErrorFeedback(UpdateStep):
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """The transforms."""
+        """The transforms of the chain."""
         return tuple(self.transforms)
 
     @property

@@ -286,7 +286,7 @@ class OwnerScores:
         ids: tuple[int, int],
         tick: Callable[[], None] = lambda: None,
     ) -> Callable[[int, int], Scores]:
-        """Return the function that scores so many examples of an owner.
+        """Return the function that scores a given number of an owner's examples.
 
         Args:
             visit: to the module, see `scoring`.

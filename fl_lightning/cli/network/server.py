@@ -208,7 +208,7 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
 
 
 def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
-    """Refuse sites that cannot take part in encrypted sums, if there are to be any."""
+    """Refuse sites that cannot take part in encrypted sums, if the run has encrypted sums."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
         size = sum(each.numel() for each in model.parameters() if each.requires_grad)

@@ -110,7 +110,7 @@ class _Looking(Callback):
         self.has_looked = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look.
+        """Hand the scores of the loaded supernet to the search.
 
         Raises:
             ConfigurationError: for a model that is no supernet, and for weights that are no numbers.

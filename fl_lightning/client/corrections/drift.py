@@ -77,7 +77,7 @@ class FedProx(Correction):
 
     @property
     def pull(self) -> float:
-        """μ."""
+        """Strength of the pull towards the global model, μ."""
         return self.mu
 
 
@@ -199,7 +199,7 @@ class FedDyn(Correction):
 
     @property
     def pull(self) -> float:
-        """α."""
+        """Strength of the pull towards the global model, α."""
         return self.alpha
 
     def check_server(self, optimizer: Optimizer) -> None:

@@ -209,7 +209,7 @@ class FineTuned(Personalisation):
 
     @property
     def tuning_steps(self) -> int:
-        """How many."""
+        """Number of local steps that fine-tune a client's model."""
         return self.local_steps
 
     def names(self, module: nn.Module) -> list[str]:

@@ -259,7 +259,7 @@ class PoissonCohort(Cohort):
 
     @property
     def coin(self) -> float:
-        """The fraction."""
+        """Probability that a client takes part."""
         return self.fraction
 
     @property

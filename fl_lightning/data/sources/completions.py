@@ -174,7 +174,7 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tu
 def _encoded(
     tokenizer: Any, pieces: Pieces, max_length: int, mask_prompts: bool
 ) -> tuple[list[int], list[bool]]:
-    """Return tokens, and which of them are to be learnt.
+    """Return the tokens, and a mark for each that the loss counts.
 
     Pieces are tokenized by themselves: a prompt has the tokens that it has when nothing follows it yet.
     """

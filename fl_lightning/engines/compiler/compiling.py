@@ -89,7 +89,7 @@ class Compiled:
         self._checked, self._refuses = [], refuse
 
     def __call__(self, *args: Any) -> Any:
-        """Run it.
+        """Run the compiled step.
 
         Raises:
             HasChanged: if told to refuse changes; nothing is done then.

@@ -216,7 +216,7 @@ def _of_masks(trainer: Trainer) -> dict[str, Traits]:
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
-    """Refuse clients without examples, unless they are to be skipped."""
+    """Refuse clients without examples, unless failing clients are skipped."""
     empty = np.flatnonzero(data.clients.num_examples == 0)
     if len(empty) and on_client_failure == "raise":
         shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")

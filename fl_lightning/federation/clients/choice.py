@@ -291,7 +291,7 @@ class EngineChooser:
             self.slots = SlotEngine(self._trainer, self._local, self.slots.stacking)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice."""
+        """Return the chosen engine, for a checkpoint."""
         return {
             "is_settled": self.is_settled,
             "slots": None if self.slots is None else asdict(self.slots.stacking),

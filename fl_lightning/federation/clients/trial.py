@@ -115,7 +115,7 @@ class Trial:
     def seconds_in_slots(
         self, stacking: StackedOptions, sample: Sequence[ClientWork]
     ) -> tuple[SlotEngine, float]:
-        """Slots, compiled if they are to be, and the seconds of a client's step in them."""
+        """Return the slots of some options, and the seconds of a client's step in them."""
         engine = SlotEngine(self.trainer, self.local, stacking)
 
         def train() -> None:  # as a round does: updates are looked at and folded in

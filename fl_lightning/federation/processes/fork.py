@@ -187,7 +187,7 @@ class ForkLauncher:
             )  # there is nothing left to interrupt, and nobody to catch it
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Call the callbacks of the first process, which save what is to be saved after an error."""
+        """Call the callbacks of the first process, which save checkpoints after an error."""
         for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
             signal.signal(number, signal.SIG_IGN)
         if distributed.is_initialized():

@@ -277,7 +277,7 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Restore it."""
+        """Restore the kept models and the last arrivals."""
         if "present" not in state:
             raise ConfigurationError(
                 "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "

@@ -48,7 +48,7 @@ class SimulatedDevices(Stage):
 
 @dataclass(frozen=True)
 class VirtualTime:
-    """Simulated time."""
+    """Simulated time of a run: devices, arrivals, staleness."""
 
     fleet: Fleet | None = None  # the clients' devices; None if time is not simulated
     # how stale updates count; None if the server waits for its cohort

@@ -53,7 +53,7 @@ RUN_KEYS: set[str | None] = {
 def stages_of(
     run: Run, options: Options, aggregator: Aggregator, time: VirtualTime, private: Stage | None
 ) -> Stages:
-    """Return them.
+    """Return the stages of a run, in the order in which updates pass them.
 
     Raises:
         ConfigurationError: for what does not go together.

@@ -84,7 +84,7 @@ class PrivacyLedger(Generic[M]):
         self._end = end if end is None else (end, self._epsilon(end))
 
     def _epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε of the model after so many rounds of this fit."""
+        """Return ε of the model after a number of rounds of this fit."""
         own = self.mechanism.epsilon(self._before + rounds, quick=quick)
         return self._earlier.epsilon + own
 
@@ -159,7 +159,7 @@ class PrivacyLedger(Generic[M]):
         self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def spent(self) -> dict[str, float]:
-        """Return ε so far, and what is left of the budget, for logs."""
+        """Return ε so far and the remaining budget, for logs."""
         epsilon = self._epsilon(self.released, quick=True)
         if self._end is not None and self.released <= self._end[0]:
             epsilon = min(epsilon, self._end[1])  # the quick one is a little too high

@@ -187,7 +187,7 @@ class LightningStep:
         return loss_of(self._output(batch, index))
 
     def forget_gradients(self) -> None:
-        """Start anew."""
+        """Set all gradients to None."""
         for param in self._params:
             param.grad = None
 

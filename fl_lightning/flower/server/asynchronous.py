@@ -80,7 +80,7 @@ class VersionsAtSites(KeptVersions):
         self.arrivals = Arrivals(self._clock, *self._sizes, self._seed)
 
     def enter(self, run: Run) -> None:
-        """Learn where the order of arrival is to be written down."""
+        """Find the file for the order of arrival."""
         self._file = Path(own_run_folder(run.trainer), FILE)
 
     def open(self, round_index: int, model: GlobalModel) -> None:

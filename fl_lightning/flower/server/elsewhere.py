@@ -119,7 +119,7 @@ class DataElsewhere(FederatedDataModule):
 
 
 def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
-    """Return shards of so many examples; which ones, only sites know."""
+    """Return shards with the right numbers of examples; only sites know which examples."""
     lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
     return FlatShards(np.arange(lengths.sum()), lengths)
 

@@ -35,7 +35,7 @@ class Masks(Protocol):
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """Number of the present mask."""
 
 
 class Greeting:
@@ -138,7 +138,7 @@ class Counted(Stage):
         self._number = round_index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both."""
+        """Return the run and each client's last round that counted."""
         return {"run": self.run, "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:

@@ -168,7 +168,7 @@ class AtSite(Callback):
         self._desk.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer."""
+        """Answer the order with the round's updates."""
         if self._order is not None:
             rounds = self._rounds
             rounds.pay()

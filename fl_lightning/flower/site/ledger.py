@@ -72,7 +72,7 @@ class PrivacyBudget:
 
 
 class Ledger:
-    """Keeps it.
+    """Counts on disk the privacy that a site's clients have spent.
 
     Args:
         file: beside the memory of runs; made with the first release.

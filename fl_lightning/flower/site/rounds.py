@@ -126,7 +126,7 @@ class SiteRounds:
             self._clients.restore(model)
 
     def close_round(self) -> None:
-        """Leave the module with the model of the order: the server steps elsewhere."""
+        """Keep the order's model in the module: the step is the server's."""
 
     def hold(self, order: Order) -> None:
         """Load the model of an order into the module, to be evaluated."""

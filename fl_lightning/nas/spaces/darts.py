@@ -50,7 +50,7 @@ Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 @final
 @dataclass(frozen=True)
 class DARTS(CellSpace):
-    """The space.
+    """The cell space of DARTS.
 
     Three decisions a node: which two earlier nodes it reads, and an operation on each.
 

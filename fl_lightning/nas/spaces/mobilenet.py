@@ -50,7 +50,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 @final
 @dataclass(frozen=True)
 class MobileNet(StagedSpace):
-    """The space.
+    """The MobileNetV3 space of Once-for-All.
 
     Attributes:
         kernels: to choose from, odd.
@@ -100,7 +100,7 @@ class MobileNet(StagedSpace):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stages."""
+        """Stages of the network."""
         block = (
             NamedSize("kernel", "k", self.kernels),
             NamedSize("expansion", "e", self.expansions),

@@ -37,7 +37,7 @@ SKIP = "skip_connect"
 @final
 @dataclass(frozen=True)
 class MobileNetLayers(RowSpace):
-    """The space.
+    """The MobileNet space, an operation a layer.
 
     Attributes:
         sizes: whose widths, strides, activations and largest depth the network has; None: as

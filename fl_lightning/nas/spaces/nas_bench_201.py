@@ -51,7 +51,7 @@ EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 @final
 @dataclass(frozen=True)
 class NASBench201(RowSpace):
-    """The space.
+    """The cell space of NAS-Bench-201.
 
     Example:
         >>> space = NASBench201()

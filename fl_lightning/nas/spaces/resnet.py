@@ -44,7 +44,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 @final
 @dataclass(frozen=True)
 class ResNet(StagedSpace):
-    """The space.
+    """The ResNet space of Once-for-All.
 
     Attributes:
         stem: channels of the first convolution.
@@ -88,7 +88,7 @@ class ResNet(StagedSpace):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stages."""
+        """Stages of the network."""
         own = (NamedSize("width", "w", self.widths),)
         block = (NamedSize("expansion", "e", self.expansions),)
         return tuple(

@@ -201,7 +201,7 @@ class StagedSpace(SizeSpace):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The stages."""
+        """Stages of the network."""
 
     @abstractmethod
     def network(

@@ -46,7 +46,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ViT(StagedSpace):
-    """The space.
+    """The vision transformer space of AutoFormer.
 
     Attributes:
         image_side: of the images, in pixels.

@@ -240,7 +240,7 @@ def _fields(session: Session) -> dict[str, str]:
 
 
 def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[str, Form]:
-    """Return the forms of a message's tensors, whose tables have so many entries."""
+    """Return dtypes and shapes of a message's tensors, by the number of table entries."""
     counts = iter(entries)
     places: Form = ("U8", (packed_size(session.num_clients, 1),))
     forms: dict[str, Form] = {"client": ("I64", ())}
