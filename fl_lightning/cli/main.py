@@ -130,7 +130,9 @@ def _check_options(words: Sequence[str]) -> None:
     for match in filter(None, map(_OPTION.fullmatch, words)):
         if match["name"] not in known:
             close = difflib.get_close_matches(match["name"], known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "--federation.help lists what is."
+            hint = (
+                f"Did you mean {close[0]!r}?" if close else "--federation.help lists the options."
+            )
             raise ConfigurationError(
                 f"federation.{match['name']}: {match['name']!r} is not accepted by Federation. {hint}"
             )

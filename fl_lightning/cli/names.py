@@ -203,8 +203,8 @@ def where_listed(path: str) -> str:
     block, _, inside = path.replace(".init_args", "").partition(".")
     option = re.split(r"\W", inside)[0]
     if classes_of(block, option) is None:
-        return "See --help for what there is."
-    return f"--{block}.{option}.help lists what there is."
+        return "See --help for the options."
+    return f"--{block}.{option}.help lists the classes."
 
 
 @cache

@@ -199,7 +199,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
             return shortened(said)
     plain = " ".join(found.reasons).strip(" .")
     where = f"{found.path}: " if found.path and found.path not in plain else ""
-    return f"{shortened(f'{where}{plain}')}. See --help for what there is."
+    return f"{shortened(f'{where}{plain}')}. See --help for the options."
 
 
 def _unknown_option(found: Complaint) -> str | None:
@@ -207,7 +207,7 @@ def _unknown_option(found: Complaint) -> str | None:
     if match is None:
         return None
     option, owner = match["option"], found.class_path.rpartition(".")[2]
-    advice = "See --help for what there is."
+    advice = "See --help for the options."
     if owner == "Optimizer":  # the base of all: no class was named
         advice = "Say of which class it is: class_path: torch.optim.SGD, …"
     elif owner:
@@ -344,8 +344,8 @@ def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     if len(names) > most:
-        return "See --help for what there is."
-    return f"There are {', '.join(names)}." if names else "There is no option at all."
+        return "See --help for the options."
+    return f"There are {', '.join(names)}." if names else "The class has no options."
 
 
 def _options_of(class_path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Overview of a run before its first round: model, optimizer, federation, machine, partition."""
+"""Callbacks that log a run's model, optimizer, federation, machine and partition before the first round."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.log_file import detail, folder_of, software
 from fl_lightning.reports.progress import federation_of, unit
 
-# Schedules are worked out so many steps ahead, to tell the rate of the last round.
+# Most steps of a learning rate schedule that are computed ahead, for the rate of the last round.
 _MOST_STEPS_AHEAD = 20_000
 
 
 class RunOverview(Callback):
     """Logs a fit's model, optimizer, federation, machine and folder.
 
-    Beside what others say of themselves: the data (`PartitionReport`), the cost, the engine.
+    The data (`PartitionReport`), the cost and the engine are logged elsewhere.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it once, before the first round."""
-        folder = folder_of(trainer)  # which processes agree on: all must ask
+        """Log the overview, before the first round."""
+        folder = folder_of(trainer)  # a collective call: every process has to make it
         if not trainer.is_global_zero:
             return
         for name, fact in facts_of(trainer, pl_module):
@@ -48,12 +48,12 @@ class RunOverview(Callback):
             rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say why the fit has ended early, if it has."""
+        """Log the reason if early stopping has ended the fit."""
         if (reason := why_it_stopped(trainer)) is not None:
             rank_zero_info(f"stopped: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the first and the last learning rate, now that a checkpoint has set the schedules."""
+        """Log the first and the last learning rate; a checkpoint has restored the schedules by now."""
         federation = federation_of(trainer)
         if federation is not None and federation.rounds is not None:
             line = _rate_line(trainer, federation.rounds.run.by_step)
@@ -61,7 +61,7 @@ class RunOverview(Callback):
 
 
 def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
-    """Model, optimizers, federation and machine of a fit, in words by name."""
+    """Yield names and descriptions of a fit's model, optimizers, federation and machine."""
     yield "model", ", ".join(_model(module))
     for optimizer in trainer.optimizers:
         yield "optimizer", ", ".join(_optimizer(optimizer))
@@ -71,7 +71,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, s
 
 
 def why_it_stopped(trainer: Trainer) -> str | None:
-    """Why an early stopping has ended a fit, in a sentence; None if none has."""
+    """Return a sentence with the reason why early stopping has ended a fit; None if it has not."""
     stopping = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
     ended = next((c for c in stopping if c.stopped_epoch), None)
     if ended is None:
@@ -94,7 +94,7 @@ def why_it_stopped(trainer: Trainer) -> str | None:
 
 
 def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Where a fit's numbers come from: date, data, model, algorithm, seed, versions, commit, machine."""
+    """Return the provenance of a fit: date, data, model, federation, seed, versions, commit, machine."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
@@ -114,7 +114,7 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Commit of the folder in which the program was started; empty outside of git."""
+    """Return the git commit of the working directory; empty outside of git."""
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5)
@@ -141,7 +141,7 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     yield type(optimizer).__name__
     known = inspect.signature(type(optimizer)).parameters
     for name in (name for name in optimizer.defaults if name in known):
-        own = f"initial_{name}"  # what a schedule has changed already
+        own = f"initial_{name}"  # the value before a schedule changed it
         values = dict.fromkeys(str(g.get(own, g.get(name))) for g in optimizer.param_groups)
         if name == "lr" or list(values) != [str(known[name].default)]:
             yield f"{name} {' or '.join(values)}"
@@ -177,7 +177,7 @@ def _machine(trainer: Trainer) -> Iterator[str]:
 
 
 def _short(count: int) -> str:
-    """Return a number in three digits.
+    """Format a number of parameters with three digits.
 
     Example:
         >>> _short(152_074), _short(21_700_000), _short(67)
@@ -210,7 +210,7 @@ def _rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
 
 
 def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) -> None:
-    """Step the schedules until the run's last local step."""
+    """Advance the schedules to the run's last local step."""
     num_steps, advance = by_step or (0, lambda step: None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -231,19 +231,19 @@ def _rates(trainer: Trainer) -> str:
 class PartitionReport(Callback):
     """Logs the partition when a fit starts.
 
-    Prints a line, and a few more into the log, draws clients × classes for loggers that take pictures as ``partition`` and saves
-    ``partition.csv``, one row per client, in the logger's directory.
+    It logs a summary, logs the picture ``partition`` (clients × classes) to loggers that accept pictures,
+    and saves ``partition.csv``, one row per client, in the run's folder.
     """
 
-    # what a private run must name
+    # what a private run reveals through this callback
     unprotected = "the picture and table of the partition"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report once, before the first round."""
+        """Log and save the partition, before the first round."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
             return
-        folder = run_folder(trainer)  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # a collective call: every process has to make it
         if not trainer.is_global_zero:
             return
         summary = data.summary()
