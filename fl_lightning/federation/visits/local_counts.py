@@ -204,7 +204,7 @@ def client_id(module: LightningModule) -> int | None:
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:
-    """Return a function that steps the schedules with ``interval: step``, and N; None without any.
+    """Return N and a function that steps schedules with ``interval: step``; None without any.
 
     Raises:
         ConfigurationError: for a schedule that waits for a metric or has a frequency.
