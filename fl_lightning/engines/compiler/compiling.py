@@ -92,8 +92,7 @@ class Compiled:
         """Run the function, compiled if possible.
 
         Raises:
-            HasChanged: if a Python value has changed and `recheck` was called with ``refuse``; nothing
-                has run then.
+            HasChanged: instead of running, if a Python value has changed and `recheck` refuses that.
         """
         if not self.is_given_up:
             try:

@@ -1,11 +1,9 @@
 """Support for torchmetrics objects in a training step that runs as a function.
 
-A metric's update counts classes, checks values and appends to lists. Neither `vmap` nor a compiler can
-run that. So while the step runs, stand-ins replace the metrics in the module, and the step returns the
-inputs of its metrics among its outputs. Afterwards `MetricFeed` updates the metrics with these inputs.
-The metrics then hold the examples of all clients, as in sequential training. A metric whose states are
-sums (it declares so for several processes) gets the examples of many steps in one update; other
-metrics are updated step by step.
+Neither `vmap` nor a compiler can run a metric's update. So stand-ins replace the metrics while the step
+runs, and the step returns the inputs of its metrics. Afterwards `MetricFeed` updates the metrics with
+the examples of all clients, as in sequential training. A metric whose states are sums (as it declares
+for several processes) gets the examples of many steps in one update, other metrics step by step.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ class StandIn(nn.Module):
 
     def __init__(self, metric: Metric | MetricCollection, path: str) -> None:
         super().__init__()
-        object.__setattr__(
-            self, "metric", metric
-        )  # hides it from nn.Module: its states are no tensors of the step
+        object.__setattr__(self, "metric", metric)  # not a submodule: its states are not the step's
         self.path = path
         self.parts = (
             list(metric.items(keep_base=False, copy_state=False))
@@ -166,9 +162,7 @@ class _Update:
 
     call: MetricCall
     first: int
-    by_example: (
-        list[bool] | None
-    )  # per tensor: True for a row per example; None if batches stay whole
+    by_example: list[bool] | None  # per tensor: has a row per example; None: whole batches
 
     @property
     def metric(self) -> Metric | MetricCollection:

@@ -1,7 +1,7 @@
 """Results of clients in slots: collected when a client finishes, and passed on in groups.
 
-Clients of different lengths finish one by one. Each later operation on updates (norm, checks, sums) has
-a fixed cost, which a group pays once. `SlotOwn` moves personal parameters into and out of slots.
+Clients finish one by one. Each later operation on updates (norm, checks, sums) has a fixed cost, which a
+group pays once. `SlotOwn` moves personal parameters into and out of slots.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class SlotResults:
         self._write(deltas, self._ends(slots))
         self._clients += clients
         self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
-        self._sums.append(
-            torch.stack(self._sum_rows.of(slots))
-        )  # a copy, because other clients follow in these slots
+        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: other clients follow
         if self._buffers:
             # not buffer[slots], whose list would make a GPU wait
             rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]

@@ -129,7 +129,7 @@ class StackedStep:
         return self.graphs.rehearse(batch, sizes)
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
-        """Take one step in every slot.
+        """Run one step in every slot.
 
         Args:
             part: batches of all slots.
@@ -147,7 +147,7 @@ class StackedStep:
             self._put(other, rows, result)
 
     def _apart(self, part: StepPart) -> tuple[list[Tensor], Outputs]:
-        """Take a step in some slots on copies of their tensors; returns copies and outputs."""
+        """Run a step in some slots on copies of their tensors; returns copies and outputs."""
         at = torch.tensor(part.slots, device=self.count.device)
         slots, buffers = self._slots, {name: b[at] for name, b in self.buffers.items()}
         term = slots.term

@@ -125,8 +125,7 @@ class Rehearsal:
         draws: random numbers of the step.
         feed: metrics that the step updates.
         metrics: metrics that the step logs, by name.
-        is_final: True if the findings hold in all later rounds: the step draws nothing, updates no
-            metric, and calls no dropout that could be enabled later.
+        is_final: True if later rounds find the same: no draws, no metrics, no disabled dropout.
     """
 
     draws: DrawnRows

@@ -200,7 +200,7 @@ class StackedFunctions:
     unused: frozenset[str] = frozenset()
 
     def step(self, inputs: Inputs, slots: Slots, buffers: Tensors) -> Outputs:
-        """Take one step in every slot, in place."""
+        """Run one step in every slot, in place."""
         grads, outputs = self._gradients(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
@@ -208,7 +208,7 @@ class StackedFunctions:
         return Outputs(outputs.sums, outputs.given, {})
 
     def first(self, inputs: Inputs, start: Tensors, slots: Slots) -> Outputs:
-        """Take the first step of new clients in every slot, from shared parameters by name."""
+        """Run the first step of new clients in every slot, from shared parameters by name."""
         moved, outputs = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
         return outputs
@@ -218,8 +218,7 @@ class StackedFunctions:
     ) -> tuple[Outputs, Tensor]:
         """Compute the deltas after `first`, shape (G, k), without changing any slot.
 
-        ``active`` has the indices of the entries among the k coordinates, for parameters with frozen
-        entries.
+        ``active`` has the indices of the delta's entries, for parameters with frozen entries.
         """
         moved, outputs = self._moved_from(start, slots, inputs)
         count = self.options.num_slots  # not flatten(1): a parameter may be a scalar

@@ -104,8 +104,7 @@ class SlotTrainer:
     ) -> Iterator[Updates]:
         """Train clients and yield their updates in groups of about the number of slots.
 
-        After the last group the module's torchmetrics objects have been updated with the examples of
-        all clients, but of those passed to `leave_out` before.
+        At the end the module's metrics hold the examples of all clients but those passed to `leave_out`.
 
         Args:
             start: the global model.
@@ -248,9 +247,7 @@ class SlotTrainer:
             return
         for delta, slot, client in zip(deltas, slots, clients, strict=True):
             if not self._own.leave(slot, int(work.client_ids[client])):
-                delta.fill_(
-                    torch.nan
-                )  # its personal parameters are not finite, so its update is unusable
+                delta.fill_(torch.nan)  # unusable without finite personal parameters
 
     @torch.no_grad()
     def _shift(self, newcomers: Sequence[SlotClient], term: TermOf | None) -> None:
