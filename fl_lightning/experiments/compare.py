@@ -29,10 +29,8 @@ from fl_lightning.experiments.results import (
     head_and_rows,
     latex,
     matrix_cells,
-    matrix_table,
     read_result,
     results_cells,
-    results_table,
     runs_table,
     spreads,
 )
@@ -41,7 +39,7 @@ from fl_lightning.reports.charts import Chart, Panel, draw, series
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.panels import Line, bars, curves, table_map
-from fl_lightning.reports.screen import in_blocks
+from fl_lightning.reports.screen import in_blocks, markdown
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -136,10 +134,12 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
     """Write the results as tables, a picture and a page; print the tables."""
-    axes = experiment.axes
-    text = results_table(results)
-    if len(axes) == 2:
-        text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
+    table = head_and_rows(results_cells(results))
+    text = markdown(*table)
+    for metric in experiment.report if len(experiment.axes) == 2 else ():
+        down, across = experiment.axes
+        cells = head_and_rows(matrix_cells(results, metric, experiment.axes), f"{down} \\ {across}")
+        text += f"\n\n{metric}: {down} by {across}\n\n{markdown(*cells)}"
     runs_table(results).to_csv(out / "results.csv", index=False)
     curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
@@ -147,7 +147,7 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # results.md has the whole table
-        shown = in_blocks(*head_and_rows(results_cells(results)), width_of(sys.stdout) - 1)
+        shown = in_blocks(*table, width_of(sys.stdout) - 1)
     files = "results.csv, curves.csv, results.md, results.tex, results.png"
     print(f"\n{shown}\n\nresults:    {out}/\n            {files}")
     print(f"report:     {out}/{REPORT}")
@@ -252,7 +252,9 @@ def _curves(metric: str, results: Sequence[RunResult], over: str | None) -> Pane
         colour = series(number)
         if group[0].clock is not None:
             for place, result in enumerate(group):
-                times, values = np.array(result.curve_over_clock(metric)).reshape(-1, 2).T.tolist()
+                curve, clock = result.curves[metric], result.clock or {}
+                rounds = sorted(curve.keys() & clock.keys())
+                times, values = [clock[n] for n in rounds], [curve[n] for n in rounds]
                 lines.append(Line(times, values, "" if place else name, colour=colour))
             continue
         every = [result.curves[metric] for result in group]

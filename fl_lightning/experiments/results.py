@@ -17,7 +17,6 @@ from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History
-from fl_lightning.reports.screen import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -54,18 +53,6 @@ class RunResult:
     def place(self) -> dict[str, Any]:
         """First cells of the run's rows in a table: variant, coordinates in the grid, and seed."""
         return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
-
-    def curve_over_clock(self, metric: str) -> list[tuple[float, float]]:
-        """Return one metric's curve as points (time, value), in order of rounds.
-
-        Example:
-            >>> curves = {"val/loss": {1: 0.9, 2: 0.5, 3: 0.4}}
-            >>> RunResult(Variant("a", ()), 0, curves, {}, {1: 10.0, 2: 25.0}).curve_over_clock("val/loss")
-            [(10.0, 0.9), (25.0, 0.5)]
-        """
-        curve, clock = self.curves[metric], self.clock
-        rounds = sorted(curve if clock is None else curve.keys() & clock.keys())
-        return [(float(r) if clock is None else clock[r], curve[r]) for r in rounds]
 
 
 def curves(run: Path) -> dict[str, Curve]:
@@ -173,20 +160,6 @@ def matrix_cells(
     places["cell"] = results_cells(results)[metric]
     matrix = places.pivot(index=down, columns=across, values="cell")
     return matrix.reindex(index=rows, columns=columns).fillna("-")
-
-
-def results_table(results: Sequence[RunResult]) -> str:
-    """Return the table of results as Markdown."""
-    return markdown(*head_and_rows(results_cells(results)))
-
-
-def matrix_table(
-    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
-) -> str:
-    """Return the final values of one metric over two axes as Markdown."""
-    down, across = axes
-    cells = head_and_rows(matrix_cells(results, metric, axes), f"{down} \\ {across}")
-    return f"{metric}: {down} by {across}\n\n{markdown(*cells)}"
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,15 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import Federation, log_figure, overrides, run_folder
+from fl_lightning.federation import Federation, log_figure, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.log_file import detail, folder_of, software
 from fl_lightning.reports.progress import federation_of, unit
-
-# Most steps of a learning rate schedule that are computed ahead, for the rate of the last round.
-_MOST_STEPS_AHEAD = 20_000
 
 
 class RunOverview(Callback):
@@ -51,13 +46,6 @@ class RunOverview(Callback):
         """Log the reason if early stopping has ended the fit."""
         if (reason := why_it_stopped(trainer)) is not None:
             rank_zero_info(f"stopped: {reason}")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the first and the last learning rate; a checkpoint has restored the schedules by now."""
-        federation = federation_of(trainer)
-        if federation is not None and federation.rounds is not None:
-            line = _rate_line(trainer, federation.rounds.run.by_step)
-            rank_zero_info(line) if line is not None else None
 
 
 def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
@@ -187,45 +175,6 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{name}"
     return str(count)
-
-
-def _rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
-    """Return the learning rates of the run's first and last local step; None without a schedule."""
-    module, configs = trainer.lightning_module, trainer.lr_scheduler_configs
-    if not module.automatic_optimization or not configs or overrides(module, "lr_scheduler_step"):
-        return None
-    first, begun, rounds = _rates(trainer), trainer.current_epoch, trainer.max_epochs or -1
-    num_steps = 1 if by_step is None else by_step[0]
-    if any(each.reduce_on_plateau for each in configs):
-        return f"learning rate: {first} at first, then by a metric"
-    if not 0 < (rounds - begun) * num_steps <= _MOST_STEPS_AHEAD:
-        return f"learning rate: {first} at first"
-    start = RoundStart(trainer.optimizers, [each.scheduler for each in configs])
-    start.note()
-    _move_to_end(trainer, by_step, rounds)
-    last = _rates(trainer)
-    start.put_back()
-    where = f"{num_steps} a round" if by_step is not None else "one a round"
-    return f"learning rate: {first} at first, {last} at last ({where}, {rounds - begun} rounds)"
-
-
-def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) -> None:
-    """Advance the schedules to the run's last local step."""
-    num_steps, advance = by_step or (0, lambda step: None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        for number in range(trainer.current_epoch + 1, rounds + 1):
-            end = num_steps * number + (number < rounds)
-            for step in range(num_steps * (number - 1) + 1, end) if num_steps else ():
-                advance(step)
-            for config in trainer.lr_scheduler_configs if number < rounds else ():
-                if number % config.frequency == 0:
-                    config.scheduler.step()  # type: ignore[call-arg]
-
-
-def _rates(trainer: Trainer) -> str:
-    groups = [group for each in trainer.optimizers for group in each.param_groups]
-    return " or ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in groups))
 
 
 class PartitionReport(Callback):
