@@ -65,7 +65,7 @@ class ImageSource(Source, ABC):
         return chosen if trains else chosen.evaluation()
 
     def _chosen(self, images: ImageSet) -> ImageSet:
-        """Select the images of `classes`, after the split, so that the split does not depend on them."""
+        """Select the images of `classes`, after the split, which so does not depend on `classes`."""
         if self.classes is None:
             return images
         unknown = sorted(set(self.classes) - set(range(self.num_classes)))

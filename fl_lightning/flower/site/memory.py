@@ -123,7 +123,7 @@ class PutsMasks(Protocol):
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
-    def what_moves(self, trainer: Trainer) -> PutsMasks:
+    def mask_applier(self, trainer: Trainer) -> PutsMasks:
         """Return the object that puts masks on a Trainer's module."""
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
@@ -143,7 +143,7 @@ class SiteMasks:
 
     def __init__(self, trainer: Trainer, calibrates: Calibrates) -> None:
         self._trainer, self._calibrates = trainer, calibrates
-        self._moves = calibrates.what_moves(trainer)
+        self._applier = calibrates.mask_applier(trainer)
         self.mask: RunMask | None = None
 
     def calibrated(self, order: Order) -> Done:
@@ -153,5 +153,5 @@ class SiteMasks:
     def take(self, order: Order, mask: RunMask) -> None:
         """Load an order's model into the module, and keep to a mask."""
         hold_model(self._trainer.lightning_module, order.tensors)
-        self._moves.apply(mask.mask)
+        self._applier.apply(mask.mask)
         self.mask = mask
