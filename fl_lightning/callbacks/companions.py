@@ -69,8 +69,7 @@ def companions(
 def every_round_checkpoint() -> ModelCheckpoint:
     """Return a callback that overwrites ``last.ckpt`` at the end of every round.
 
-    A killed run loses only its current round. (``save_last`` alone saves only when the callback saves
-    another checkpoint as well.)
+    (``save_last`` alone saves only when the callback saves another checkpoint as well.)
     """
     return ModelCheckpoint(
         filename="last", enable_version_counter=False, save_on_train_epoch_end=True

@@ -133,8 +133,8 @@ class CausalLM(LightningModule):
             raise ConfigurationError(
                 "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
             )
-        self.base_name = _name(network)
         base: Any = _base(network, four_bit, dtype, seed)
+        self.base_name = network if isinstance(network, str) else type(base).__name__
         originals = {id(parameter) for parameter in base.parameters()}
         if gradient_checkpointing:
             # transformers before 5.24 has the second name alone
@@ -324,14 +324,6 @@ def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
     else:
         rows = list(zip(tokens, labels, strict=True))
     return [row[: int((label != IGNORED).int().argmax())] for row, label in rows]
-
-
-def _name(network: str | dict[str, Any] | nn.Module) -> str:
-    if isinstance(network, str):
-        return network
-    if isinstance(network, nn.Module):
-        return type(network).__name__
-    return f"{network.get('model_type')} of random weights"
 
 
 def _base(

@@ -60,22 +60,20 @@ class ImageSource(Source, ABC):
             yield f"classes must be different numbers, at least one, got {list(classes)}"
 
     def finished(self, examples: ImageSet, *, trains: bool) -> ImageSet:
-        """Return the images of `classes`, without augmentation unless they train."""
-        chosen = self._chosen(examples)
-        return chosen if trains else chosen.evaluation()
+        """Return the images of `classes`, without augmentation unless they train.
 
-    def _chosen(self, images: ImageSet) -> ImageSet:
-        """Select the images of `classes`, after the split, which so does not depend on `classes`."""
-        if self.classes is None:
-            return images
-        unknown = sorted(set(self.classes) - set(range(self.num_classes)))
-        if unknown:
+        Classes are selected after the split, which so does not depend on them.
+        """
+        classes = range(self.num_classes) if self.classes is None else self.classes
+        if unknown := sorted(set(classes) - set(range(self.num_classes))):
             raise ConfigurationError(
                 f"classes must be numbers from 0 to {self.num_classes - 1}, got {unknown}: "
                 f"the classes are {', '.join(self.class_names)}, in this order"
             )
-        kept = torch.isin(images.targets, torch.tensor(list(self.classes)))
-        return images.select(kept.nonzero().flatten())
+        if self.classes is not None:
+            kept = torch.isin(examples.targets, torch.tensor(list(classes)))
+            examples = examples.select(kept.nonzero().flatten())
+        return examples if trains else examples.evaluation()
 
     def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
         """Return a set's pipeline with the image size and the augmentation of the settings."""
