@@ -236,6 +236,7 @@ class ImageFiles(ImageSet):
     def __init__(
         self, paths: Sequence[Path], targets: Tensor, pipeline: PixelPipeline, *, image_size: int
     ) -> None:
+        super().__init__()
         self.paths = paths
         self.targets = targets
         self.pipeline = pipeline
