@@ -51,7 +51,7 @@ CAPS = {
     "client": (4235, 21),
     "core": (2484, 15),
     "data": (6804, 30),
-    "engines": (3824, 19),
+    "engines": (3817, 19),
     "experiments": (2750, 12),
     "federation": (11418, 59),
     "flower": (8441, 38),
