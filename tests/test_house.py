@@ -54,7 +54,7 @@ CAPS = {
     "engines": (3817, 19),
     "experiments": (2750, 12),
     "federation": (11418, 59),
-    "flower": (8448, 38),
+    "flower": (8441, 38),
     "kernels": (1635, 11),
     "models": (1484, 8),
     "nas": (11584, 47),
