@@ -266,7 +266,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def _is_fit(self) -> bool:
-        """Whether the Trainer is built for a fit; true also with ``run=False``."""
+        """True if the Trainer is built for a fit, also with ``run=False``."""
         return self.subcommand in (None, "fit")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:

@@ -60,7 +60,7 @@ class RoundProgressBar(ProgressBar):
 
     @property
     def says_rounds(self) -> bool:
-        """Whether each round is a line in the log, because there is no terminal."""
+        """True if each round is a line in the log, because there is no terminal."""
         return self._is_wanted and not self._screen.is_open
 
     @override

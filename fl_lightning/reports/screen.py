@@ -125,7 +125,7 @@ class StatusLines(RenderHook):
 
     @property
     def is_open(self) -> bool:
-        """Whether the status lines are shown; false without a terminal."""
+        """True while the status lines are shown; never without a terminal."""
         return self._console is not None
 
     @property
