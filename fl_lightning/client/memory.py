@@ -167,7 +167,7 @@ class ClientMemory:
         return {"present": self._written(self._present)}
 
     def state_with_waiting(self) -> dict[str, Any]:
-        """Return the current vectors, and those put since the last `commit`, which a site may commit later."""
+        """Return the current vectors and those put since the last `commit`, which a site commits later."""
         return {"present": _contents(self._present), "new": _contents(self._new)}
 
     @property

@@ -161,7 +161,7 @@ class Correction:
 
     @property
     def changes_loss(self) -> bool:
-        """True if the correction changes the loss or the outputs; clients then train one after the other."""
+        """True if the correction changes the loss or the outputs, which excludes training in slots."""
         own = type(self)
         base = Correction
         return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated
@@ -175,11 +175,11 @@ class Correction:
         return traits | _OF_MEANS if self.needs_mean else traits
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Raise ConfigurationError if the correction does not fit the module or the clients' optimizer."""
+        """Raise ConfigurationError if the module or the clients' optimizer does not fit."""
         return
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Raise ConfigurationError if the server optimizer would rescale the correction's pseudo-gradient."""
+        """Raise ConfigurationError if the server optimizer does not fit."""
         return
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:

@@ -67,7 +67,7 @@ class Personalisation(ABC):
 
     @property
     def own_epochs(self) -> int | None:
-        """Epochs of the personal part alone, before the shared part trains alone; None for both together."""
+        """Epochs of the personal part alone before the shared part trains; None for both together."""
         return None
 
     @property

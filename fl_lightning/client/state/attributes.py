@@ -100,7 +100,7 @@ class _Noted:
         return paths or [self.path]
 
     def growth(self) -> Any:
-        """Return the items appended to a list, or the lists under new keys of a dict; None if others changed."""
+        """Return the items appended to a list, or the lists under new keys of a dict; else None or {}."""
         now, before = self.value, self.before
         if isinstance(now, list):
             return now[len(before) :] if all(map(is_, now, before)) else None
