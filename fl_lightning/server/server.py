@@ -31,8 +31,6 @@ ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 ServerSchedule = Callable[[Optimizer], LRScheduler]
 # Sending this many numbers takes less time than waiting for the other processes.
 _FEW_NUMBERS = 1000
-
-
 # Maps an aggregate to the pseudo-gradient, shape (k,); None skips the server's step.
 PseudoGradient = Callable[[Tensor], Tensor | None]
 
