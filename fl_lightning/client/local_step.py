@@ -47,7 +47,7 @@ class PlainStep:
         self.contrast: Callable[[Any], Tensor] | None = None
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        """Take one local step, see `LocalStep`."""
+        """Run one local step, see `LocalStep`."""
         if takes_closure(self._optimizer):
             return stepped_with_closure(self._optimizer, lambda: self._gradients(batches, index))
         loss = self._gradients(batches, index)
