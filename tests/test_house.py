@@ -48,8 +48,8 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2100, 13),
     "cli": (4384, 22),
-    "client": (4235, 21),
-    "core": (2484, 15),
+    "client": (4207, 21),
+    "core": (2482, 15),
     "data": (6802, 30),
     "engines": (3817, 19),
     "experiments": (2729, 12),
@@ -61,9 +61,9 @@ CAPS = {
     "privacy": (2499, 13),
     "secure": (4558, 21),
     "reports": (3150, 14),
-    "server": (4020, 19),
+    "server": (4019, 19),
     "sparsity": (3225, 22),
-    "updates": (2282, 8),
+    "updates": (2268, 8),
     "__main__": (6, 1),
     "__init__": (93, 1),
 }
