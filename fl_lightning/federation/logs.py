@@ -256,7 +256,7 @@ def table(numbers: Mapping[str, float]) -> str:
 
 # groups of ours; TensorBoard sorts by name, and the user's own val/ and train/ come first this way
 _OURS = re.compile(
-    r"(calibration|clients|global|head|local|mask|partition|personal|predictor|privacy|recalibration"
+    r"(calibration|clients|global|head|local|mask|partition|personal|privacy|recalibration"
     r"|results|round|search|secure)(/|$)"
 )
 
