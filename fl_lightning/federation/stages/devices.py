@@ -1,4 +1,4 @@
-"""Simulated devices, and, where the server waits for nobody, who arrives when, in virtual time."""
+"""Simulated devices and virtual time, of synchronous and of asynchronous servers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fl_lightning.server.staleness import AsyncRule
 
 
 class SimulatedDevices(Stage):
-    """The devices of a server that waits for its cohort."""
+    """Simulated devices where the server waits for its cohort."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work that clients finish on their devices, without those whose update will not come."""
+        """Return the work that clients finish on their devices, without clients whose update is lost."""
         sending = []
         for client in work:
             steps = self._plan.batches_of_steps(client)
@@ -48,12 +48,12 @@ class SimulatedDevices(Stage):
 
 @dataclass(frozen=True)
 class VirtualTime:
-    """Simulated time of a run: devices, arrivals, staleness."""
+    """Simulated time of a run: its devices and arrivals, and the rule of an asynchronous server."""
 
     fleet: Fleet | None = None  # the clients' devices; None if time is not simulated
-    # how stale updates count; None if the server waits for its cohort
+    # weighs stale updates; None if the server waits for its cohort
     rule: AsyncRule | None = None
-    # who arrives when; None likewise, and where that is not simulated
+    # order of arrivals; None if the server waits for its cohort, or if clients are remote
     arrivals: Arrivals | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class VirtualTime:
         """Return the time of a run.
 
         Raises:
-            ConfigurationError: for a rule, and nobody who says who arrives when.
+            ConfigurationError: for an asynchronous rule without devices.
         """
         if rule is None:
             if not isinstance(devices, Devices) or elsewhere:
@@ -95,7 +95,7 @@ class VirtualTime:
 
     @property
     def cohort(self) -> ArrivingCohort | None:
-        """Whose updates arrive for each step of an asynchronous server."""
+        """Cohorts of an asynchronous server; None if the server waits for its cohort."""
         rule = self.rule
         return None if rule is None else ArrivingCohort(self.arrivals, rule.buffer_size)
 
