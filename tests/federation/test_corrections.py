@@ -494,7 +494,7 @@ class TestMemories:
         files = sorted(memory_folder(tmp_path / "1-end.ckpt").glob("*.vector"))
         for path in files:
             path.write_bytes(bytes(path.stat().st_size))
-        with pytest.raises(ConfigurationError, match="holds something else"):
+        with pytest.raises(ConfigurationError, match="was changed or damaged"):
             run(ckpt_path=tmp_path / "1-end.ckpt", **options)
         for path in files:
             path.unlink()

@@ -122,7 +122,7 @@ class OverSites:
         federation.clients_per_group = len(sizes)
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
-            calibration.ask_elsewhere(asked.scores, asked.sums)
+            calibration.use_remote_clients(asked.scores, asked.sums)
         self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))
         return DataElsewhere(

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.callbacks.calibration.apply import WhatMoves
+from fl_lightning.callbacks.calibration.apply import MaskApplier
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
@@ -189,9 +189,9 @@ class SiteCalibration:
     def __init__(self, calibration: MaskCalibration) -> None:
         self._calibration = calibration
 
-    def what_moves(self, trainer: Trainer) -> WhatMoves:
+    def mask_applier(self, trainer: Trainer) -> MaskApplier:
         """Return the object that puts masks on a Trainer's module."""
-        return self._calibration.what_moves(trainer)
+        return self._calibration.mask_applier(trainer)
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
         """Compute the answers of an order's clients with the order's model; the module stays as it is."""

@@ -121,7 +121,7 @@ class PutsMasks(Protocol):
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
-    def what_moves(self, trainer: Trainer) -> PutsMasks:
+    def mask_applier(self, trainer: Trainer) -> PutsMasks:
         """Return the object that applies masks to a Trainer's module."""
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
@@ -141,7 +141,7 @@ class SiteMasks:
 
     def __init__(self, trainer: Trainer, calibrates: Calibrates) -> None:
         self._trainer, self._calibrates = trainer, calibrates
-        self._moves = calibrates.what_moves(trainer)
+        self._applier = calibrates.mask_applier(trainer)
         self.mask: RunMask | None = None
 
     def calibrated(self, order: Order) -> Done:
@@ -151,5 +151,5 @@ class SiteMasks:
     def take(self, order: Order, mask: RunMask) -> None:
         """Load an order's model into the module, and apply a mask."""
         hold_model(self._trainer.lightning_module, order.tensors)
-        self._moves.apply(mask.mask)
+        self._applier.apply(mask.mask)
         self.mask = mask
