@@ -73,6 +73,13 @@ def _a_level_of_ones_own():
     logger.setLevel(before)
 
 
+@pytest.fixture(autouse=True)
+def _no_global_seed():
+    """Keep the seed that `seed_everything` leaves in the environment from the next test."""
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
 @pytest.fixture
 def global_generators_stay():
     """Fail a test that draws from NumPy's or torch's global generator."""

@@ -1,6 +1,6 @@
-"""How a cohort is trained: steps over many clients at once, and steps compiled.
+"""Faster ways to train a cohort: one step for many clients, and compiled steps.
 
-A door: other rooms import these names and nothing past them.
+Other rooms import these names only, never a module below.
 """
 
 from fl_lightning.engines.compiler.speedups import (

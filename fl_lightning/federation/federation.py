@@ -1,8 +1,8 @@
 """The ``federation:`` block: a callback that turns a Lightning run into a federated one.
 
-With it among the Trainer's callbacks an epoch is a round: `RoundGroups` gives the clients of each
-round, `FederatedLoop` trains them, `Round` holds the server, and this class keeps
-Lightning's calendar: set up, log, save, restore, clean up.
+With this callback an epoch is a round: `RoundGroups` gives the clients of each round, `FederatedLoop`
+trains them, `Round` steps the server, and this class does what Lightning asks of a callback: set up,
+log, save, restore, clean up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Federation(Options, Callback):
         >>> trainer.fit(module, datamodule=data)  # doctest: +SKIP
 
     Attributes:
-        rounds: of the fit, or of the last one; None before the first.
+        rounds: rounds of the current or last fit; None before the first fit.
     """
 
     rounds: FitRounds | None = None
@@ -103,9 +103,9 @@ class Federation(Options, Callback):
             part.training_begins(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
+        """Apply changed masks, measure losses for the cohort, and seed the generators by the round."""
         assert self.rounds is not None
-        self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
+        self.rounds.follow_masks()  # before any checkpoint, which would hold the new masks
         for line in self.rounds.idle_lines():
             rank_zero_info(line)
         if self.cohort.needs_fresh_losses:
@@ -118,7 +118,7 @@ class Federation(Options, Callback):
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round: the clients' metrics and what else is known of it."""
+        """Log the round: the clients' metrics, counts, bytes, norms."""
         assert self.rounds is not None
         record, is_open = self.rounds.record, self.rounds.server.is_open
         for part in self.rounds.stages.around_fit:
@@ -129,14 +129,14 @@ class Federation(Options, Callback):
         log_round(trainer, metrics | facts, in_progress_bar=shown, twins=twins)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give Trainer, module and data module back as they were."""
+        """Restore Trainer, module and data module."""
         if self._cleanup is not None:
             self._cleanup.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Clean up after a run that failed or was interrupted as well."""
+        """Clean up after an error or an interruption."""
         if self._cleanup is not None:
             self._cleanup.close()
 
@@ -149,12 +149,12 @@ class Federation(Options, Callback):
         self._saved = dict(state_dict)
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
-        """Personal models of clients after the last round, or of the checkpoint."""
+        """Return clients' personal models after the last round, or of the checkpoint."""
         saved = self._saved or self._personal_state or {}
         return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
 
     def personal_state(self) -> dict[str, Any]:
-        """Data that another process needs to evaluate personal models, unless it is large."""
+        """Return the data by which another process evaluates personal models; empty if it is large."""
         return {} if self._fitted is None else state_to_bring_home(*self._fitted)
 
     @property

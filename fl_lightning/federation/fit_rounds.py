@@ -1,7 +1,7 @@
-"""The rounds of a fit: what goes around each one where Lightning's loop drives it.
+"""The rounds of a fit, as Lightning's loop drives them.
 
-In several processes there are as many `FitRounds`, which train different clients, meet once per round
-and then step the same.
+Each of several processes has a `FitRounds`. It trains its share of the cohort, exchanges results with
+the other processes once per round, and then takes the same server step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.exchange import Meeting
+from fl_lightning.federation.processes.exchange import Exchange
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.server.server import Server
 
-# A rate of 0, as a part of that at the beginning: torch's cosines end at 1e-18 as well as at 0.
+# Rates below this fraction of the initial one count as 0: some cosine schedules of torch end at 1e-18.
 _NOTHING = 1e-9
 
 
@@ -35,10 +35,10 @@ class FitRounds:
 
     Attributes:
         clients: the clients' side.
-        server: the server's side: the global model and how it moves.
-        memory: what clients remember.
-        module_has_all: whether the module holds every bit of the server's model.
-        is_kept_by_lightning: whether the checkpoint's weights do.
+        server: holds the global model, aggregates updates and steps.
+        memory: client states that last from round to round.
+        module_has_all: whether the module can hold every bit of the server's model.
+        is_kept_by_lightning: whether the weights in Lightning's checkpoints can as well.
     """
 
     def __init__(
@@ -62,40 +62,40 @@ class FitRounds:
             processes=run.ranks,
         )
         self.clients.lose = self._round.raise_or_skip
-        self._meeting = Meeting(run)
+        self._exchange = Exchange(run)
         self._is_under_way = self._cost_is_told = False
 
     @property
     def record(self) -> RoundRecord:
-        """Record of the present round; between rounds, of the last one."""
+        """Record of the open round; between rounds, of the last one."""
         return self._round.record
 
     def train_group(self, group: ClientGroup) -> None:
-        """Train some clients of the present round and fold in their updates.
+        """Train a group of clients of the current round and aggregate their updates.
 
-        Afterwards the module holds the global model again, whatever happened.
+        Afterwards the module holds the global model again, also after an error.
 
         Raises:
-            ClientFailure: if a client's update cannot be used and failures are not skipped. Of
-                several processes all raise it, when they meet.
+            ClientFailure: if a client's update cannot be used and failures are not skipped. Several
+                processes all raise it, when they exchange results.
         """
         began, clients, parts = time.perf_counter(), self.clients, [group]
         is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
-            parts = [*self.run.groups.earlier, group]  # resumed inside a round, it begins anew
+            parts = [*self.run.groups.earlier, group]  # a round resumed in the middle begins anew
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, self.run.ranks)
-                if self._meeting.failure is None:
+                if self._exchange.failure is None:
                     for part in parts:
                         self._round.train(part.ids)
                     clients.warn_of_rehearsal(self._round.record)
                 if is_last:
                     self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
-            self._meeting.fail(failure)
+            self._exchange.fail(failure)
         finally:
             clients.restore(self.server.model)
         if not is_last:
@@ -126,7 +126,7 @@ class FitRounds:
         """
         began, run = time.perf_counter(), self.run
         if run.ranks.size > 1:
-            self._round.record, began = self._meeting.hold(self._round.record, self.server)
+            self._round.record, began = self._exchange.merge(self._round.record, self.server)
         self._round.step()
         record = self._round.record
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
@@ -146,12 +146,12 @@ class FitRounds:
         self._round.close()
 
     def follow_state(self) -> None:
-        """Put the state that clients are now known to have into the server's model."""
+        """Add the buffers that clients change, as now known, to the server's model."""
         self.server.replace_buffers(self.run.local.buffers.read())
-        self._note_where_bits_are()
+        self._note_precision()
 
     def follow_masks(self) -> None:
-        """Exchange other coordinates from here on if masks have changed between rounds.
+        """Change the layout of the exchanged vectors if masks have changed between rounds.
 
         Raises:
             ConfigurationError: if they may not change.
@@ -166,7 +166,7 @@ class FitRounds:
             return  # the same ones were set again, as resuming does
         positions = after.positions_in(before)
         model = local.read()
-        if not kept:  # the server's has bits that the module lacks
+        if not kept:  # the server's model has bits that the module lacks
             old = self.server.model
             known = old.params[positions.clamp(min=0)]
             model = GlobalModel(torch.where(positions >= 0, known, model.params), old.buffers)
@@ -176,9 +176,9 @@ class FitRounds:
     def _place(self, positions: Tensor | None) -> None:
         for stage in self.stages:
             stage.place(self.run.local.space, positions)
-        self._note_where_bits_are()
+        self._note_precision()
 
-    def _note_where_bits_are(self) -> None:
+    def _note_precision(self) -> None:
         spaces = (self.run.local.space, self.run.local.buffers)
         saved = self.run.module.state_dict().keys()
         self.module_has_all = all(s.is_lossless and saved >= set(s.names) for s in spaces)
@@ -196,7 +196,7 @@ class FitRounds:
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
                 f"{groups.fewest} clients or more: nobody trains, the model stays as it is"
             )
-        # as their schedules left them; rates that move from step to step are not known here
+        # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]
         pairs = [("the clients' one", each) for each in clients]
         pairs.append(("the server's", self.server.optimizer))
@@ -227,10 +227,10 @@ def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) ->
     """Return one line about bytes: of a client and round, and of the whole run.
 
     Args:
-        up: bytes that a client sends in a round, about.
-        down: bytes that it gets.
-        num_clients: in a round.
-        num_rounds: of the run; infinite if nobody knows.
+        up: approximate bytes that a client sends per round.
+        down: approximate bytes that a client receives per round.
+        num_clients: clients per round.
+        num_rounds: rounds of the run; infinite if no end is planned.
 
     Example:
         >>> cost_line(4e6, 4e6, num_clients=5, num_rounds=50)

@@ -1,9 +1,8 @@
 """The "train dataloader" of a federated run: the groups of clients that make up a round.
 
-Lightning's training epoch is one pass over it, each batch one group. It knows its position, which
-Lightning saves with its loops. A round that a checkpoint has cut short is trained from its first
-client on, to the same result. Of several processes each goes through its own share of the cohort, all in
-the same number of groups.
+Lightning's training epoch is one pass over the groups, each group a batch. Lightning saves the position
+with its loops. A round that was interrupted is trained again from its first client, with the same
+result. Each of several processes has its own share of the cohort, in the same number of groups.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
 
 
 class ClientGroup:
-    """The ids of clients that train together; Lightning takes it for a batch.
+    """Ids of clients that train together; a batch to Lightning.
 
-    No tuple and no dataclass, in which Lightning would look for tensors among the ids, one by one.
+    It is neither a tuple nor a dataclass: in those, Lightning would look for tensors, id by id.
 
     Example:
         >>> group = ClientGroup([3, 5])
@@ -56,16 +55,16 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every cohort a process trains."""
+    """Part of every cohort that a process trains."""
 
-    # of every client of the population, e.g. local batches; shape (num_clients,)
+    # amount of work of every client, e.g. local batches, shape (num_clients,)
     work: npt.NDArray[np.int64]
     rank: int  # of this process, in [0, num_ranks)
     num_ranks: int  # number of processes
 
 
 class RoundGroups:
-    """A sized iterable over a round's groups, the same number of groups in every round.
+    """Sized iterable over a round's groups; every round has the same number of groups.
 
     Where the cohort's size varies (Poisson sampling), or the clients do not divide evenly, a group
     may be empty or hold more clients than asked for.
@@ -74,22 +73,22 @@ class RoundGroups:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
-        share: the part of this process; everything if None.
-        clients_per_group: how many clients train together, ≥ 1; several processes take larger
-            groups where there would be many.
-        limit: of every cohort only so many clients, those with the lowest ids, or that share of
-            them: the Trainer's ``limit_train_batches``.
-        fewest: clients that a round needs; smaller cohorts are left out as a whole.
+        share: this process's part of every cohort; all of it if None.
+        clients_per_group: clients that train together, ≥ 1; several processes take larger groups where
+            there would be many.
+        limit: most clients of a cohort (int), or the fraction of it (float), that train, lowest ids first:
+            the Trainer's ``limit_train_batches``.
+        fewest: fewest clients of a round; from a smaller cohort no client trains.
 
     Raises:
         ConfigurationError: if the limit leaves no client.
 
     Attributes:
-        num_clients: in a round, as many as are expected.
-        population: the clients to draw from, of whom more becomes known from round to round.
+        num_clients: expected number of clients per round.
+        population: the clients to draw from, with their losses and durations of past rounds.
         seed: root seed of the draws.
         fewest: as given.
-        earlier: groups of the present round that Lightning passes over, as it was resumed inside the round.
+        earlier: groups of the current round that Lightning skips, if the run was resumed inside the round.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -143,7 +142,7 @@ class RoundGroups:
         return self._num_groups
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which round comes next; a round already begun goes on where it was."""
+        """Set the next round; the position is kept if that is the current round."""
         if epoch != self._round:
             self._round, self._position = epoch, 0
 
@@ -153,7 +152,7 @@ class RoundGroups:
         return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
-        """Return the number of clients drawn for a round that takes none, because they are few."""
+        """Return the size of a round's cohort if it is too small to train; else 0."""
         drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
         return drawn if drawn < self.fewest else 0
 
@@ -179,7 +178,7 @@ class RoundGroups:
         return ClientGroup(client for group in self._present for client in group)
 
     def advance(self) -> None:
-        """Say that a group is done; one that was interrupted is yielded again after resuming."""
+        """Count a group as done; other groups are yielded again after resuming."""
         self._position += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +193,7 @@ class RoundGroups:
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Refuse what is no cohort: somebody who is in it twice would count twice."""
+    """Raise if ids of a cohort are invalid or repeated: a repeated client would count twice."""
     if not len(ids):
         return
     is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
@@ -212,7 +211,7 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
 
 
 def limited(count: int, limit: float) -> int:
-    """Return the size of a cohort under a limit: at most ``limit``, or as a float that share.
+    """Return a cohort's size under a limit: at most ``limit`` clients (int), or that fraction (float).
 
     Example:
         >>> limited(10, 3), limited(10, 0.25), limited(10, 1.0)

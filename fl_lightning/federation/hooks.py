@@ -1,4 +1,4 @@
-"""Which hooks module and callbacks override, and whose batches they see.
+"""Hooks of module and callbacks in a federated fit: which are overridden, and the batches they see.
 
 The module's own batch hooks see local batches, as they do in central training. Lightning's loop
 would also hand them the client groups that it takes for batches: while a federation trains, the
@@ -38,7 +38,7 @@ BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
 )
-# Attributes that Lightning and a federation set on a module: no client's.
+# Attributes that Lightning and a federation set on a module: no part of a client's state.
 NOT_THE_USERS = frozenset(
     {*vars(LightningModule()).keys() - vars(nn.Module()).keys(), "log", *BATCH_HOOKS}
 )
@@ -67,8 +67,8 @@ def overrides(owner: Any, hook: str) -> bool:
     return False
 
 
-def let_groups_pass(owner: Any, cleanup: ExitStack) -> None:
-    """Shadow the batch hooks of an owner by ones that return a group untouched, until the cleanup."""
+def keep_groups_from_hooks(owner: Any, cleanup: ExitStack) -> None:
+    """Make an owner's batch hooks return client groups unchanged, until the cleanup."""
     for hook in BATCH_HOOKS:
         if overrides(owner, hook):
             cleanup.enter_context(shadowed(owner, hook, _unless_group(getattr(owner, hook))))
@@ -86,8 +86,8 @@ def _unless_group(hook: Callable[..., Any]) -> Callable[..., Any]:
 def sees_groups(callback: Callback) -> bool:
     """Return whether a callback's batch hooks are called for every group.
 
-    So it is for what shows progress, measures, or saves inside a round, for our own, and for those
-    that ask for it by an attribute ``sees_groups``.
+    They are for callbacks that show progress, measure or save inside a round, for those of
+    fl_lightning, and for those with an attribute ``sees_groups = True``.
 
     Example:
         >>> sees_groups(Timer()), sees_groups(Callback())
@@ -97,9 +97,9 @@ def sees_groups(callback: Callback) -> bool:
     return is_ours or isinstance(callback, _SEE_GROUPS) or getattr(callback, "sees_groups", False)
 
 
-def have_rounds_for_batches(trainer: Trainer, groups: RoundGroups, cleanup: ExitStack) -> None:
+def call_batch_hooks_per_round(trainer: Trainer, groups: RoundGroups, cleanup: ExitStack) -> None:
     """Call callbacks' batch hooks once a round, see `sees_groups`, until the cleanup."""
-    told = []  # Lightning's own expect no other
+    told = []  # callbacks of Lightning expect nothing else
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if sees_groups(callback) or not any(overrides(callback, hook) for hook in _HOOKS):
             continue

@@ -1,20 +1,19 @@
 """The numbers of a run that reach loggers: those of rounds, of validation and of test.
 
-Processes evaluate different examples. What the module logs per epoch with `self.log` and `self.log_dict` is therefore
-reduced over them, as with ``sync_dist=True``, without the module having to say so; a mean is weighted by
-batch sizes, as it is in one process. What is logged per step stays each process's own: their numbers of
-steps differ.
+Processes evaluate different examples. Values that the module logs per epoch are therefore reduced over
+processes, as with ``sync_dist=True``; means are weighted by batch sizes. Values that are logged per step
+are not reduced: the processes' numbers of steps differ.
 
-A Trainer's ``callback_metrics`` keep what earlier rounds measured, such as the last validation, for
-callbacks that monitor it. `logged_in_round` is what the present round has measured itself.
+A Trainer's ``callback_metrics`` keep metrics of earlier rounds, such as the last validation, for
+callbacks that monitor them. `logged_in_round` returns those of the current round.
 
-Numbers that a run logs once, as those of its test, are a table on TensorBoard, not charts with one dot, and are
-kept in ``results.json`` of the run's folder, where one that is not finite is null.
+Numbers that a run logs once, such as test metrics, become a table on TensorBoard, not charts with one
+dot, and an entry in ``results.json`` of the run's folder; there a number that is not finite is null.
 
-Pictures have the same name in every logger. TensorBoard, W&B, MLflow and Comet have calls of their own; of another
-logger a method ``log_image(key, images, step)`` is called, as Lightning names it. Where no logger takes pictures, as with
-`lightning.pytorch.loggers.CSVLogger`, they are files: ``figures/<name>.png`` in the run's folder.
-Loggers are known by the names of their classes: those of packages that are not installed need no import.
+Figures have the same name in every logger. TensorBoard, W&B, MLflow and Comet have calls of their own;
+other loggers are called as Lightning names it, ``log_image(key, images, step)``. If no logger accepts
+figures, as with `lightning.pytorch.loggers.CSVLogger`, they become files: ``figures/<name>.png`` in the
+run's folder. Loggers are told apart by class name: packages that are not installed need no import.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# per Trainer the round that was begun last, and the metrics of those before it
+# by Trainer: the round that began last, and the metrics of earlier rounds
 _BEGUN: WeakKeyDictionary[Trainer, tuple[int, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
 def begin_round(trainer: Trainer) -> None:
-    """Mark all present metrics as older; every callback that asks for new ones calls it first.
+    """Mark all metrics as of earlier rounds; to be called before `logged_in_round` in a round.
 
     Args:
-        trainer: at the start of an epoch; later calls in the same one change nothing.
+        trainer: at the start of an epoch; later calls in the same epoch change nothing.
     """
     number, _ = _BEGUN.get(trainer, (-1, {}))
     if number != trainer.current_epoch:
@@ -58,19 +57,19 @@ def begin_round(trainer: Trainer) -> None:
 
 
 def logged_in_round(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the metrics that were logged since the present round began, or after the last one."""
+    """Return the metrics that were logged since the current round began."""
     _, older = _BEGUN.get(trainer, (-1, {}))
     # a metric that is logged again is another tensor
     return {n: value for n, value in trainer.callback_metrics.items() if older.get(n) is not value}
 
 
-def bring_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collection[str]) -> None:
-    """Add the metrics of a fit in another process to those of a Trainer.
+def add_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collection[str]) -> None:
+    """Add the metrics of a fit in another process to a Trainer's metrics.
 
     Args:
-        trainer: of this process.
-        metrics: by name.
-        new: names of those that `logged_in_round` returned there.
+        trainer: the Trainer of this process.
+        metrics: metrics by name.
+        new: names of the metrics that `logged_in_round` returned there.
     """
     trainer.callback_metrics.update(metrics)
     older = {name: value for name, value in metrics.items() if name not in new}
@@ -86,17 +85,17 @@ def log_round(
 ) -> None:
     """Log numbers of the round that has just ended, as `LightningModule.log` does at its end.
 
-    All processes know the same numbers, so that nothing is left to reduce: what ``log`` does for
-    that would take a quarter of a small round.
+    All processes have the same numbers, so that nothing needs to be reduced: ``log`` would spend a
+    quarter of a small round on that.
 
     Args:
         trainer: at the end of an epoch.
         values: by name.
-        in_progress_bar: names of those that are shown beside the progress bar.
-        twins: names of those that the module logs under another name: callbacks can monitor them, loggers
-            do not get them.
+        in_progress_bar: names of the values shown in the progress bar.
+        twins: names of values that the module logs under another name: callbacks can monitor them,
+            loggers do not get them.
     """
-    # made at once: one by one they take as long as the step of a small client
+    # all at once: one tensor after the other takes as long as a small client's step
     numbers = torch.tensor(list(values.values())).unbind()
     tensors = dict(zip(values, numbers, strict=True))
     trainer.callback_metrics.update(tensors)
@@ -117,7 +116,7 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
 
 def _log(trainer: Trainer, logger: Any, values: Mapping[str, float]) -> None:
     step = trainer.global_step - 1
-    # a subclass may have a log_metrics of its own, and a report shadows it
+    # a subclass may override log_metrics, and a report shadows it
     is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
     if is_stock and "log_metrics" not in vars(logger):
         log_event(logger, values, step)
@@ -129,8 +128,8 @@ def _log(trainer: Trainer, logger: Any, values: Mapping[str, float]) -> None:
 def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
     """Log numbers with TensorBoard as one event.
 
-    Else each would be an event. A round has more of them than the writer's queue has places, and its thread would be
-    woken up for each: that took a third of a small round.
+    Otherwise each number would be an event. A round has more of them than the writer's queue has places,
+    and waking its thread for each took a third of a small round.
     """
     if any(isinstance(value, Mapping) for value in values.values()):  # several lines in one chart
         TensorBoardLogger.log_metrics(board, dict(values), step)
@@ -146,13 +145,13 @@ def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
 
 
 class EvaluationLogs:
-    """Shadows a module's ``log`` and ``log_dict`` between `start` and `stop`.
+    """Reduces what a module logs per epoch over processes, between `start` and `stop`.
 
     Args:
-        module: whose methods are shadowed.
+        module: the module, whose ``log`` and ``log_dict`` are shadowed.
 
     Attributes:
-        batch: what the present step evaluates; None between steps.
+        batch: the batch of the current step; None between steps.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -169,7 +168,7 @@ class EvaluationLogs:
         return self
 
     def stop(self) -> None:
-        """Give the module its own methods back."""
+        """Restore the module's own methods."""
         vars(self._module).pop("log", None)
         vars(self._module).pop("log_dict", None)
 
@@ -194,7 +193,7 @@ RESULTS = "results.json"
 
 
 def log_once(trainer: Trainer, title: str, numbers: Mapping[str, float], *, step: int) -> None:
-    """Log numbers that the run will not log again.
+    """Log numbers that a run logs only once, such as test metrics.
 
     Args:
         trainer: with the loggers.
@@ -209,7 +208,7 @@ def log_once(trainer: Trainer, title: str, numbers: Mapping[str, float], *, step
 
 
 def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> None:
-    """Keep in the run's folder and in a table of TensorBoard what the other loggers have already."""
+    """Save numbers to the run's ``results.json`` and to a table on TensorBoard."""
     if not trainer.is_global_zero or not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     folder = Path(own_run_folder(trainer))
@@ -224,7 +223,7 @@ def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> Non
 
 
 def logged_once(folder: Path) -> dict[str, float]:
-    """Return the numbers that a run has logged once, the test's first."""
+    """Return the numbers in a run's ``results.json``, those of the test first."""
     path = folder / RESULTS
     kept = json.loads(path.read_text()) if path.exists() else {}
     numbers = {name: math.nan if value is None else float(value) for name, value in kept.items()}
@@ -232,7 +231,7 @@ def logged_once(folder: Path) -> dict[str, float]:
 
 
 def is_of_test(name: str) -> bool:
-    """Return whether a number is one of the test's, by its name."""
+    """Return whether a name is that of a test metric."""
     return name.startswith("test")
 
 
@@ -242,7 +241,7 @@ def boards(trainer: Trainer) -> list[TensorBoardLogger]:
 
 
 def table(numbers: Mapping[str, float]) -> str:
-    """Return numbers as TensorBoard's tab Text shows a table.
+    """Return numbers as a Markdown table, for TensorBoard's Text tab.
 
     Example:
         >>> print(table({"test/loss": 0.25}))
@@ -254,7 +253,7 @@ def table(numbers: Mapping[str, float]) -> str:
     return "\n".join(["| name | value |", "|---|---|", *rows])
 
 
-# groups of ours; TensorBoard sorts by name, and the user's own val/ and train/ come first this way
+# prefixes of our metrics: TensorBoard sorts by name, and the user's val/ and train/ shall come first
 _OURS = re.compile(
     r"(calibration|clients|global|head|local|mask|partition|personal|privacy|recalibration"
     r"|results|round|search|secure)(/|$)"
@@ -262,7 +261,7 @@ _OURS = re.compile(
 
 
 def board_tag(name: str) -> str:
-    """Name of a number or picture on TensorBoard, which sorts behind ``val/`` if it is one of ours.
+    """Return a tag for TensorBoard, by which our own metrics and figures sort behind ``val/``.
 
     Example:
         >>> board_tag("round/seconds"), board_tag("val/loss")
@@ -280,7 +279,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
     Args:
         trainer: with the loggers; without one nothing is drawn.
         name: of the figure.
-        draw: makes it; is called once, if at all.
+        draw: function that draws the figure; called at most once.
         step: of the run.
     """
     if not trainer.loggers:
@@ -294,7 +293,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
 
 
 def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> None:
-    """Log a histogram with loggers that show them; others log its numbers in tables.
+    """Log a histogram with those loggers that show histograms.
 
     Args:
         trainer: with the loggers.
@@ -313,7 +312,7 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
 
 
 def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
-    """Show a figure; return whether the logger takes any."""
+    """Log a figure; return whether the logger accepts figures."""
     for kind, show in _PICTURES.items():
         if _is_a(logger, kind):
             show(logger, name, figure, step)

@@ -2,18 +2,18 @@
 
 `FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
 the optimizer on a batch; `FederatedManualLoop` that of its twin, for modules that step their optimizers
-by hand. Here a batch is a group of clients; on the last one of the round the
-server steps, ahead of validation and checkpoints, and ``global_step`` advances by one.
+by hand. Here a batch is a group of clients. After the round's last group the server steps, before
+validation and checkpoints, and ``global_step`` advances by one.
 
 This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, `_ManualOptimization` with its ``run``
 and ``optim_step_progress``, and ``automatic_optimization`` and ``manual_optimization`` of
 ``trainer.fit_loop.epoch_loop``. They are unchanged in Lightning 2.5 and 2.6
-and are checked when this file is imported and when the loop is installed. Where one process that ends
-ends all, ``_broadcast_sigterm_tensor`` of Lightning 2.6 has nothing to do: before every group it would
-have all wait for the first one to say whether it goes on. The counters of rounds and groups,
-``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a resumed run begins:
-``restarted_mid_epoch`` and its like of both loops; and ``_data_fetcher``, which begins anew in every round.
+and are checked when this file is imported and when the loop is installed. If the launcher ends all
+processes together, ``_broadcast_sigterm_tensor`` of Lightning 2.6 does nothing: it would synchronise
+the processes before every group. This file also reads and sets the counters of rounds and groups
+(``epoch_progress``, ``batch_progress``), the place where a resumed run begins (``restarted_mid_epoch``
+and its like of both loops), and ``_data_fetcher``, which begins anew in every round.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rounds(Protocol):
     """The rounds that the loop drives."""
 
     def train_group(self, group: ClientGroup) -> None:
-        """Train a group's clients and fold their updates."""
+        """Train a group of clients and aggregate their updates."""
 
     def close_round(self) -> None:
         """Step the server."""
@@ -76,8 +76,7 @@ class FederatedLoop(_AutomaticOptimization):
 class FederatedManualLoop(_ManualOptimization):
     """Trains a group of clients where Lightning would let a module step its optimizers by hand.
 
-    ``global_step`` counts what is counted here, once per round: the optimizers that clients step tell
-    the loop nothing.
+    ``global_step`` counts rounds: the loop does not see the optimizer steps of clients.
     """
 
     def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
@@ -94,7 +93,7 @@ class FederatedManualLoop(_ManualOptimization):
 
 
 def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) -> bool:
-    """Train a group and return whether it was the round's last, and so the server has stepped."""
+    """Train a group and, if it is the round's last, step the server; return whether it was."""
     rounds.train_group(next(iter(kwargs.values())))
     if not trainer.is_last_batch:
         return False
@@ -103,7 +102,7 @@ def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) ->
 
 
 def install(trainer: Trainer, rounds: Rounds) -> None:
-    """Replace the sub-loop of the trainer's fit loop by rounds, with the progress made so far."""
+    """Replace the Trainer's optimization loop by one that runs rounds, and keep its progress."""
     epoch_loop = trainer.fit_loop.epoch_loop
     stock = getattr(epoch_loop, "automatic_optimization", None)
     by_hand = getattr(epoch_loop, "manual_optimization", None)
@@ -117,7 +116,7 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
         manual_loop = FederatedManualLoop(trainer, rounds)
         manual_loop.optim_step_progress = by_hand.optim_step_progress
         epoch_loop.manual_optimization = manual_loop
-        # which is about single steps: a checkpoint of a federation holds the round's global model
+        # a warning about single steps: a federation's checkpoint holds the round's global model
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -130,7 +129,7 @@ def training_loader(trainer: Trainer) -> Any:
 
 
 def progress(trainer: Trainer) -> dict[str, Any]:
-    """Return the number of rounds done."""
+    """Return Lightning's counters of epochs and steps, which count rounds."""
     steps = _steps(trainer).state_dict()
     return {"epochs": trainer.fit_loop.epoch_progress.state_dict(), "steps": steps}
 
@@ -142,10 +141,10 @@ def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def set_round(trainer: Trainer, number: int) -> None:
-    """Give the epoch that is about to begin the number of a round, from `on_train_epoch_start` on.
+    """Set the number of the epoch that is about to start, before `on_train_epoch_start`.
 
-    A site trains in those rounds only for which it is asked, and in one of them several times where clients
-    are at work without rounds.
+    A site trains only in rounds in which its clients are sampled; in an asynchronous run it may train
+    several times in one round.
     """
     present: Any = trainer.fit_loop.epoch_progress.current
     fetcher: Any = trainer.fit_loop._data_fetcher
@@ -161,7 +160,7 @@ def plan_rounds(trainer: Trainer, number: int | None) -> None:
 
 
 def _steps(trainer: Trainer) -> Any:
-    """Return Lightning's counter behind ``global_step``; another one if optimizers are stepped by hand."""
+    """Return Lightning's counter behind ``global_step``; manual optimization has one of its own."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress
@@ -169,12 +168,12 @@ def _steps(trainer: Trainer) -> Any:
 
 
 def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
-    """After resuming from a checkpoint between rounds, count its round as one of another length.
+    """Adapt a resumed run's batch counters to another number of groups per round.
 
-    Else a finished round would look unfinished if rounds now have more groups.
+    Otherwise a finished round would look unfinished if rounds now have more groups.
 
     Args:
-        trainer: whose progress has been restored.
+        trainer: a Trainer whose progress has been restored from a checkpoint between rounds.
         saved: groups per round in the run that wrote the checkpoint.
         present: groups per round now.
     """
@@ -187,15 +186,14 @@ def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
 
 
 def begin_next_round(trainer: Trainer) -> None:
-    """After resuming from a checkpoint between two rounds, have the next one begin as any other.
+    """Make the first round after resuming between rounds start like any other round.
 
-    With a checkpoint from the end of a round's last group Lightning counts the round as done, yet
-    passes over the start of the next one: no hook would hear ``on_train_epoch_start``. With one
-    from inside that hook it takes the groups of the round before for those of the round that
-    begins: it would train nobody.
+    From a checkpoint at the end of a round's last group, Lightning counts the round as done but would
+    skip ``on_train_epoch_start`` of the next one. From a checkpoint inside that hook, it would take the
+    groups of the previous round for those of the new one, and train no client.
 
     Args:
-        trainer: about to go on, its progress restored.
+        trainer: a Trainer whose progress has been restored.
     """
     rounds = trainer.fit_loop
     groups = rounds.epoch_loop

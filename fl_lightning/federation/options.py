@@ -1,7 +1,7 @@
 """The options of a federation, each with its meaning.
 
-What an option may be is checked here, when it is given; what it does not go together with in a
-Trainer, a module or data is checked where these are known, see `fl_lightning.federation.checks`.
+Values of options are checked here. Conflicts with Trainer, module or data are checked when a fit starts,
+see `fl_lightning.federation.checks`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _ADVICE = {"spot_check": ": it is the fraction of clients that are trained both 
 
 
 class Options:
-    """The options of a federation; attributes hold what was given, or what None stands for.
+    """The options of a federation; attributes hold the given values, or the defaults that None means.
 
     Attributes:
-        parts: traits of what was given, by option and class.
-        client_privacy: privacy of clients, if that was asked for.
-        example_privacy: privacy of their examples, if that was asked for.
+        parts: traits of the given options, by option and class.
+        client_privacy: differential privacy of clients, or None.
+        example_privacy: differential privacy of examples, or None.
     """
 
     def __init__(
@@ -92,44 +92,43 @@ class Options:
         client_state: list[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        """Keep what is given.
+        """Check and keep the options.
 
         Args:
-            cohort: who takes part in a round; everybody if None.
+            cohort: samples the clients of each round; all clients if None.
             local_steps: optimizer steps of a client per round, in place of passes.
             local_epochs: a client's passes over its shard per round; one if neither is given.
-            correction: what clients add to their gradients, so that clients with different data
-                stay close: `FedProx`, `Scaffold`, `FedDyn`, …; nothing if None.
-            personal: what each client has for itself: layers (`Personal`: FedPer, FedBN, FedRep), a
-                model beside the shared one (`Ditto`, `APFL`), or the global model fine-tuned before it is
-                evaluated (`FineTuned`); nothing if None.
-            updates: how a client's update is changed on its way to the server, in this order:
-                `TopK`, `QSGD`, …, and `ErrorFeedback` around them; not at all if None.
-            download: how the global model is changed on its way to the clients, by quantisers; not
-                at all if None.
-            aggregator: how the updates of a round become one. A robust rule, like `Krum`, looks at
-                all of them together. If None, their mean, weighted by examples; where clients have
-                masks of their own, the mean of a parameter is over the clients that train it.
+            correction: a term in clients' gradients that keeps clients with different data close:
+                `FedProx`, `Scaffold`, `FedDyn`, …; none if None.
+            personal: parameters that each client keeps for itself: layers (`Personal`: FedPer, FedBN,
+                FedRep), a model beside the shared one (`Ditto`, `APFL`), or the global model, fine-tuned
+                before it is evaluated (`FineTuned`); none if None.
+            updates: transforms of a client's update on the way to the server, in this order: `TopK`,
+                `QSGD`, …, and `ErrorFeedback` around them; none if None.
+            download: transforms of the global model on the way to the clients (quantisers); none if None.
+            aggregator: combines the updates of a round. A robust rule, like `Krum`, looks at all of them
+                together. If None, their mean, weighted by examples; where clients have masks of their own,
+                the mean of a parameter is over the clients that train it.
             privacy: differential privacy of clients, `CentralDP`, `LocalDP`, …, or of their single
                 examples, `ExampleDP`; none if None.
             server_optimizer: builds the `torch.optim.Optimizer` that takes the aggregate as its
                 gradient; SGD with learning rate 1, which is FedAvg, if None.
-            devices: how fast and how reliable clients' devices are, and how long the server waits
-                for them, in virtual time; if None, all clients answer. `RecordedArrivals` simulates
-                an asynchronous run that was made over a network.
-            asynchronous: the server waits for no cohort. It steps as soon as enough updates are
-                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``, or over a network
-                as they come. A round is then a step of the server. It waits for the cohort if None.
+            devices: speed and reliability of clients' simulated devices, and how long the server waits,
+                in virtual time; if None, all clients reply. `RecordedArrivals` replays an asynchronous
+                run over a network.
+            asynchronous: makes the server step as soon as enough updates have arrived (`FedBuff`,
+                `FedAsync`), in the virtual time of ``devices`` or over a network. A round is then a
+                server step. If None, the server waits for the cohort.
             server_schedule: builds a schedule of the server optimizer's learning rate over rounds,
                 e.g. one of `torch.optim.lr_scheduler`; the rate is constant if None.
-            attackers: clients that attack, to test defences; nobody if None.
+            attackers: simulated attackers, to test defences; none if None.
             stages: your own additions to a round: see `fl_lightning.federation.stage.Stage`.
-            on_client_failure: what to do with a client whose step raises, whose loss or update is
-                not finite, or who has no examples: ``raise`` stops the run and names the client,
-                ``skip`` leaves it out and counts it.
+            on_client_failure: what to do with a client whose step raises, whose loss or update is not
+                finite, or that has no examples: ``raise`` stops the run and names the client, ``skip``
+                leaves it out and counts it.
             min_replies: the run stops if a round has fewer valid updates.
-            engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which
-                is faster for small models. ``auto`` measures, and says in one line what it chose.
+            engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which is
+                faster for small models. ``auto`` measures both and logs its choice.
             slots: how many clients train at once; chosen by the model's size if None.
             speedups: faster local steps for clients that train one after the other; updates differ
                 by rounding alone. Any of ``direct_layers``, ``channels_last``, ``fused_optimizer``,
@@ -140,24 +139,23 @@ class Options:
                 to check that both ways give the same update. A difference beyond rounding stops the
                 run before the server steps. The check does not change the result. 0 checks none, 1
                 all; one client in 500 takes 1 to 2 % of the time.
-            pad_batches: ``true`` says that the loss, and all that is logged, is a mean over the
-                examples of a batch, so that slots may pad smaller batches. A trial client and the
-                spot check hold it to that. Batches train whole if ``false``: a client's last,
-                smaller batch is then slower, and clients without any full batch train one after
-                the other. If None, what the module's attribute ``loss_is_mean`` says, else false.
-            clients_per_group: how many clients Lightning's loop takes as one batch. The progress
-                bar moves once per group. Results do not depend on it. Other callbacks see a round
-                as one batch, unless they have an attribute ``sees_groups`` that is true. If None,
-                as many as take about 0.2 s, and in slots the whole cohort.
-            client_memory_gb: how many gigabytes (1e9 bytes) of what clients remember between rounds
-                (see ``correction``) stay in RAM. The rest lies in files. Checkpoints hold up to 64
-                MB of it; more lies in a folder beside each (``last.ckpt.client_memory``).
-            client_state: names of buffers and frozen parameters that clients change while they
-                train, as patterns (``*``, ``?``). They travel, and are averaged. You need it only
-                for those that change later than in the first local steps of the run: the others are
-                found, and so are statistics of batch and instance norm. Buffers that never change
-                do not travel.
-            seed: root of every random draw (cohorts, shuffling, dropout, augmentation); the run's
+            pad_batches: ``true`` declares that the loss, and every logged value, is a mean over the
+                examples of a batch, so that slots may pad smaller batches; a trial client and the spot
+                check verify it. With ``false`` batches train whole: a client's last, smaller batch is
+                slower, and clients without a full batch train one after the other. If None, the module's
+                attribute ``loss_is_mean`` decides, else false.
+            clients_per_group: number of clients that Lightning's loop takes as one batch. The progress
+                bar moves once per group. Results do not depend on it. Other callbacks see a round as one
+                batch, unless they have an attribute ``sees_groups`` that is true. If None, as many as
+                take about 0.2 s, and in slots the whole cohort.
+            client_memory_gb: gigabytes (1e9 bytes) of client states between rounds (see ``correction``)
+                that stay in RAM. The rest is in files. Checkpoints hold up to 64 MB of client states;
+                larger ones are in a folder beside each checkpoint (``last.ckpt.client_memory``).
+            client_state: names of buffers and frozen parameters that clients change while they train, as
+                patterns (``*``, ``?``). They are sent and averaged. You need this only for tensors that
+                change later than in the first local steps of the run: others are found, and so are
+                statistics of batch and instance norm. Buffers that never change are not sent.
+            seed: root seed of all random draws (cohorts, shuffling, dropout, augmentation); the run's
                 seed, as given to `lightning.seed_everything`, if None.
 
         Raises:
@@ -175,8 +173,8 @@ class Options:
         self.server_schedule = server_schedule
         self.devices, self.asynchronous = devices, asynchronous
         self.attackers, self.stages = attackers, list(stages or [])
-        self.handed: list[Stage] = []  # by other callbacks, for one fit
-        self.clients_side: Callable[..., Any] | None = None  # where clients are elsewhere
+        self.handed: list[Stage] = []  # stages of other callbacks, for one fit
+        self.clients_side: Callable[..., Any] | None = None  # where clients are remote
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine: EngineName = engine
         self.slots, self.spot_check = slots, spot_check
@@ -187,7 +185,7 @@ class Options:
         self.parts = parts_of(self, cohort)
         self._check(seed)
         self.seed = run_seed(seed)
-        if asynchronous is not None:  # who calibrates a mask, e.g.
+        if asynchronous is not None:  # for other users of the cohort, e.g. calibration
             self.cohort = UniformCohort(size=asynchronous.buffer_size)
         if self.example_privacy is not None:
             self.engine = "sequential"  # it has a local step of its own
@@ -195,7 +193,7 @@ class Options:
             self.local_epochs = 1
 
     def _check(self, seed: int | None) -> None:
-        """Refuse what cannot be, all at once; see `Options`."""
+        """Raise all errors of the options at once, see `Options`."""
         raise_together(
             self._check_pairs,
             *(
@@ -212,7 +210,7 @@ class Options:
             self._check_speedups,
             self._check_privacy,
             partial(check_together, self.parts),
-            partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
+            partial(UpdatePath, self.updates, 0),  # these raise if transforms conflict
             partial(Broadcast, self.download, 0),
         )
 
@@ -241,7 +239,7 @@ class Options:
 
     @property
     def clients_remember(self) -> bool:
-        """True if clients remember something of their own from round to round."""
+        """True if clients have states that last from round to round."""
         correction = self.correction
         return (
             self.personal is not None
@@ -251,12 +249,12 @@ class Options:
 
     @property
     def example_privacy(self) -> ExampleDP | None:
-        """Privacy of clients' examples, if that was asked for."""
+        """Differential privacy of clients' examples, or None."""
         return self.privacy if isinstance(self.privacy, ExampleDP) else None
 
     @property
     def client_privacy(self) -> Privacy | None:
-        """Privacy of clients, if that was asked for."""
+        """Differential privacy of clients, or None."""
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
 
 
@@ -265,7 +263,7 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
 
     Args:
         options: of a federation.
-        cohort: as it was given; None for the default, which every server can do without.
+        cohort: the given cohort; None for the default, which conflicts with nothing.
     """
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, step.traits) for step in options.updates),
@@ -303,6 +301,6 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
 
 
 def traits_of(part: object) -> Traits:
-    """Return the traits that a part says it has; none for one that says nothing."""
+    """Return the traits that a part declares; none if it declares nothing."""
     traits = getattr(part, "traits", NO_TRAITS)
     return traits if isinstance(traits, Traits) else NO_TRAITS

@@ -21,12 +21,12 @@ from fl_lightning.data.shards import batches_of_steps, local_order, local_work
 
 
 class DrawsBatches(Protocol):
-    """Draws the examples of a client's local steps by coins."""
+    """Draws the batches of a client's local steps by Poisson sampling."""
 
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
     ) -> tuple[Tensor, list[int]]:
-        """Return indices of examples in the order of the steps, and how many each step takes."""
+        """Return the indices of examples, step by step, and the batch size of each step."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LocalWork:
     local_epochs: int | None  # passes over its shard
     accumulate: int  # batches per step; an epoch's last step takes those that are left
     seed: int  # root seed of all draws
-    # draws batches by coins, for privacy; None for passes over a shuffled shard
+    # Poisson sampling of batches, for privacy; None for passes over a shuffled shard
     examples: DrawsBatches | None = None
 
 
@@ -52,13 +52,13 @@ class WorkPlan:
         self._weights = data.weights_of if data.draws_by_weight else None
 
     def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
-        """Return clients' work, each in a round; without a step if one has no examples."""
+        """Return the work of clients, each in its own round; a client without examples has no step."""
         indices, num_examples = self._clients.take(clients)
         amount = self._local_work
         num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
         fits = num_examples.max(initial=0) <= self._batch_size
         as_it_is = amount.examples is None and self._weights is None
-        if fits and num_passes == 1 and as_it_is:  # nobody trains on more, see `local_order`
+        if fits and num_passes == 1 and as_it_is:  # one batch each, see `local_order`
             has_any = num_examples > 0
             order, sizes, num_steps = indices, num_examples[has_any], has_any.astype(np.int64)
         else:
@@ -78,7 +78,7 @@ class WorkPlan:
         )
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
-        """Return in which order a client sees its examples, and its batches' sizes."""
+        """Return the order of a client's examples, and the sizes of its batches."""
         amount, num_examples = self._local_work, shard.numel()
         if not num_examples:
             return shard, []
@@ -108,7 +108,7 @@ class WorkPlan:
         num_epochs: int | None,
         num_batches: int | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """Draw an order for a purpose, in a round, of a client."""
+        """Draw an order of examples; `whose` is (purpose, round, client)."""
         return local_order(
             shard,
             self._batch_size,
@@ -124,7 +124,7 @@ class WorkPlan:
         return int(local_work(sizes, self._batch_size, drop_last=self._drop_last, num_epochs=1)[0])
 
     def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
-        """Return passes over a client's shard in orders of their own."""
+        """Return further passes over a client's shard, in orders drawn for a purpose."""
         if not work.sizes:
             return work
         whose = purpose, work.round_index, work.client_id
@@ -132,11 +132,10 @@ class WorkPlan:
         return work._replace(order=order, sizes=sizes)
 
     def shard(self, work: ClientWork) -> ClientWork:
-        """Return one pass over a client's shard, in its order.
+        """Return one pass over a client's shard, in the shard's order.
 
-        Where the loader leaves out a smaller last batch, this pass does as well, in a random order of
-        its own: in no two rounds need it be the same examples that do not count. Where it draws by
-        weight, this pass is such a draw of its own.
+        If the loader drops a smaller last batch, so does this pass, in a random order per round, so that
+        the dropped examples vary. If the loader draws by weight, so does this pass.
         """
         if self._drop_last or self._weights is not None:
             return self.more_epochs(work, 1, "shard gradient")
@@ -159,14 +158,14 @@ class WorkPlan:
         return torch.from_numpy(labels[self._clients[work.client_id].numpy()].astype(np.int64))
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
-        """Yield its batches, built when they are needed; None for one without examples."""
+        """Yield a client's batches with their sizes, lazily; an empty batch is None."""
         read: Callable[[Tensor], Any] = self._data.train_batch
         parts = work.order.split(work.sizes)
         read_some = read if all(work.sizes) else lambda part: read(part) if len(part) else None
         return zip(map(read_some, parts), work.sizes, strict=True)
 
     def batches_of_steps(self, work: ClientWork) -> list[int]:
-        """Return the number of batches in each local step of a client; no step reaches over epochs."""
+        """Return the number of batches in each local step of a client; no step spans two epochs."""
         total, most = len(work.sizes), self._local_work.accumulate
         if most == 1 or not total:
             return [1] * total
@@ -175,7 +174,7 @@ class WorkPlan:
         return [min(most, epoch - start) for epoch in epochs for start in range(0, epoch, most)]
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
-        """Yield the batches of every local step, built when they are needed."""
+        """Yield the batches of each local step, lazily."""
         batches = self.batches(work)
         if self._local_work.accumulate == 1:
             return zip(batches, strict=True)  # one batch each

@@ -1,10 +1,10 @@
-"""A round, from the clients that are asked to the server's step. Read this first.
+"""One federated round, from the sampled cohort to the server step. Read this file first.
 
-    cohort → down → for every update of its clients: up → receive → the server's step
+cohort → down → for every client update: up → receive → the server step
 
-Clients train wherever they are: in the module, in slots, at sites (`Clients`). What else happens in a
-round is a `Stage`. How updates become one is the server's affair. What surrounds a round in a fit,
-such as masks that change between rounds and several processes, is in `fit_rounds`.
+Clients train in the module, in slots or at sites (`Clients`). Each further feature of a round is a
+`Stage`. The server aggregates the updates. `fit_rounds` holds what surrounds a round of a fit, such as
+masks that change between rounds and several processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
 from fl_lightning.server.server import Server
 
-# Makes a block whose updates count as a whole: those that have come are undone if it raises.
+# Makes a context in which updates count all or none: all are undone if its block raises.
 Transaction = Callable[[], AbstractContextManager[None]]
 
 
@@ -33,39 +33,39 @@ class Clients(Protocol):
     """The clients' side of a round.
 
     Attributes:
-        stages_ahead: that updates have to pass once `train` has yielded them.
-        collector: what clients log.
+        stages_ahead: stages that process each update after `train` yields it.
+        collector: collects the values that clients log.
     """
 
     stages_ahead: Stages
     collector: LogCollector
 
     def work_of(self, clients: Sequence[int]) -> GroupWork:
-        """Local work of some clients in the present round."""
+        """Return the local work of clients in the current round."""
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Train clients that begin alike, and yield what they send.
+        """Train clients with the same start, and yield their updates.
 
-        Those that count as a whole are yielded inside a transaction.
+        Updates of clients that train together are yielded inside one transaction.
         """
 
 
 class Round:
-    """Runs one round after the other.
+    """Runs federated rounds, one after the other.
 
     Args:
         clients: the clients' side.
-        server: the server's side: the global model and how it moves.
-        stages: what else happens, in order.
-        memory: what clients remember.
-        skips_failures: whether a round goes on without clients whose update cannot be used.
-        min_replies: fewest updates of a round in which anybody takes part.
-        processes: that train clients of a round; they have exchanged their updates before `step`.
+        server: holds the global model, aggregates updates and steps.
+        stages: further features of a round, in the order in which updates pass them.
+        memory: client states that last from round to round.
+        skips_failures: whether a round continues without the clients that fail.
+        min_replies: fewest valid updates of a round whose cohort is not empty.
+        processes: processes that share the cohort; they exchange updates before `step`.
 
     Attributes:
-        record: what is known of the present round, or of the last one until the next begins.
+        record: counts and metrics of the open round; between rounds, of the last one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Round:
         self.record = RoundRecord()
 
     def open(self, number: int) -> None:
-        """Begin a round."""
+        """Open a round, in the stages and at the server."""
         before = self.record  # of the last round, or of this one if it was broken off
         began_at = before.began_at if before.ended_at is None else before.ended_at
         self.record = RoundRecord(began_at=began_at)
@@ -96,17 +96,17 @@ class Round:
         self.server.open_round(number)
 
     def train(self, cohort: Sequence[int]) -> None:
-        """Train the cohort of the open round, or a part of it, and fold in what its clients send.
+        """Train clients of the open round and aggregate their updates.
 
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
         record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
         work = self.clients.work_of(cohort)
-        for stage in self.stages.having["work"]:  # who will send
+        for stage in self.stages.having["work"]:  # whose updates will arrive
             work = stage.work(work, record)
-        starts = self.stages.down(self.server.model, work)  # what they get
-        if lost := record.lost[lost_before:]:  # of nobody else there may be no start
+        starts = self.stages.down(self.server.model, work)  # the models they receive
+        if lost := record.lost[lost_before:]:  # who receive the model as well
             record.finished += lost
             record.total_bytes_down += starts[0][0].num_bytes * len(lost)
         for start, together in starts:
@@ -126,7 +126,7 @@ class Round:
         record.means.reductions |= self.clients.collector.reductions
 
     def raise_or_skip(self, failure: ClientFailure) -> None:
-        """Note why a client's update cannot be used, or raise it."""
+        """Record a client's failure if failures are skipped; else raise it."""
         located = f"round {self.server.round_index}, {failure}"
         if not self._skips_failures:
             failure.args = (located,)
@@ -162,16 +162,16 @@ class Round:
             stage.stepped(self.server.model.params)
 
     def close(self) -> None:
-        """End the round."""
+        """Close the round in all stages, after the server step."""
         for stage in self.stages.having["close"]:
             stage.close(self.record)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Undoes the updates that have come inside this block if it raises.
+        """Undo all updates received inside this block if it raises.
 
-        Clients that train together in slots count as a whole or not at all: if slots meet what they
-        cannot run, or a run is interrupted and saved, no half of a group may remain.
+        Clients in slots train together. If slots fail, or a run is interrupted and saved, no part of their
+        group may remain.
         """
         states = [_copied(part.round_state()) for part in self._parts]
         noted, waiting = self.record.state_dict(), self.memory.waiting_keys
@@ -187,7 +187,7 @@ class Round:
 
 @runtime_checkable
 class HasRoundState(Protocol):
-    """A part of a round that changes while updates come."""
+    """A server or stage whose state changes as updates arrive."""
 
     def round_state(self) -> Any:
         """Return the state of the open round."""
@@ -197,7 +197,7 @@ class HasRoundState(Protocol):
 
 
 def _copied(state: Any) -> Any:
-    """Return a deep copy; of a tensor in a fifth of the time of `copy.deepcopy`."""
+    """Return a deep copy; of tensors five times as fast as `copy.deepcopy`."""
     if isinstance(state, Tensor):
         return state.clone()
     if isinstance(state, dict):

@@ -16,26 +16,26 @@ _LOSS = "train/loss"
 
 @dataclass
 class RoundRecord:
-    """Filled while a round runs, logged when it ends.
+    """Counts and metrics of one round, filled while it runs and logged when it ends.
 
     Attributes:
-        finished: clients that were asked and have ended, in the order in which they did.
-        skipped: why the update of those could not be used that have none, by client.
-        lost: clients whose update never came, or not in time, where devices are simulated.
+        finished: sampled clients that have trained, failed or been lost, in that order of time.
+        skipped: by client, the reason why its update could not be used.
+        lost: clients whose update was lost or too late, where devices are simulated.
         durations: virtual seconds that each client took, where devices are simulated.
         began_at: virtual time when the round began, in seconds.
-        ended_at: virtual time when it ended; None where there is no such time.
-        seconds: wall time of local training and the server's step.
-        total_bytes_down: sent to the clients, all together.
-        total_bytes_up: received from the clients, all together.
+        ended_at: virtual time when the round ended; None without simulated devices.
+        seconds: wall time of local training and the server step.
+        total_bytes_down: bytes sent to all clients together.
+        total_bytes_up: bytes received from all clients together.
         update_norm: L2 norm of the aggregate.
         means: per-client metrics.
         norms: L2 norm of each client's update.
         pooled: metrics over the examples of all clients together.
-        privacy: what a private round has cost.
-        more: what stages have to say of the round, by name, e.g. seconds that hiding updates took.
-        bytes_up_of_absent: of the bytes up, those of clients whose update is not in the aggregate.
-        is_withheld: whether nothing else is known that depends on clients.
+        privacy: privacy metrics, such as the ε spent so far.
+        more: further metrics that stages add, by name.
+        bytes_up_of_absent: bytes received from clients whose update is not in the aggregate.
+        is_withheld: whether everything that depends on clients and has no noise was removed.
     """
 
     finished: list[int] = field(default_factory=list)
@@ -60,14 +60,13 @@ class RoundRecord:
         """Add clients' metrics, and the norms and sizes of their updates.
 
         Args:
-            updates: as the clients made them.
-            num_bytes: of each one's message.
-            error: how far what arrived of a single update is from it, as a part of it; None if
-                updates arrive as they are.
+            updates: updates as the clients computed them.
+            num_bytes: bytes of each client's message.
+            error: relative error of a single compressed update; None if updates arrive unchanged.
         """
         self.total_bytes_up += num_bytes * len(updates.client_ids)
         counts, clients, norms = updates.num_examples, updates.client_ids, {}
-        if updates.deltas.shape[1]:  # else nobody here has seen the update
+        if updates.deltas.shape[1]:  # else this process has not seen the update
             norms["round/client_update_norm"] = updates.norms
         if error is not None:
             norms["round/compression_error"] = error
@@ -87,11 +86,11 @@ class RoundRecord:
         self.norms.merge(other.norms)
 
     def withhold(self) -> None:
-        """Forget everything about clients that no noise covers."""
+        """Remove everything that depends on clients and has no noise."""
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
 
     def without_clients(self) -> RoundRecord:
-        """Numbers of the round, without those that tell who took part."""
+        """Return a copy without the fields that tell who took part."""
         nobody = RoundRecord()
         names = "finished", "skipped", "lost", "durations", "means", "norms"
         return replace(self, **{name: getattr(nobody, name) for name in names})
@@ -101,7 +100,7 @@ class RoundRecord:
         return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
-        """Names of the loss that training returned, if the module logs the same numbers under its own name."""
+        """Return the names of the training loss, if the module logs the same values under another name."""
         own = self.means.by_client(_LOSS)
         names = (name for name in self.means.names if name != _LOSS and "loss" in name.lower())
         others = map(self.means.by_client, names)
@@ -112,11 +111,11 @@ class RoundRecord:
         return {_LOSS, f"{_LOSS}_std"} if is_twin else set()
 
     def facts(self) -> dict[str, float]:
-        """Further numbers of the round: counts, norms, spreads over clients, bytes.
+        """Return further metrics of the round: counts, norms, standard deviations over clients, bytes.
 
-        ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
-        length of the real encoding (`fl_lightning.updates.message`), with its header and metrics, and
-        the numbers that a correction sends besides.
+        ``bytes_up`` and ``bytes_down`` are the mean message of a client, the totals those of all clients:
+        the length of the real encoding (`fl_lightning.updates.message`), with header, metrics and the
+        data that a correction sends.
         """
         if self.is_withheld:
             return {"round/update_norm": self.update_norm, **self.privacy}
@@ -144,11 +143,11 @@ class RoundRecord:
         return (self.metrics().keys() | self.facts().keys()) - protected
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings and tensors, which do not change with the record."""
+        """Return a copy of the record as plain numbers, strings and tensors."""
         return {name: _state(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become the record that `state_dict` described."""
+        """Restore the record from a state of `state_dict`."""
         means, norms = ClientMeans(), ClientMeans()
         means.load_state_dict(state["means"])
         norms.load_state_dict(state["norms"])
@@ -157,7 +156,7 @@ class RoundRecord:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RoundRecord:
-        """Return the record that `state_dict` described."""
+        """Return a record with a state of `state_dict`."""
         record = cls()
         record.load_state_dict(state)
         return record

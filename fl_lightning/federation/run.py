@@ -24,38 +24,38 @@ from fl_lightning.federation.visits.shard_gradient import ShardGradient
 
 
 class GradientScale:
-    """The scale of fp16 gradients, wound back to that of the round's start; nothing where there is none.
+    """Scale of fp16 losses, which can be reset to the round's start; without a scaler it does nothing.
 
     Args:
-        scaler: the precision plugin's, or None.
+        scaler: gradient scaler of the precision plugin; None without fp16.
 
     Attributes:
-        is_at_work: whether there is a scaler.
+        is_active: whether there is a scaler.
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler, self.is_at_work = scaler, scaler is not None
-        self._start: dict[str, Any] = self.present()
+        self._scaler, self.is_active = scaler, scaler is not None
+        self._start: dict[str, Any] = self.state()
 
     def start_round(self) -> None:
-        """Begin the round with the present scale."""
-        self._start = self.present()
+        """Remember the current scale as that of the round's start."""
+        self._start = self.state()
 
-    def wind_back(self) -> None:
-        """Return to the round's first scale."""
-        self.go_on_from(self._start)
+    def reset(self) -> None:
+        """Reset the scale to that of the round's start."""
+        self.restore(self._start)
 
-    def present(self) -> dict[str, Any]:
-        """Return the present scale, for `go_on_from`."""
+    def state(self) -> dict[str, Any]:
+        """Return the scaler's state, for `restore`."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set the scale with which the next round begins."""
+        """Set the scaler's state between rounds."""
         if self._scaler is not None:
             self._scaler.load_state_dict(state)
 
-    def go_on_from(self, state: dict[str, Any]) -> None:
-        """Return to a scale after a client."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore a state after a client has trained."""
         if self._scaler is None:
             return
         self.load(state)
@@ -67,30 +67,30 @@ class GradientScale:
 
 
 class Run:
-    """One fit: who takes part, and what trains.
+    """Objects that the parts of one fit share.
 
     Args:
         trainer: about to fit, with its optimizer built and its module on its device.
-        groups: who takes part in a round.
-        work: how much a client trains in one.
-        memory_bytes: of what clients remember that may stay in RAM.
+        groups: the groups of clients of each round.
+        work: amount of local training per client and round.
+        memory_bytes: most bytes of client states to keep in RAM.
 
     Attributes:
         trainer: as given.
         groups: as given.
-        module: that trains.
-        data: whose clients.
-        optimizers: of the clients.
+        module: the module that clients train.
+        data: the data module with the clients' shards.
+        optimizers: the clients' optimizers.
         accumulate: batches per local step.
-        ranks: the processes.
-        memory: what clients remember.
-        plan: what each client does.
-        collector: what clients log.
-        step: one local step.
-        by_step: learning-rate schedules that count local steps; None if none does.
+        ranks: the processes of the run.
+        memory: client states that last from round to round.
+        plan: each client's examples, their order and its steps.
+        collector: collects the values that clients log.
+        step: runs one local step.
+        by_step: learning-rate schedules that count local steps; None without one.
         local: the sequential engine.
-        scale: of fp16 gradients.
-        shard_gradient: gives the gradient of a client's whole shard.
+        scale: scale of fp16 losses.
+        shard_gradient: computes the gradient of a client's whole shard.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Run:
 
     @property
     def num_rounds(self) -> float:
-        """How many are planned; infinite if nobody knows."""
+        """Number of planned rounds; infinite if no end is planned."""
         rounds = self.trainer.max_epochs
         return math.inf if rounds is None or rounds < 0 else rounds
 
     @property
     def round_index(self) -> int:
-        """The present round's."""
+        """Index of the current round, from 0."""
         return self.trainer.current_epoch

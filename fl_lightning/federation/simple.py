@@ -2,7 +2,7 @@
 
     x ← server(x, Σ_k n_k Δ_k / Σ_k n_k),    Δ_k = x - (x after client k's local steps)
 
-To try an idea in, or to take out: for a service, a phone. A fit ends in the same bits.
+For experiments, services and devices without Lightning. Results are bit-identical to those of a fit.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from fl_lightning.updates.path import Step
 
 
 class SimpleFederation:
-    """Trains a module over clients, one after the other; between rounds it holds the global model.
+    """Trains a module over many clients without a Trainer, one client after the other.
+
+    Between rounds the module holds the global model.
 
     Args:
-        module: whose ``training_step(batch, batch_idx)`` gives the loss; a LightningModule, or any
-            other, on the device of the batches.
-        optimizer: of the clients, over the module's parameters.
-        data: set up for fitting.
+        module: a LightningModule, or any module with a ``training_step(batch, batch_idx)`` that returns
+            the loss, on the device of the batches.
+        optimizer: the clients' optimizer, over the module's parameters.
+        data: the data module, set up for fitting.
         stages: stages of your own, in order.
         correction: term in the clients' objective; none if None.
         updates: transforms of updates on their way up, in order.
-        cohort: who takes part in a round; everybody if None.
+        cohort: samples the clients of a round; all clients if None.
         local_epochs: passes of a client over its shard.
-        aggregator: how updates become one; the mean weighted by examples if None.
-        server_optimizer: builds what descends the aggregate.
-        seed: root of every draw.
+        aggregator: combines the updates; their mean, weighted by examples, if None.
+        server_optimizer: builds the optimizer that takes the aggregate as its gradient.
+        seed: root seed of all random draws.
 
     Raises:
-        ConfigurationError: for what does not go together, or needs a Trainer.
+        ConfigurationError: for options that conflict, or that need a Trainer.
 
     Example:
         >>> import torch
@@ -134,7 +136,7 @@ class SimpleFederation:
             ) from error
 
     def run(self, rounds: int) -> GlobalModel:
-        """Run some rounds more, and return the global model."""
+        """Run further rounds and return the global model."""
         for _ in range(rounds):
             self.local.start_round(self.round_index)
             self.round.open(self.round_index)
@@ -156,15 +158,15 @@ class SimpleFederation:
         return self.round.server.model
 
     def work_of(self, clients: Sequence[int]) -> GroupWork:
-        """Local work of some clients in the present round."""
+        """Return the local work of clients in the current round."""
         return self.plan.of(clients, [self.round_index] * len(clients))
 
     def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Refuse what some corrections ask for."""
+        """Raise: the gradient of a whole shard needs a Trainer."""
         raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Train clients that begin alike, and yield what they send."""
+        """Train clients with the same start, and yield their updates."""
         return self._clients.train(start, work)

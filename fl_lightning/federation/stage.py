@@ -1,12 +1,12 @@
 """Stages: the interface through which features take part in a round.
 
-    what clients get:      x → down of each stage, in order → training
-    what clients send:     Δ → up of each stage, in order → the server
-    what the server steps on:  aggregate → on_server of each stage, in reverse → step → stepped
+    to clients:    x → down of each stage, in order → training
+    to the server: Δ → up of each stage, in order → aggregation
+    at the server: aggregate → on_server of each stage, in reverse order → step → stepped
 
-A stage is one feature: corrections, personal models, compression, staleness, privacy, … It overrides
-what it needs of `Stage`, whose every method does nothing, and brings its own state, bytes and log
-lines. Methods are grouped by the side of a round on which they run.
+A stage is one feature, such as a correction, compression or privacy. It overrides methods of `Stage`,
+which do nothing by default, and has its own state, bytes and metrics. Methods are grouped by the side
+of a round on which they run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.updates.message import bytes_down
 
-# Traits of a stage that says nothing of itself.
+# Traits of a stage that declares none.
 _UNKNOWN = Traits(
     needs={Trait.SIMULATION: "does not say which side of a network it runs on"},
     breaks={
@@ -53,15 +53,15 @@ _NO_TERM = GradientTerm()
 
 
 class Start(NamedTuple):
-    """The start of clients.
+    """Model and options from which clients start local training.
 
     Attributes:
-        model: what they are sent.
+        model: the model that clients receive.
         present: the server's model when their updates arrive.
-        staleness: how many steps the server took between; 0 in a synchronous round.
-        num_bytes: of what is sent to one of them; a stage that changes it corrects this.
-        options: of their optimizers, as schedules had left them in the round of that model; None for those
-            of this round.
+        staleness: number of server steps between the two; 0 in a synchronous round.
+        num_bytes: bytes sent to one client; a stage that changes the message corrects this number.
+        options: optimizer options, such as learning rates, of the round in which the clients started;
+            None for those of the current round.
     """
 
     model: GlobalModel
@@ -73,16 +73,16 @@ class Start(NamedTuple):
 
 @dataclass
 class Turn:
-    """One client's turn in the module.
+    """One client's local training in the module, as stages see it.
 
     Attributes:
-        work: what it has to do.
-        start: what it begins from.
-        counts: whether its update will; not where an engine is tried or checked.
-        is_corrected: whether its gradients and losses are those of the run's correction.
-        masks: which entries it may move, by parameter name; None for the optimizer's masks.
-        num_bytes: of what it was sent.
-        update: that its steps have made; None before.
+        work: the client's batches.
+        start: the model and options from which the client starts.
+        counts: whether the update is aggregated; False where an engine is tried or checked.
+        is_corrected: whether the run's correction changes gradients and losses.
+        masks: entries that the client may change, by parameter name; None for the optimizer's masks.
+        num_bytes: bytes sent to the client.
+        update: the client's update; None until its local steps end.
     """
 
     work: ClientWork
@@ -95,7 +95,7 @@ class Turn:
 
 
 class Processes(Protocol):
-    """The processes that train clients of a round, see `Ranks`; one alone has size 1."""
+    """Processes that share the cohort of a round, see `Ranks`."""
 
     size: int
 
@@ -107,15 +107,14 @@ class Processes(Protocol):
 
 
 class Upload(NamedTuple):
-    """Updates on their way to the server, of clients that began alike.
+    """Updates of clients with the same start, on their way to the server.
 
     Attributes:
-        start: what the clients began from.
-        made: as the clients made them.
-        arrived: what has become of them so far.
-        num_bytes: of each one's message; a stage that changes it corrects this.
-        error: how far the arrived one is from the one that was made, as a part of it, where it is
-            one that was compressed.
+        start: the clients' start.
+        made: updates as the clients computed them.
+        arrived: updates after the stages that they have passed.
+        num_bytes: bytes of each client's message; a stage that changes the message corrects this number.
+        error: relative error ‖arrived - made‖ / ‖made‖ of a single compressed update; None for others.
     """
 
     start: Start
@@ -129,7 +128,7 @@ class Missing(NamedTuple):
     """A client whose update cannot be used.
 
     Attributes:
-        start: what the client began from.
+        start: the client's start.
         failure: why there is no update.
     """
 
@@ -138,16 +137,16 @@ class Missing(NamedTuple):
 
 
 class Stage:
-    """One feature of a run's rounds; every method does nothing.
+    """One feature of a round; by default its methods do nothing.
 
     Attributes:
-        key: under which a checkpoint holds its state; None without one.
-        hides_clients: whether nothing may be said of single clients.
-        is_private: whether only what has noise may leave a round: clients keep their buffers, and checkpoints
-            hold no open round.
-        one_at_a_time: why slots cannot serve it; None if they can.
-        traits: what it needs of a round and breaks. Of a stage that does not say, nothing is known: it needs a
-            simulation and breaks privacy.
+        key: key of the stage's state in checkpoints; None if it has no state.
+        hides_clients: whether logs may show nothing about single clients.
+        is_private: whether only noisy aggregates may leave a round: clients send no buffers, and checkpoints
+            hold nothing of an open round.
+        one_at_a_time: reason why clients must train one after the other; None if slots work as well.
+        traits: what the stage needs of a run, and what it breaks. A stage that declares nothing is taken to
+            need a simulation and to break privacy.
     """
 
     key: str | None = None
@@ -157,39 +156,38 @@ class Stage:
     traits: Traits = _UNKNOWN
 
     def enter(self, run: Run) -> None:
-        """Learn in which run it takes part, when a fit starts.
+        """Receive the run, when a fit starts.
 
         Raises:
-            ConfigurationError: if it does not go together with something in the run. It is raised together
-                with those of the other stages.
+            ConfigurationError: if the stage conflicts with the run; errors of all stages are raised together.
         """
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Learn which tensors make the vectors that travel from here on.
+        """Receive the layout of the vectors that are exchanged from now on.
 
         Args:
             space: layout of the vectors, shape (k',).
-            positions: where each coordinate was before, see `Server.relocate`, shape (k',); None at first.
+            positions: previous position of each coordinate, shape (k',), see `Server.relocate`; None at first.
 
         Raises:
-            ConfigurationError: if it cannot go on in these coordinates.
+            ConfigurationError: if the stage cannot change its layout.
         """
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Extra bytes that a client uploads and downloads per round because of this stage, about."""
+        """Return about how many more bytes a client uploads and downloads per round."""
         return 0, 0
 
     # On the server's side.
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Begin a round; one that is resumed has begun already."""
+        """Called when a round opens."""
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work that clients finish, without those whose updates will not come."""
+        """Return the work of those clients whose updates will arrive."""
         return work
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the clients' starts, grouped by equal ones."""
+        """Return the clients' starts, each with the clients that share it."""
         return [(start, work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
@@ -200,9 +198,8 @@ class Stage:
         """Called after the last update of a round, before the server step.
 
         Args:
-            record: of the round, over all processes.
-            processes: that trained clients of the round; what one of them has learnt from its clients, the
-                others must be told here.
+            record: the round's record, over all processes.
+            processes: processes that shared the cohort; state that a stage has in one of them is exchanged here.
         """
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
@@ -210,96 +207,96 @@ class Stage:
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Change, in place, the parameters to which the server has stepped, shape (k,)."""
+        """Called after the server step; may change the new parameters, shape (k,), in place."""
 
     def close(self, record: RoundRecord) -> None:
-        """End the round; the server has stepped."""
+        """Called when a round closes, after the server step."""
 
     # On the clients' side, where one trains at a time.
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Surrounds a client's turn in the module."""
+        """Return a context in which a client trains in the module."""
         return _NOTHING
 
     def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Surrounds the local steps of a client; its update is known at the end."""
+        """Return a context for a client's local steps; `turn.update` is set before it ends."""
         return _NOTHING
 
     # In checkpoints.
 
     def state_dict(self) -> Any:
-        """Return the state for a checkpoint, of a stage with a `key`."""
+        """Return the state for a checkpoint; called if the stage has a `key`."""
         return None
 
     def check(self, state: Any) -> None:
-        """Refuse the state of another run, before anything is taken.
+        """Raise if a checkpoint is of another configuration; called before anything is loaded.
 
         Args:
-            state: as `state_dict` returned it; None if the checkpoint has none.
+            state: the stage's state in the checkpoint; None if there is none.
 
         Raises:
             ConfigurationError: saying what differs.
         """
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Restore the state of a checkpoint, with the global model as it was."""
+        """Restore the state of a checkpoint, whose global model is given."""
 
 
 class Learning(Stage):
-    """A stage through which clients learn from their own updates, if it `learns`."""
+    """A stage that computes a client's new state from the client's own update, if it `learns`."""
 
     learns: bool = True
 
     @abstractmethod
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Find out what a client learns from its own update, and change nothing yet.
+        """Compute a client's new state from the client's own update, without storing it.
 
         Returns:
-            What changes the client's memory, and cannot fail. It is called when the update is sure to
-            be used, as nothing else has failed at the client.
+            A function that stores the new state and cannot fail. It is called once nothing else has failed at
+            the client, so that the update is sure to be used.
 
         Raises:
-            ClientFailure: if it cannot; its update is not used then.
+            ClientFailure: if there is no such state; the client's update is not used then.
         """
 
 
 class Correcting(Learning):
-    """A stage by which clients add something to their gradients."""
+    """A stage that adds a term to clients' gradients."""
 
     @abstractmethod
     def term(self, client: int) -> GradientTerm:
-        """Return the term that clients in slots add to their gradients in this round."""
+        """Return the term that a client in slots adds to its gradients in this round."""
 
 
 class KeepsTensors(Stage):
-    """A stage by which clients have tensors of their own in the module."""
+    """A stage with personal tensors: tensors of the module of which each client has its own values."""
 
     @abstractmethod
     def own(self, client: int) -> Tensor | None:
-        """Tensors of a client, shape (o,); None for the global model's."""
+        """Return a client's personal tensors, shape (o,); None for those of the global model."""
 
     @abstractmethod
     def keep(self, client: int, own: Tensor) -> None:
-        """Remember the tensors of a client of slots, whose update is used."""
+        """Store the personal tensors of a client in slots, whose update is used."""
 
 
 class AroundFit(Stage):
-    """A stage with something to do around the rounds of a fit as well.
+    """A stage that also acts when a fit starts and when an epoch ends.
 
     Attributes:
-        hides_cohorts: whether nobody may be told who takes part.
+        hides_cohorts: whether nobody may learn which clients take part.
     """
 
     hides_cohorts: bool = False
 
     @abstractmethod
     def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
-        """Begin a fit.
+        """Called when a fit starts.
 
         Args:
-            trainer: that fits.
-            earlier: the stages of the same Federation's last fit of the module, none if there was none;
-                None if a checkpoint's state was taken up.
+            trainer: the Trainer that fits.
+            earlier: stages of the Federation's last fit of this module, empty without one; None if a checkpoint
+                was loaded.
         """
 
     @abstractmethod
@@ -308,28 +305,28 @@ class AroundFit(Stage):
 
     @abstractmethod
     def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
-        """See a round's record before it is logged; one that was broken off has not been closed."""
+        """Called before a round's record is logged; a round that was broken off was not closed."""
 
 
 class SpansNetwork(Stage):
-    """A stage whose two sides tell each other something where clients are remote."""
+    """A stage whose server side and client side exchange data where clients are remote."""
 
     def to_sites(self) -> Mapping[str, Tensor]:
         """Return the data that clients need in this round besides the model."""
         return {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Receive what `to_sites` has returned, before clients of the round train."""
+        """Receive the data of `to_sites`, before clients of the round train."""
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
         """Return the data that the server needs of a client besides its update."""
         return {}
 
     def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
-        """Receive what `to_server` has returned, when the client's update arrives.
+        """Receive the data of `to_server`, when the client's update arrives.
 
         Raises:
-            ValueError: if it cannot be that.
+            ValueError: if the data is invalid.
         """
 
 
@@ -337,7 +334,7 @@ class Stages(Iterable[Stage]):
     """The stages of a run, in the order in which updates pass them.
 
     Attributes:
-        having: those that do something in a method, by the method's name.
+        having: stages that override a method, by the method's name.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
@@ -357,19 +354,19 @@ class Stages(Iterable[Stage]):
 
     @property
     def one_at_a_time(self) -> str | None:
-        """Why slots cannot serve one of them."""
+        """Reason why clients must train one after the other; None without one."""
         return next((s.one_at_a_time for s in self._stages if s.one_at_a_time is not None), None)
 
     def after(self, stage: Stage) -> Stages:
-        """Return those that follow one."""
+        """Return the stages after a stage."""
         return Stages(self._stages[self._stages.index(stage) + 1 :])
 
     def before(self, stage: Stage) -> Stages:
-        """Return those that come ahead of one."""
+        """Return the stages before a stage."""
         return Stages(self._stages[: self._stages.index(stage)])
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the clients' starts, made from the server's model."""
+        """Return the clients' starts from the server's model, each with the clients that share it."""
         num_bytes = bytes_down(model.params, model.buffers)
         found = [(Start(model, model, num_bytes=num_bytes), work)]
         for stage in self.having["down"]:
@@ -377,7 +374,7 @@ class Stages(Iterable[Stage]):
         return found
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive, each when it is asked for."""
+        """Return an iterable over updates as they arrive at the server."""
         pieces: Iterable[Upload] = (upload,)
         for stage in self.having["up"]:
             pieces = chain.from_iterable(map(stage.up, pieces))
@@ -393,7 +390,7 @@ class Stages(Iterable[Stage]):
         return gradient
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Learn from a client's own update; return a function that stores all of it."""
+        """Compute a client's new states from its update; return a function that stores them."""
         learnt = [stage.learn(update, work, start) for stage in self._learning]
 
         def remember() -> None:
@@ -408,26 +405,26 @@ class Stages(Iterable[Stage]):
         return terms[0] if len(terms) == 1 else sum(terms, _NO_TERM)  # to the bit, if it is one
 
     def own(self, client: int) -> Tensor | None:
-        """Tensors of a client, shape (o,); None for the global model's."""
+        """Return a client's personal tensors, shape (o,); None for those of the global model."""
         found = (stage.own(client) for stage in self._keeping)
         return next((own for own in found if own is not None), None)
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Remember the tensors of a client of slots."""
+        """Store the personal tensors of a client in slots."""
         for stage in self._keeping:
             stage.keep(client, own)
 
 
 def overridden(stage: Stage, *names: str) -> list[str]:
-    """Return which of some methods a stage has of its own."""
+    """Return the names of those methods that a stage overrides."""
     return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
 
 
 def check_same(what: str, saved: Any, present: Any) -> None:
-    """Refuse a checkpoint of a run that differs in something.
+    """Raise if a checkpoint was saved under another setting.
 
     Raises:
-        ConfigurationError: saying in what.
+        ConfigurationError: with the setting and both values.
     """
     if saved != present:
         raise ConfigurationError(

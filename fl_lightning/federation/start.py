@@ -1,4 +1,4 @@
-"""How a fit starts: from options, a Trainer, a module and data to the rounds that the loop drives.
+"""The start of a fit: from options, Trainer, module and data to the rounds that the loop drives.
 
 A round is an epoch, a group of clients a batch, the server's step an optimizer step of Lightning's.
 In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
@@ -40,7 +40,7 @@ from fl_lightning.federation.clients.engine_options import (
 )
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.groups import RoundGroups, Share
-from fl_lightning.federation.hooks import have_rounds_for_batches, let_groups_pass
+from fl_lightning.federation.hooks import call_batch_hooks_per_round, keep_groups_from_hooks
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
@@ -64,7 +64,7 @@ def prepare(
     """Replace batches by groups of clients in Lightning's loop, until the fit is over.
 
     Raises:
-        ConfigurationError: for what cannot be federated, all at once.
+        ConfigurationError: for settings that cannot be federated, all at once.
     """
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     raise_together(
@@ -83,7 +83,7 @@ def prepare(
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
-    # under these Lightning counts rounds; the limit counts clients, and not groups of them
+    # so that Lightning counts rounds; the limit counts clients, not groups of them
     limit = 1.0 if trainer.limit_train_batches else trainer.limit_train_batches
     for name, value in {"log_every_n_steps": 1, "limit_train_batches": limit}.items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
@@ -96,17 +96,17 @@ def prepare(
 
 @dataclass(frozen=True)
 class Calendar:
-    """Who trains in which round of one fit, and how much."""
+    """Schedule of one fit: the clients of each round, and how much each client trains."""
 
     groups: RoundGroups  # of clients, round by round
     num_steps: Integers  # local steps of every client's round, shape (num_clients,)
-    num_batches: Integers  # batches of it, likewise
+    num_batches: Integers  # local batches of every client's round, shape (num_clients,)
     accumulate: int  # batches of a local step; an epoch's last step takes those that are left
-    time: VirtualTime  # what is simulated of it
+    time: VirtualTime  # simulated time, if any
 
     @property
     def planned_steps(self) -> int:
-        """Local steps of a round by which schedules count: those of the client with the most."""
+        """Local steps per round as schedules count them: those of the client with the most."""
         return max(1, int(self.num_steps.max(initial=0)))
 
     @classmethod
@@ -114,8 +114,8 @@ class Calendar:
         """Return the calendar of a Trainer whose data are set up.
 
         Raises:
-            ConfigurationError: for cohorts that can never be large enough, and validation that would
-                never come.
+            ConfigurationError: for cohorts that can never be large enough, and validation that would never
+                run.
         """
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         accumulate, sizes = trainer.accumulate_grad_batches, data.clients.num_examples
@@ -194,13 +194,13 @@ def _clients_per_group(
 
 
 def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
-    """Return the rounds of a fit, on the weights and the optimizer that are now in place.
+    """Build the rounds of a fit on the module's weights and optimizer.
 
     Raises:
-        ConfigurationError: for what does not go together, all at once.
+        ConfigurationError: for settings that conflict, all at once.
     """
     check_begun(trainer, options)
-    private = privacy_at_work(trainer, options, calendar)
+    private = private_stage(trainer, options, calendar)
     aggregator = None if private is None else private.aggregator
     if aggregator is None:
         aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
@@ -219,7 +219,7 @@ def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
 
 
 def check_begun(trainer: Trainer, options: Options) -> None:
-    """Refuse what is known once Lightning has set up module, optimizers and data, all at once."""
+    """Check module, optimizers and data once Lightning has set them up; raise all errors at once."""
     raise_together(
         lambda: check_set_up(trainer),
         lambda: check_trainer_together(trainer, options),
@@ -228,13 +228,13 @@ def check_begun(trainer: Trainer, options: Options) -> None:
 
 
 def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tuple[Run, Stages]:
-    """Return the clients and the stages of a site; the server aggregates."""
+    """Return the run and the stages of a site; the server aggregates its updates."""
     run = calendar.run_of(trainer, options)
     aggregator = run_aggregator(trainer, options.aggregator, None)
     return run, stages_of(run, options, aggregator, calendar.time, None)
 
 
-def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
+def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
     """Return the stage that makes a run differentially private, or None if no privacy is set.
 
     Raises:
@@ -275,7 +275,7 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
 
 
 def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) -> None:
-    """Install a run's rounds in Lightning's loop, and show them to hooks, until the fit is over."""
+    """Install a run's rounds in Lightning's loop and hooks, until the fit is over."""
     cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
     trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
@@ -283,5 +283,5 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
-        let_groups_pass(owner, cleanup)
-    have_rounds_for_batches(trainer, run.groups, cleanup)
+        keep_groups_from_hooks(owner, cleanup)
+    call_batch_hooks_per_round(trainer, run.groups, cleanup)

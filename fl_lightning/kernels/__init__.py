@@ -1,4 +1,7 @@
-"""C kernels with fallbacks: dense layers, sorts, steps, noise; other rooms import only these names."""
+"""C kernels with fallbacks in Python: layers, sorting, optimizer steps, noise, rounding.
+
+Other rooms import these names only, never a module below.
+"""
 
 from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
 from fl_lightning.kernels.layers import (

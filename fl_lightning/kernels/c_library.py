@@ -1,7 +1,7 @@
-"""C files next to the modules that use them, compiled on the machine that runs them.
+"""Compiles and loads the C files of this room, on the machine that runs them.
 
-They contain the few loops that torch and NumPy lack and that are several times slower without C. The
-system's C compiler needs a fraction of a second, once: the library is kept in the user's cache folder.
+They contain the few loops that PyTorch and NumPy lack and that are several times slower without C. The
+system's C compiler needs a fraction of a second, once; the library stays in the user's cache folder.
 Callers have a fallback for systems without a compiler.
 """
 
@@ -28,8 +28,8 @@ import torch
 def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Compile and load a C file; returns None if it cannot be compiled.
 
-    The compiler is that of the variable ``CC``, or ``cc``. Processors without fused multiply-add and
-    vectors of 256 bits are not supported.
+    The environment variable ``CC`` selects the compiler, ``cc`` by default. Processors need fused
+    multiply-add and vectors of 256 bits.
 
     Args:
         source: the file, in C11; sums and products are contracted only where it says so. It may include
@@ -54,16 +54,16 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
 
 
 def c_libraries(sources: Iterable[tuple[Path, tuple[str, ...]]]) -> list[ctypes.CDLL | None]:
-    """Return `c_library` of several files and flags, compiled in parallel."""
+    """Compile and load several C files with their flags, in parallel."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(c_library, *zip(*sources, strict=True)))
 
 
 @cache
 def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: Any) -> Any:
-    """Return one function of a compiled file, with declared argument types.
+    """Look up a function of a compiled C file, and declare its argument types.
 
-    With a declaration its arguments are plain numbers, which takes a third of the time per call.
+    A call with declared types takes plain numbers, and a third of the time.
 
     Args:
         source: see `c_library`.
@@ -80,16 +80,16 @@ def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: An
 
 @cache
 def vector_flags(count: int) -> tuple[str, ...]:
-    """Flags for loops over ``count`` float32 numbers, in vectors of ``LANES`` numbers, 8 or 16.
+    """Compiler flags that set ``LANES``, the float32 numbers per vector, for loops over ``count``.
 
-    16 if the processor has such vectors and the numbers do not fit into one of 8.
+    ``LANES`` is 16 if the processor has vectors of 512 bits and ``count`` is above 8, else 8.
     """
     has_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return ("-DLANES=16", "-mavx512f") if has_wide and count > 8 else ("-DLANES=8",)
 
 
 def _flags() -> list[str] | None:
-    """Return the compiler's options, None for a processor that is not supported."""
+    """Compiler options for this processor; None if it is not supported."""
     flags = ["-O3", "-std=c11", "-ffp-contract=off", "-shared", "-fPIC"]
     if platform.machine() in ("x86_64", "AMD64"):
         has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -106,7 +106,7 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the package's folder in the user's cache; it may not exist yet.
+    """Folder of this package in the user's cache folder; it may not exist yet.
 
     Example:
         >>> cache_folder().name

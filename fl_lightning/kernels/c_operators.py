@@ -1,8 +1,8 @@
-"""Operators that a library of C computes, as `torch.func` and the compiler know them.
+"""C functions as PyTorch operators that support `torch.func` and `torch.compile`.
 
-`torch.library` gives an operator its name, its shape for the compiler and its rule for `vmap`. Its
-gradient is an `autograd.Function` with a rule of its own, because a gradient that is registered with
-`torch.library` cannot be taken under `torch.func.grad`. Compiled graphs see operators only.
+`torch.library` registers an operator's name, its result shape for the compiler, and its `vmap` rule. Its
+gradient is a separate `autograd.Function`, because `torch.func.grad` does not support gradients that are
+registered with `torch.library`. Compiled graphs contain the operators only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("fl_lightning", "DEF")
 
-# (what vmap tells, its axes in the arguments, *arguments) -> (results, their axes)
+# (vmap info, mapped axis of each argument, *arguments) -> (results, mapped axis of each result)
 VmapRule = Callable[..., tuple[Any, Any]]
-# Makes the rule of an operator.
+# Makes the vmap rule of an operator.
 VmapRuleOf = Callable[[Callable[..., Any]], VmapRule]
 
 
@@ -30,18 +30,18 @@ def operator(
     *gradients: Callable[..., Tensor | None] | None,
     joint: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> Callable[..., Any]:
-    """Return a new operator that has gradients, of any order.
+    """Register an operator with gradients of any order.
 
     Args:
-        schema: name and arguments as `torch.library` writes them: tensors, then numbers. Of several
-            results those of whole numbers have no gradients.
-        compute: it, on the CPU.
-        fake: returns empty tensors of the results' shapes.
-        rule: for `vmap`.
-        gradients: (v, results of whole numbers, arguments) -> gradient with respect to one of the
-            tensors, where v are those of the other results; None where there is none.
-        joint: (which of them are wanted, the same) -> the gradients with respect to all tensors, in
-            place of ``gradients``.
+        schema: name and arguments in the syntax of `torch.library`: tensors first, then numbers.
+            Integer results have no gradients.
+        compute: computes the operator on the CPU.
+        fake: returns empty tensors with the shapes of the results.
+        rule: rule for `vmap`.
+        gradients: one function per tensor argument: (gradients of the floating-point results, integer
+            results, arguments) -> gradient of the argument; None for an argument without gradient.
+        joint: alternative to ``gradients``: (mask of required gradients, same arguments) -> gradients
+            of all tensor arguments.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -60,7 +60,7 @@ def _differentiable(
     gradients: Sequence[Callable[..., Tensor | None] | None],
     joint: Callable[..., Sequence[Tensor | None]] | None,
 ) -> Callable[..., Any]:
-    """Return an operator with gradients, see `operator`."""
+    """Add gradients to a registered operator, see `operator`."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

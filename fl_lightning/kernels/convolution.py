@@ -1,22 +1,21 @@
-"""Convolutions of many clients, each with weights of its own, as one operator.
+"""Convolutions of many clients, each with its own weights, as one operator.
 
     y[g, b] = x[g, b] * w[g] + b[g]     x (G, B, H, W, C),  w (G, O, C, kH, kW),  y (G, B, H', W', O)
 
-PyTorch's own kernels on CPUs are made for batches and channels by the hundred. At some ten images
-and some ten channels most of their time is not spent on products, and several clients side by side
-(convolutions in groups) make it worse. Here the products are taken from the images as they lie, with
-channels last, without unfolding them: `direct_convolution.c`, see `c_library`. G = 1 is the ordinary
-convolution. All is float32, on one thread.
+PyTorch's CPU kernels are made for hundreds of images and channels. With ten of each, most of their time
+is overhead, and grouped convolutions for several clients make it worse. `direct_convolution.c` (see
+`c_library`) multiplies the images in place, with channels last, without unfolding them. G = 1 is the
+ordinary convolution. Computation is in float32, on one thread.
 
-Kernels of 3 × 3 and 5 × 5 between 16, 32, 48 … channels take about half that time in Winograd's way,
-with a quarter or 36 % of the products: `winograd.c`. With 64 channels, 16 images of 16 × 16 and normal
-numbers, results and gradients of images are off by 1e-6 of their standard deviation, those of weights by
-1.6e-6 (5 × 5: 2.6e-6); sums of all products, in the order of the other source, by 2e-7 to 7e-7.
+Kernels of 3 × 3 and 5 × 5 between 16, 32, 48 … channels take about half that time by Winograd's
+algorithm, with 25 % or 36 % of the products: `winograd.c`. With 64 channels, 16 images of 16 × 16 and
+normal numbers, errors of results and image gradients are 1e-6 of their standard deviation, of weight
+gradients 1.6e-6 (5 × 5: 2.6e-6). Direct sums have errors of 2e-7 to 7e-7.
 
-Sources: Zhang, Franchetti, Low, High performance zero-memory overhead direct convolutions, ICML 2018;
-different here: images keep their layout, and only weights are copied. Lavin and Gray, Fast algorithms
-for convolutional neural networks, CVPR 2016, F(4 × 4, 3 × 3) and, in the same way, F(2 × 2, 5 × 5);
-different here: points of 5/8 and 5/4 in place of 1 and 2, and gradients by the transposed transforms.
+Sources: Zhang, Franchetti, Low, High performance zero-memory overhead direct convolutions, ICML 2018.
+Differs: images keep their layout, only weights are copied. Lavin and Gray, Fast algorithms for
+convolutional neural networks, CVPR 2016, F(4 × 4, 3 × 3) and, in the same way, F(2 × 2, 5 × 5).
+Differs: interpolation points 5/8 and 5/4 instead of 1 and 2, gradients by the transposed transforms.
 """
 
 from __future__ import annotations
@@ -57,16 +56,15 @@ _BIASED_TYPES = (ctypes.c_void_p, *_TYPES)
 
 @cache
 def flags(count: int) -> tuple[str, ...]:
-    """Return the compiler's flags for a number of values side by side.
+    """Compiler flags for loops over a number of contiguous values.
 
-    Those are the channels of the output, or a kernel's row times the channels of the input where
-    that is what is computed.
+    This is the number of output channels, or, for some results, a kernel row times the input channels.
     """
     return ("-ffp-contract=fast", *vector_flags(count))
 
 
 def may_be_winograd(tall: int, wide: int, channels: int, out: int) -> bool:
-    """Return whether convolutions with such weights go Winograd's way, if the images are enough.
+    """True if a convolution with these weights may use Winograd's algorithm, given enough images.
 
     Example:
         >>> may_be_winograd(3, 3, 16, 64), may_be_winograd(3, 3, 3, 64), may_be_winograd(1, 1, 16, 64)
@@ -113,7 +111,7 @@ def _run(
     *more: int | None,
     sizes: tuple[torch.Size, torch.Size],
 ) -> Tensor:
-    """Compute a result from two factors by the C library; sizes are those of x and w."""
+    """Compute a convolution, or one of its gradients, by the C library from two factors."""
     (clients, count, height, width, _), (_, out, channels, tall, wide) = sizes
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
@@ -160,7 +158,7 @@ def _gradients_like(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Ten
 
 
 def _split(values: Tensor, like: Tensor) -> Tensor:
-    """Split the first axis of a tensor as another tensor's first two axes."""
+    """Split the first axis of a tensor into the first two axes of another tensor."""
     return values.reshape(len(like), -1, *values.shape[2:])
 
 
@@ -169,7 +167,7 @@ def _nothing(v: Tensor) -> Tensor:
 
 
 def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
-    """Rule for `vmap`: weights that all share stay shared, see `convolve_gradients`."""
+    """`vmap` rule for gradients: weights shared by all stay shared, see `convolve_gradients`."""
 
     def rule(info: Any, axes: Any, v: Tensor, x: Tensor, *others: Any) -> tuple[Any, Any]:
         size = info.batch_size
@@ -186,7 +184,7 @@ def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
 
 
 def _joint(wanted: Sequence[bool], v: Tensor, x: Tensor, w: Tensor, *_: Tensor) -> list[Any]:
-    """Return the gradients of a convolution's factors, and of its bias if there is one."""
+    """Gradients of a convolution's images and weights, and of its bias if it has one."""
     found = convolve_gradients(v, x, w, *(*wanted, False)[:3])
     return [slope if needed else None for slope, needed in zip(found, wanted, strict=False)]
 

@@ -2,18 +2,18 @@
 
     round(N(0, σ²))        σ in steps of a grid
 
-An integer plus this noise is the rounded sum of the integer and a normal number, round(v + Z) = v +
-round(Z). So the release is a function of that of the Gaussian mechanism, and every ε of that mechanism
-holds. Floating-point noise has no such argument, and its lowest bits reveal the value it was added to
-(Mironov 2012, "On significance of the least significant bits").
+For an integer v, v + round(Z) = round(v + Z). The noisy value is thus a function of the Gaussian
+mechanism's output, and every ε of that mechanism holds. Floating-point noise has no such guarantee: its
+lowest bits reveal the value it was added to (Mironov 2012, "On significance of the least significant
+bits").
 
 The sampler uses rejection from strips of equal width w σ, a power of two of steps:
 
     strip b with probability ∝ exp(-(b w)²/2),  place u in [0, 1),
     accept with probability exp(-w² u (2b + u)/2)
 
-The bits of u are those of the number. A uniform number is compared with a probability by its first
-bits, and by more of them if these do not decide, so that all probabilities are exact.
+The bits of u are the lower bits of the result. A uniform number is compared with a probability bit by
+bit, with as many bits as the decision needs, so that all probabilities are exact.
 Differs from the discrete Gaussian of Canonne, Kamath and Steinke 2020 (2004.00010), which has the same
 lazy comparisons: in many dimensions only its Rényi divergence is bounded, not the privacy loss.
 """
@@ -84,7 +84,7 @@ def _fill(numbers: Integers, strips: _Strips, draw: Draw) -> None:
 
 
 def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
-    """Fill numbers, and return the indices of the rejected ones."""
+    """Fill in samples, and return the indices of rejected ones."""
     count = len(numbers)
     words = draw(2 * count)
     choices, places = words[:count], words[count:]
@@ -95,7 +95,7 @@ def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
 def _first_pass(
     numbers: Integers, strips: _Strips, choices: Words, places: Words
 ) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Fill numbers; returns the indices of undecided ones, and True for those with an undecided strip."""
+    """Fill in samples; returns indices of undecided ones, and a mask of those with open strips."""
     if c_library(_SOURCE) is None:
         return first_pass(numbers, strips, choices, places)
     count = len(choices)
@@ -140,7 +140,7 @@ def _place(places: Words) -> Words:
 
 
 def _numbers(strips: _Strips, strip: Integers, place: Words, choices: Words) -> Integers:
-    """Integers from a strip, the first bits of a place, rounded by the next one, and a sign."""
+    """Combine strip, place and sign to integers; the bits of the place are rounded by its next bit."""
     inside = (place >> np.uint64(_PLACE_BITS - 1 - strips.shift)) + np.uint64(1) >> np.uint64(1)
     magnitude = (strip.astype(np.int64) << strips.shift) + inside.astype(np.int64)
     sign = 1 - 2 * (choices & np.uint64(1)).astype(np.int64)
@@ -157,7 +157,7 @@ def _accepted(
     has_open_strip: npt.NDArray[np.bool_],
     draw: Draw,
 ) -> npt.NDArray[np.bool_]:
-    """Decide the undecided numbers: find open strips, and return True for accepted numbers."""
+    """Decide the undecided samples: find open strips, and return a mask of accepted samples."""
     strip = np.searchsorted(strips.ends, choices[which] >> np.uint64(1), side="right")
     for at in np.flatnonzero(has_open_strip):
         strip[at] = strips.strip_of(int(choices[which[at]] >> np.uint64(1)), draw)
@@ -176,13 +176,13 @@ def _accepted(
 
 @dataclass(frozen=True, eq=False)
 class _Strips:
-    """Strips of one standard deviation.
+    """Table of strips for one standard deviation.
 
     Attributes:
-        width: w, of a strip in standard deviations.
-        shift: log2 of a strip's steps.
+        width: width w of a strip in standard deviations.
+        shift: log2 of the number of grid steps in a strip.
         ends: floor(2⁶³ P(strip ≤ b)) for the strips b of the table.
-        guide: for every value of the 12 highest of 63 bits, the first strip that can be meant.
+        guide: for each value of the 12 highest of 63 bits, the first possible strip.
     """
 
     width: Fraction
@@ -196,7 +196,7 @@ class _Strips:
         return float(self.width**2 / 2) * (1 + 2.0**-40)
 
     def strip_of(self, choice: int, draw: Draw) -> int:
-        """Return the strip of a choice of 63 bits, with as many more bits as needed."""
+        """Strip selected by 63 random bits, and by more bits if needed."""
         bits = 63
         while True:
             choice, bits = (choice << 64) + int(draw(1)[0]), bits + 64
@@ -205,7 +205,7 @@ class _Strips:
                 return found
 
     def _strip_between(self, choice: int, bits: int) -> int | None:
-        """Return the strip that contains all numbers in [0, 1) with these first bits, or None."""
+        """Strip that contains all numbers in [0, 1) with these first bits; None if there are several."""
         with localcontext() as context:
             context.prec = bits // 3 + 30
             masses = _masses(self.width, Decimal(2) ** -(bits + 40))
@@ -225,7 +225,7 @@ class _Strips:
             strip: b.
             place: the first 48 bits of u.
             coin: the first 80 bits of the uniform number.
-            draw: source of as many more bits of both as needed.
+            draw: source of further bits of both numbers.
         """
         place_bits, coin_bits = _PLACE_BITS, _COIN_BITS + 64
         while True:
@@ -251,7 +251,7 @@ def _decimal(value: Fraction) -> Decimal:
 
 
 def _masses(width: Fraction, least: Decimal) -> list[Decimal]:
-    """Values exp(-(b w)²/2) for b = 0, 1, … while they are at least ``least``, in the current precision."""
+    """Values exp(-(b w)²/2) for b = 0, 1, …, down to ``least``, in the current decimal precision."""
     ratio = (-_decimal(width**2) / 2).exp()
     square, factor, mass, masses = ratio * ratio, ratio, Decimal(1), []
     while mass >= least:

@@ -1,7 +1,7 @@
 """Forward passes of layers by C operators, which are faster for many small layers.
 
-They compute in float32 and return it under autocast, too: with few, small examples a processor without
-matrix units gains nothing from half precision.
+They compute in float32 and also return float32 under autocast. With few, small examples a processor
+without matrix units gains nothing from half precision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def other_forwards(forwards: Forwards) -> Iterator[None]:
 
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
-    """Return the reason why no layer of a module can use the operators; None if some can.
+    """Reason why no layer of a module can use the operators; None if some layer can.
 
     Example:
         >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
@@ -79,11 +79,11 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
 def direct_layers(
     module: nn.Module, *, viewable: bool = False
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """Return forward passes by C operators for the layers that support them; empty if none does.
+    """Forward passes by C operators, for the layers that support them.
 
-    Each replaces its layer's ``forward``, also in `torch.func`'s transforms and compiled graphs. In an
-    `nn.Sequential`, a ReLU before a max-pooling is applied after it: to fewer numbers, with bit-identical
-    results and gradients.
+    Each replaces its layer's ``forward``, also in `torch.func`'s transforms and in compiled graphs. In an
+    `nn.Sequential`, a ReLU before a max-pooling runs after it, on fewer numbers; results and gradients are
+    bit-identical.
 
     Args:
         module: the model.
@@ -120,7 +120,7 @@ def direct_layers(
 
 
 def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the files, and the flags of each, that a layer is computed with."""
+    """Yield the C files that compute a layer, each with its flags."""
     if _is_convolution(layer):
         tall, wide = layer.kernel_size
         for count in layer.out_channels, wide * layer.in_channels:
@@ -232,7 +232,7 @@ def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
 
 
 def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
-    """Return the layers, with forward passes that keep channels last if the next layers accept it."""
+    """Layers with their forward passes; results stay channels last if the next layers accept that."""
     steps: list[Callable[[Tensor], Tensor]] = list(layers)
     for place, layer in enumerate(layers):
         if not _take_channels_last(layers[place + 1 :]):
@@ -264,7 +264,7 @@ def _chain(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Te
 
 
 def _is_watched(*layers: nn.Module) -> bool:
-    """True if a layer has hooks."""
+    """True if a layer has hooks, which a replaced forward pass would skip."""
     names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, name) for layer in layers for name in names)
 
@@ -272,7 +272,7 @@ def _is_watched(*layers: nn.Module) -> bool:
 def _unless_watched(
     layer: nn.Module, forward: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return a forward pass that falls back to the layer's if the layer has hooks."""
+    """Forward pass that falls back to the layer's own if the layer has hooks."""
     return lambda value: layer(value) if _is_watched(layer) else forward(value)
 
 

@@ -1,11 +1,11 @@
-"""Dense layers of many clients, each with weights of its own, as one operator.
+"""Dense layers of many clients, each with its own weights, as one operator.
 
     y[g] = x[g] w[g]ᵀ        x (G, B, I),  w (G, O, I),  y (G, B, O)
 
-At some ten examples PyTorch's batched matrix product on CPUs spends much of its time on laying out
-factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`; only weights that some
-hundred examples share are laid out anew, once. Products of more rows and columns are PyTorch's. All is
-float32, on one thread, with I ≥ 8.
+With ten examples PyTorch's batched matrix product on CPUs spends much of its time on copying factors to
+another layout. `direct_linear.c` (see `c_library`) multiplies them in place; it copies weights, once,
+only if a hundred examples share them. Larger products use PyTorch. Computation is in float32, on one
+thread, with I ≥ 8.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
 
 @cache
 def flags(num_inputs: int) -> tuple[str, ...]:
-    """Return the compiler's flags for a number of inputs, which fill at least one vector."""
+    """Compiler flags for a number of inputs, which must fill at least one vector."""
     # -O3 would take twice as long to compile, and make nothing faster
     return ("-ffp-contract=fast", "-O2", *vector_flags(num_inputs if num_inputs >= 16 else 8))
 
 
 @cache
 def _has_own_products() -> bool:
-    """Return whether PyTorch's library is that of the processor's maker: its products are faster here.
+    """True if PyTorch uses the matrix library of the processor's maker, whose products are faster.
 
-    Not so products with weights that are read along their rows, if those fill a cache.
+    They are not faster if weights are read along their rows and the rows fill a cache.
     """
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # of newer versions
     is_intel = str(capabilities.get("cpu_name", "")).startswith("Intel")

@@ -1,9 +1,9 @@
-"""The active entries of a tensor moved in one pass over the memory, by a kernel in C.
+"""SGD step on the active entries of a tensor in one pass over memory, by a C kernel.
 
     m ← μ m + (1 - τ)(g + λ p),   p ← p - η m        at p[active], g[active]
 
-Reading values, reading gradients and writing values one after the other, as torch's operations do,
-takes longer than a dense step of all entries. The kernel is in `one_pass.c`, see `c_library`.
+PyTorch's operations need separate passes to read values, read gradients and write values. Together they
+take longer than a dense step of all entries. The kernel is in `one_pass.c`, see `c_library`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _TYPES = (*[ctypes.c_void_p] * 4, ctypes.c_int64, *_NUMBERS, _FLAG, _FLAG)
 def sgd_in_one_pass(
     param: Tensor, active: Tensor, buffer: Tensor | None, group: dict[str, Any]
 ) -> bool:
-    """Move the active entries of a parameter, as `torch.optim.SGD` would.
+    """Update the active entries of a parameter as `torch.optim.SGD` would.
 
-    The bits are torch's, but for the last entries of a tensor: where these do not fill a register
-    torch rounds once more.
+    Results are bit-identical to PyTorch's, but for the last entries of a tensor that do not fill a
+    register: PyTorch rounds these once more.
 
     Args:
-        param: with a gradient.
-        active: which entries, as indices of its flat view, shape (k,), int64.
-        buffer: their momentum, shape (k,), or None without momentum.
+        param: parameter with a gradient.
+        active: indices of the active entries in the flat parameter, shape (k,), int64.
+        buffer: momentum of the active entries, shape (k,), or None without momentum.
         group: options of `torch.optim.SGD`.
 
     Returns:
-        Whether that was possible: on a CPU, for float32 and float64 in row-major order.
+        True if the step was taken: on a CPU, for float32 and float64 in row-major order.
 
     Example:
         >>> p = torch.tensor([1.0, 2.0])
@@ -71,7 +71,7 @@ def sgd_in_one_pass(
 
 
 def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
-    """True if every tensor has the layout and dtype that the kernel relies on."""
+    """True if the kernel supports the layout and dtype of every tensor."""
     size, count = param.numel(), active.numel()
     return (
         _is_plain(param)

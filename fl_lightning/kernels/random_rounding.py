@@ -1,6 +1,6 @@
-"""Numbers rounded and places drawn in one pass over memory: `random_rounding.c`, see `c_library`.
+"""Random rounding and random indices in one pass over memory: `random_rounding.c`, see `c_library`.
 
-PyTorch and NumPy take several passes, and draw one number at a time. The draws here are theirs, bit for bit.
+PyTorch and NumPy need several passes, and draw one number at a time. Draws here are bit-identical.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLAGS = ("-fno-math-errno", "-fno-trapping-math")  # else it rounds one number 
 
 
 def rounds_in_one_pass(values: Tensor) -> bool:
-    """True if the functions of this file accept a tensor: float32 on a CPU, with a compiler."""
+    """True if this file's functions support a tensor: float32 on a CPU, with a C compiler."""
     is_plain = values.is_cpu and values.dtype == torch.float32
     return is_plain and c_library(SOURCE, _FLAGS) is not None
 
@@ -28,14 +28,14 @@ def rounds_in_one_pass(values: Tensor) -> bool:
 def rounded_at_random(
     values: Tensor, steps: Tensor, seed: int, limits: tuple[int, int], shift: float
 ) -> Tensor:
-    """Return values / steps + shift rounded at random and clamped, int8 of shape (n,).
+    """Round values / steps + shift at random to int8, shape (n,).
 
     Args:
-        values: shape (n,).
-        steps: none 0, shape (n,), or (1,) for all.
-        seed: of a `torch.Generator`, whose `torch.rand` a number is compared with.
-        limits: least and largest result.
-        shift: added before rounding.
+        values: values, shape (n,).
+        steps: nonzero step sizes, shape (n,), or (1,) for all values.
+        seed: seed of the `torch.Generator` whose `torch.rand` decides the rounding.
+        limits: smallest and largest result, to which results are clamped.
+        shift: number added before rounding.
 
     Example:
         >>> values = torch.tensor([2.0, -4.0])
@@ -50,7 +50,7 @@ def rounded_at_random(
 
 
 def places_from(values: Tensor, least: Tensor) -> Tensor:
-    """Places of the numbers that are at least so large, in order.
+    """Indices of the numbers that are at least a bound, in increasing order.
 
     Example:
         >>> places_from(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([2.0]))
@@ -64,7 +64,7 @@ def places_from(values: Tensor, least: Tensor) -> Tensor:
 
 
 def keys_below(seed: int, size: int, bound: int) -> tuple[Integers, Words]:
-    """Places and values of the words up to a bound, among the next words of NumPy's PCG64.
+    """Indices and values of the words up to a bound, among the next words of NumPy's PCG64.
 
     Example:
         >>> places, keys = keys_below(0, 1000, 2**63)
@@ -85,7 +85,7 @@ def keys_below(seed: int, size: int, bound: int) -> tuple[Integers, Words]:
 
 
 def _run(name: str, *arguments: Tensor | float) -> int:
-    """Call a function of pointers, whole numbers of 64 bits and numbers of float32."""
+    """Call a C function whose arguments are pointers, 64-bit integers and float32 numbers."""
     kinds = {Tensor: ctypes.c_void_p, float: ctypes.c_float}
     types = [kinds.get(type(argument), ctypes.c_int64) for argument in arguments]
     function = c_function(SOURCE, _FLAGS, name, *types)

@@ -1,9 +1,8 @@
-"""Columns of a matrix sorted, for matrices of few rows and very many columns.
+"""Sorting the columns of a matrix with few rows and very many columns.
 
-A network of comparators sorts any column with the same exchanges, so that the processor's vectors
-work on many columns at once and no column needs to lie in one piece: `column_sort.c`, see `c_library`.
-Exchanges that the wanted places do not depend on are left out.
-Without a compiler NumPy sorts one column after the other.
+A sorting network uses the same exchanges for every column. So the processor's vectors sort many columns
+at once, and a column need not be contiguous: `column_sort.c`, see `c_library`. Exchanges that do not
+affect the requested ranks are left out. Without a compiler NumPy sorts one column after the other.
 
 Source: Knuth, The Art of Computer Programming 3, 5.2.2, Algorithm M (Batcher's merge exchange).
 """
@@ -32,13 +31,13 @@ Floats = npt.NDArray[Any]
 
 
 def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
-    """Write the values at some places of every column's increasing order.
+    """Sort every column, and write the values with ranks from ``first`` to ``end``.
 
     Args:
-        block: shape (n, width), float32 or float64, in row-major order; finite.
-        first: the first place, counted from 0.
-        end: the place after the last one, ≤ n.
-        out: gets them, shape (end - first, width), of the block's dtype, in row-major order.
+        block: finite numbers, shape (n, width), float32 or float64, in row-major order.
+        first: first rank to write, counted from 0.
+        end: last rank to write plus one, ≤ n.
+        out: result, shape (end - first, width), with the block's dtype, in row-major order.
 
     Example:
         >>> block, out = np.array([[3.0, 1.0], [2.0, 5.0], [9.0, 4.0]]), np.empty((1, 2))
@@ -69,15 +68,15 @@ def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
 
 @cache
 def exchanges(count: int, first: int, end: int) -> npt.NDArray[np.int32]:
-    """Return pairs (i, j), i < j; a sort exchanges their values where the first is larger.
+    """Exchanges of a sorting network: pairs (i, j), i < j, swapped if value i is the larger one.
 
     Args:
-        count: how many values there are.
-        first: the first place that must be right in the end.
-        end: the place after the last one.
+        count: number of values to sort.
+        first: first rank that must be right at the end.
+        end: last rank that must be right plus one.
 
     Returns:
-        Shape (number of exchanges, 2), one after the other.
+        Exchanges in order, shape (number of exchanges, 2).
 
     Example:
         >>> exchanges(3, 0, 3).tolist()

@@ -1,10 +1,10 @@
-"""The maximum of every window, as an operator: max-pooling whose windows do not overlap.
+"""Max-pooling with windows that do not overlap, as an operator.
 
     y[b, i, j] = max over u < t, v < w of x[b, i t + u, j w + v]      x (B, H, W, C), y (B, H/t, W/w, C)
 
-Under `vmap` PyTorch's own gradient of a pooling becomes additions at computed places, one number at a
-time: a third of a small network's step on a CPU. Windows that do not overlap need none. The source
-is `window_maximum.c`, see `c_library`. All is float32, on one thread.
+Under `vmap` PyTorch's gradient of a pooling adds single numbers at computed indices. This takes a third
+of a small network's step on a CPU. Windows that do not overlap need no additions. The source is
+`window_maximum.c`, see `c_library`. Computation is in float32, on one thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The command ``fl-lightning search``: find an architecture without training.
+"""The command ``fl-lightning search``: finds an architecture under constraints, without training.
 
-Of a space, by a proxy or a table; or of a trained supernet, by the accuracy of its sub-networks.
+It searches a space by a proxy score or a table of accuracies, or a trained supernet by the validation accuracy
+of its sub-networks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Retraining = Callable[[Architecture], dict[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     add_networks(parser, required=False)
     group = parser.add_argument_group("a trained supernet")
     _add_texts(
@@ -123,10 +124,10 @@ def search(
 
     Args:
         given: the parsed options of the command.
-        options: words of the command line that belong to a supernet's configuration.
-        defaults: of the options of the command.
-        validate: runs `validate`, with a callback of ours.
-        resolve: from the words of a fit's command line to its complete configuration as YAML.
+        options: words after ``--``, options of a supernet's configuration.
+        defaults: default values of the command's options.
+        validate: function that runs ``validate`` with an additional callback.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
@@ -216,7 +217,7 @@ def _search(
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Objective of a search without a trained supernet."""
+    """Return the objective of a search without a trained supernet."""
     names = given.score.split("+")
     if len(names) > 1:
         every = [_one_objective(given, networks, costs, name) for name in names]
@@ -280,7 +281,7 @@ def _report(
     table: LatencyTable | None,
     configuration: Retraining,
 ) -> None:
-    """Write the findings and print the front."""
+    """Write tables, figures and the best network's configuration; print the Pareto front."""
     out = Path(given.out)
     best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
     out.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Steps that are compiled, or recorded and replayed."""
+"""Compiled training steps and other speedups of a single client's step."""

@@ -1,4 +1,4 @@
-"""One function of tensors, compiled as one graph, that never fails for want of a compiler."""
+"""A function of tensors compiled as one graph; without a compiler it runs uncompiled."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch import Tensor
 from torch._dynamo import exc
 
 _FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
-# As it writes what it finds in modules of PyTorch's and of ours
+# How the compiler names values that it finds in modules of PyTorch or of this package
 _FIXED = re.compile(
     r"(dict\(|list\(dict\.keys\()?(G\['__import_(torch|fl_lightning)(_dot_|')|__import__\('torch'\))"
 )
 
 
 class NotCompiled(UserWarning):
-    """A function runs as it is, or in another way, because it cannot be compiled."""
+    """Warning that a function runs uncompiled, because the compiler failed."""
 
 
 class HasChanged(exc.TorchDynamoException):
-    """No graph was made for the values that Python reads now."""
+    """Raised if a Python value that the graph depends on has changed since it was compiled."""
 
 
 class Compiled:
-    """A function compiled for fixed shapes; where that is impossible it runs as it is.
+    """A function compiled for fixed shapes; it runs uncompiled if compiling fails.
 
-    That is so without a C++ compiler, and where a value that Python reads changes with every round
-    (``self.current_epoch`` in a training step): each would need a graph of its own.
+    Compiling fails without a C++ compiler. It also fails if the function reads a Python value that
+    changes every round (``self.current_epoch`` in a training step): each value needs its own graph.
 
     Args:
         function: a method or function of tensors.
-        name: of what it does, for a warning.
-        is_alone: between two checks nothing changes but the tensors in the first argument, so that
-            later calls check no more than that these are of kinds seen since.
+        name: description of the function, for warnings.
+        is_alone: promises that between two calls of `recheck` only the tensors in the first argument
+            change. Later calls then check only the types and shapes of these tensors.
 
     Attributes:
-        is_given_up: whether it runs as it is from here on.
-        plain: the function.
+        is_given_up: True if the function runs uncompiled from now on.
+        plain: the uncompiled function.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -62,7 +62,7 @@ class Compiled:
         _start_no_processes()
         self._name, self.plain = name, function
         self._is_alone = is_alone
-        # kinds of first arguments: of those with a graph, and of those that go to it unchecked
+        # types and shapes of first arguments: those with a graph, and those that it takes unchecked
         self._made: list[Any] = []
         self._checked: list[Any] = []
         self.is_given_up = self._refuses = False
@@ -79,20 +79,20 @@ class Compiled:
         )
 
     def recheck(self, *, refuse: bool = False) -> None:
-        """Make the next call check whether values that Python reads have changed.
+        """Make the next call check whether Python values that the function reads have changed.
 
         Args:
-            refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
-                else it makes another graph. So it does for arguments of another kind, once a call
-                has found that nothing else changed.
+            refuse: if True, later calls raise `HasChanged` and do nothing where a value has changed;
+                if False, they compile another graph. Once a call has found nothing changed,
+                arguments of new types or shapes always get another graph.
         """
         self._checked, self._refuses = [], refuse
 
     def __call__(self, *args: Any) -> Any:
-        """Run the compiled step.
+        """Run the function, compiled if possible.
 
         Raises:
-            HasChanged: if told to refuse changes; nothing is done then.
+            HasChanged: instead of running, if a Python value has changed and `recheck` refuses that.
         """
         if not self.is_given_up:
             try:
@@ -101,19 +101,19 @@ class Compiled:
                 if self._refuses and isinstance(error, HasChanged):
                     raise
                 if self._leaves_out and isinstance(error, exc.InternalTorchDynamoError):
-                    # it cannot, where a step reads an array of NumPy's
+                    # the compiler cannot filter its checks if the step reads a NumPy array
                     self._compile(leaves_out=False)
                     return self(*args)
                 self.give_up(error)
         return self.plain(*args)
 
     def give_up(self, error: Exception) -> None:
-        """Run it as it is from here on, and warn."""
+        """Run the function uncompiled from now on, and warn."""
         self.is_given_up = True
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # after a colon comes what the compiler's backend has raised
+        # after a colon comes the error of the compiler's backend
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).strip()
-        # what the first line only names
+        # the explanation of an error that the first line only names
         more = [line.strip() for line in lines if line.strip().startswith("Explanation: ")]
         reason = "; ".join([reason, *(line.removeprefix("Explanation: ") for line in more[:1])])
         message = f"{self._name} is not compiled from here on: {reason}"
@@ -131,7 +131,7 @@ class Compiled:
             return result
         with self._as_compiled():
             result = self._compiled(*args)
-        # what a first call changes (a counter, say) shows only in a second one
+        # a change that the first call makes (to a counter, say) shows only in the second call
         if kind in self._made or not self._is_alone:
             self._checked.append(kind)
         if kind not in self._made:
@@ -139,7 +139,7 @@ class Compiled:
         return result
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Make objects that Python holds part of the graph, instead of finding them in every call."""
+        """Make Python objects part of the graph, instead of looking them up in every call."""
         patched: AbstractContextManager[None] = torch._dynamo.config.patch(
             install_free_tensors=self._is_alone
         )
@@ -160,7 +160,7 @@ class Compiled:
 def _checks(entries: Sequence[Any]) -> list[bool]:
     """Select the compiler's checks of values that may change between two calls.
 
-    Two thirds are not: they are of the code of PyTorch and of this library.
+    Two thirds of its checks are of the code of PyTorch and of this package, which does not change.
     """
     return [_FIXED.match(entry.name) is None for entry in entries]
 
@@ -170,10 +170,10 @@ def _what_changed(error: RuntimeError) -> str:
 
 
 def _start_autograd() -> None:
-    """Run a first backward pass, if there was none.
+    """Run a first backward pass, before the compiler can make PyTorch start threads.
 
-    That is when PyTorch starts a thread for every device, and a process with such threads cannot
-    be forked. To the compiler even a machine without any seems to have eight of them.
+    At the first backward pass PyTorch starts a thread per device, and a process with such threads
+    cannot be forked. Inside the compiler even a machine without a GPU seems to have eight devices.
     """
     torch.zeros((), requires_grad=True).backward()
 
@@ -181,17 +181,17 @@ def _start_autograd() -> None:
 def _start_no_processes() -> None:
     """Keep the compiler from starting processes for Triton where there is no GPU.
 
-    They would import PyTorch, for seconds, on the cores that clients train on.
+    These processes import PyTorch, for seconds, on the cores that clients train on.
     """
     if not torch.accelerator.is_available():
         os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a code object that no other shares.
+    """Copy a function, with a code object of its own.
 
-    The compiler keeps its graphs at the code object, at most eight of them: several engines in one
-    process, e.g. in a notebook, would take them from each other.
+    The compiler stores at most eight graphs per code object. Several engines in one process, e.g. in
+    a notebook, would otherwise replace each other's graphs.
     """
     plain = getattr(function, "__func__", function)
     copy = types.FunctionType(
@@ -206,7 +206,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kinds_of(value: Any) -> list[Any]:
-    """Return types and shapes of the tensors in tuples, lists and dicts, and which are one and the same.
+    """Types and shapes of the tensors in nested containers, and which entries are the same tensor.
 
     Example:
         >>> import torch

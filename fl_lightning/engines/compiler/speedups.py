@@ -1,15 +1,15 @@
-"""Ways to take the same local step faster: memory layout, fused kernels, a compiled graph.
+"""Speedups of a local step: memory layout, fused kernels, a compiled graph.
 
-Each changes at most the order in which numbers are summed, so an update stays what it was but for
-rounding. Which of them pay depends on model, batch and machine: see `federation.clients.trial`.
+A speedup changes at most the order of additions, so updates are equal up to rounding. Which ones pay
+depends on model, batch and machine; `federation.clients.trial` measures it.
 
-- ``direct_layers``: dense layers, convolutions and poolings of few, small examples by operators of
-  our own, see the module of that name.
+- ``direct_layers``: dense layers, convolutions and poolings of few, small examples by C operators,
+  see `kernels.layers`.
 - ``channels_last``: images and convolutions keep the channels of a pixel together.
-- ``fused_optimizer``: the optimizer's step reads and writes every number once.
+- ``fused_optimizer``: the optimizer's step reads and writes each parameter once.
 - ``math_attention``: attention as plain matrix products, in bfloat16 where its inputs are. On CPUs
   with matrix units the backward pass of PyTorch's fused kernel is slower in bfloat16 than these.
-- ``compiled``: ``training_step`` on full batches by `torch.compile`; what it cannot compile runs as it is.
+- ``compiled``: ``training_step`` on full batches by `torch.compile`, uncompiled where that fails.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class FasterStep:
-    """A local step with some speedups.
+    """A local step with selected speedups.
 
     Args:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
-        optimizer: over its parameters.
-        speedups: those that apply, see `reason_against`.
-        direct: what `direct_layers` gives for the module, where that is known.
+        optimizer: optimizer of the model's parameters.
+        speedups: speedups that this model supports, see `reason_against`.
+        direct: result of `direct_layers` for the module, if computed before.
 
     Example:
         >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
@@ -90,12 +90,12 @@ class FasterStep:
         self._forwards.update(self._direct)
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch in the layout that the model has."""
+        """Convert a batch to the model's memory layout."""
         return _channels_last(batch) if self._is_channels_last else batch
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
-        """Replace forward passes by faster ones while the block runs."""
+        """Replace layers' forward passes by faster ones while the block runs."""
         attention = _as_products() if self._has_math_attention else nullcontext()
         with other_forwards(self._forwards), attention:
             yield
@@ -105,7 +105,7 @@ class FasterStep:
         self._step_all()
 
     def close(self) -> None:
-        """Give the module its usual layout back."""
+        """Restore the usual memory layout of the module's parameters."""
         if self._is_channels_last:
             _lay_out(self._module, torch.contiguous_format)
 
@@ -121,9 +121,9 @@ class FasterStep:
 
 
 def compiled_step(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's ``training_step`` compiled, for batches of one shape.
+    """Compile a module's ``training_step``, for batches of one shape.
 
-    Its random numbers are those of the step as it is.
+    It draws the same random numbers as the uncompiled step.
     """
     options = {"fallback_random": True}
     compiled = torch.compile(with_own_code(module.training_step), dynamic=False, options=options)  # type: ignore[arg-type]
@@ -138,9 +138,9 @@ def compiled_step(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _as_products() -> Iterator[None]:
-    """Compute attention as matrix products, in the precision that it is called in.
+    """Compute attention as matrix products in the precision of its inputs.
 
-    By itself PyTorch takes them in single precision, without the processor's matrix units.
+    By default PyTorch computes these products in float32, without the processor's matrix units.
     """
     switch = torch.backends.cuda  # its name; it is everybody's
     before = switch.fp16_bf16_reduction_math_sdp_allowed()
@@ -153,7 +153,7 @@ def _as_products() -> Iterator[None]:
 
 
 def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) -> str | None:
-    """Return why a speedup does not apply to a model and its optimizer; None if it does.
+    """Reason why a speedup does not apply to a model and its optimizer; None if it does.
 
     Example:
         >>> module = nn.Linear(2, 2)
@@ -197,10 +197,10 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 
 
 def _laid_out(value: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return a tensor of shape (N, C, H, W) in a layout, with that layout's own strides.
+    """Convert a tensor of shape (N, C, H, W) to a memory layout, with exactly its strides.
 
-    With one channel, or one pixel, a tensor counts as being in both: what a convolution makes of it
-    then depends on strides of axes of length one.
+    PyTorch counts a tensor with one channel, or one pixel, as being in both layouts. The layout of a
+    convolution's result then depends on the strides of axes of length one.
     """
     _, channels, height, width = value.shape
     strides = (channels * height * width, height * width, width, 1)
@@ -226,9 +226,9 @@ def _pools(module: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
 
 
 def _pool(layer: nn.MaxPool2d) -> Callable[[Tensor], Tensor]:
-    """Return a forward pass whose backward pass never meets a gradient of the other layout.
+    """Forward pass of a pooling whose gradient always arrives in the pooling's memory layout.
 
-    It comes so from a flatten, and PyTorch then copies the pool's large input twice.
+    From a flatten it arrives in the other layout, and PyTorch then copies the large input twice.
     """
 
     def forward(value: Tensor) -> Tensor:

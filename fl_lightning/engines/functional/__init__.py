@@ -2,8 +2,8 @@
 
 
 class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
-    """Why a module, an optimizer or its data cannot be trained in slots."""
+    """Reason why a module, an optimizer or its data cannot be trained in slots."""
 
 
 class CannotPad(CannotStack):
-    """Why batches cannot be padded; whole ones may do."""
+    """Reason why batches cannot be padded; slots may still train on whole batches."""

@@ -1,13 +1,13 @@
-"""Random numbers of a training step as inputs: recorded, drawn elsewhere, and given to its functions.
+"""Random numbers of a training step as inputs: recorded once, drawn outside, and replayed inside.
 
-A recorder below autograd sees every operator that draws, however deep in PyTorch it is called
-(dropout inside attention), with the distribution and the shape of what it draws. The same calls on
-a generator in the same state give the same bits: so draws can be made outside of a step, for many
-clients from their own generators.
+`DrawRecorder` works below autograd. It sees every operator that draws random numbers, also inside
+PyTorch's own functions (dropout in attention), with its distribution and shape. The same calls on a
+generator in the same state give the same bits, so the numbers can be drawn outside of the step, for
+each client from its own generator.
 
 Under `vmap` and in a compiled graph there is no generator per client. There `ReplayedDraws` replaces
-every function that draws by its definition over given numbers: dropout is ``x · noise / (1 - p)``. A
-function that it does not know is left alone; `vmap` refuses to draw, which ends in the sequential engine.
+each random function by its definition over given numbers: dropout is ``x · noise / (1 - p)``. It
+leaves unknown functions alone; `vmap` then raises, and the run falls back to the sequential engine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.engines.functional import CannotStack
 
-# By operator: the method that draws the same numbers into a tensor, and where the distribution's
-# parameters are among the operator's arguments.
+# Per operator: the tensor method that draws the same numbers, and the positions of the
+# distribution's parameters among the operator's arguments.
 _METHODS: dict[str, tuple[str, slice]] = {
     "aten::bernoulli_.float": ("bernoulli_", slice(1, 2)),
     "aten::exponential_": ("exponential_", slice(1, 2)),
@@ -50,15 +50,15 @@ _METHODS: dict[str, tuple[str, slice]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One call that draws.
+    """One call of an operator that draws random numbers.
 
     Attributes:
-        method: of a tensor, e.g. ``bernoulli_``; ``native_dropout`` for CUDA's own dropout.
-        parameters: of the distribution.
-        shape: of what is drawn.
-        order: the axes by falling stride.
-        dtype: of what is drawn.
-        device: where.
+        method: tensor method that draws, e.g. ``bernoulli_``; ``native_dropout`` for CUDA's dropout.
+        parameters: parameters of the distribution.
+        shape: shape of the result.
+        order: axes of the result by decreasing stride.
+        dtype: data type of the result.
+        device: device of the result.
     """
 
     method: str
@@ -69,7 +69,7 @@ class Draw:
     device: torch.device
 
     def again(self, shape: Sequence[int] | None = None) -> Tensor:
-        """Draw from the global generator, in another shape if one is given.
+        """Draw from the global generator, in the recorded shape by default.
 
         Example:
             >>> draw = Draw("uniform_", (), (2,), (0,), torch.float32, torch.device("cpu"))
@@ -84,7 +84,7 @@ class Draw:
         return self.into(empty)
 
     def into(self, empty: Tensor) -> Tensor:
-        """Draw into a tensor."""
+        """Fill a tensor with random numbers."""
         if self.method == "native_dropout":
             mask = torch.native_dropout(torch.ones_like(empty), self.parameters[0], True)[1]
             return empty.copy_(mask)
@@ -93,10 +93,10 @@ class Draw:
 
 
 class DrawRecorder(TorchDispatchMode):
-    """Notes the draws of the code inside it.
+    """Records all random draws inside its context.
 
     Raises:
-        CannotStack: for a draw whose numbers depend on values, or on a generator of its own.
+        CannotStack: if a draw depends on the values of a tensor, or uses a generator of the module.
 
     Example:
         >>> with DrawRecorder() as recorder:
@@ -112,7 +112,7 @@ class DrawRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator and note it if it draws."""
+        """Run the operator, and record it if it draws random numbers."""
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note(func, args, kwargs or {}, result)
@@ -160,10 +160,10 @@ def _no_mode(_: Any) -> bool:
 
 
 def _opened(function: Any) -> Any:
-    """Return a copy of a function of `torch.nn.functional` inside which a mode sees every call.
+    """Copy a function of `torch.nn.functional` so that a mode sees every call inside it.
 
-    PyTorch asks a mode about such a function as a whole and then runs it without the mode; the
-    copy does not ask.
+    PyTorch passes such a function to the mode as a whole and then runs it without the mode. The copy
+    skips this step.
     """
     names = {name: value for name, value in vars(F).items() if name != "__name__"}
     asks = {"has_torch_function": _no_mode, "has_torch_function_unary": _no_mode}
@@ -178,7 +178,7 @@ _OPENED = {f: _opened(f) for f in (F.multi_head_attention_forward, F.gumbel_soft
 
 
 class DropoutWatch(TorchFunctionMode):
-    """Learns whether any dropout is called inside it, be it switched off at present.
+    """Records whether a dropout function is called inside its context, even if switched off.
 
     Example:
         >>> with DropoutWatch() as watch:
@@ -194,17 +194,17 @@ class DropoutWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function."""
+        """Run a function, and note whether it is a dropout."""
         is_one = func in _DROPOUTS | _ALPHA_DROPOUTS or func in _OPENED
         self.has_seen_one = self.has_seen_one or is_one
         return func(*args, **(kwargs or {}))
 
 
 class ReplayedDraws(TorchFunctionMode):
-    """Gives the functions inside it their random numbers, one entry a call.
+    """Replaces random draws inside its context by given numbers, one tensor per call.
 
     Args:
-        draws: what is drawn, in the order of the calls.
+        draws: random numbers in the order of the calls.
 
     Example:
         >>> with ReplayedDraws([torch.tensor([1.0, 0.0])]):
@@ -220,11 +220,11 @@ class ReplayedDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, or what stands for it."""
+        """Run a function; a random one is replaced by its definition over the given numbers."""
         kwargs = kwargs or {}
         if func in _SOURCES:
-            # never written into the tensor of an in-place method, which vmap may not know as one
-            # of many: who ignores what the method returns gets another update in the trial
+            # not written into the tensor of an in-place method, which vmap may not know as mapped:
+            # a step that ignores the method's result shows a difference in the trial
             return self._next().clone()
         if func in _DROPOUTS:
             return self._dropout(*args, **kwargs)
@@ -249,14 +249,14 @@ class ReplayedDraws(TorchFunctionMode):
         if not training or p == 0:
             return input
         noise = torch.zeros_like(input) if p == 1 else self._next() / (1 - p)
-        # of one example without a batch axis PyTorch makes a batch of one, and draws for that
+        # for an example without a batch axis PyTorch draws numbers for a batch of one
         noise = noise.reshape(noise.shape[noise.ndim - input.ndim :])
         return input.mul_(noise) if inplace else input * noise
 
     def _alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **o: Any
     ) -> Tensor:
-        """Keep mean and variance: Klambauer et al. 2017, section 2 (α' = -1.7581)."""
+        """Dropout that keeps mean and variance: Klambauer et al. 2017, section 2 (α' = -1.7581)."""
         training = o.get("train", training)
         if not training or p == 0:
             return input
@@ -279,7 +279,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return softmax(q k' scale + mask) v, with dropout on the softmax."""
+    """Compute softmax(q kᵀ scale + mask) v, with dropout on the softmax."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
@@ -295,7 +295,7 @@ def _attention(
     return _product(F.dropout(scores.softmax(-1), dropout_p), value)
 
 
-# Multiplications of a matrix product that is small.
+# Largest number of multiplications of a matrix product that counts as small.
 _FEW = 1024
 
 
@@ -317,10 +317,10 @@ def _compiled_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -
 
 @contextmanager
 def small_attention() -> Iterator[None]:
-    """Shows attention over a few tokens to the compiler as sums, while the block runs.
+    """Compile attention over a few tokens as sums instead of matrix products, while the block runs.
 
-    It fuses them with what is around them. A library's matrix products of some ten numbers, one for
-    each example and head, took half the time of a TabTransformer's step in slots.
+    The compiler fuses sums with the operations around them. Library calls for products of ten numbers,
+    one for each example and head, took half the time of a TabTransformer's step in slots.
     """
     F.scaled_dot_product_attention = _compiled_attention
     try:

@@ -1,18 +1,19 @@
-"""The sum of clipped gradients of single examples.
+"""Sum of clipped per-example gradients, for DP-SGD.
 
-    Σ_i g_i · min(1, S / ‖g_i‖₂),   g_i = ∇ℓ(example i),   one flat ball over all that trains
+    Σ_i g_i · min(1, S / ‖g_i‖₂),   g_i = ∇ℓ(example i),   norm over all trainable parameters
 
-Each example is a batch of its own for the user's ``training_step``, so that nothing in it can mix
-two of them. Many at once through `torch.func` (vmap over examples, in chunks that fit the memory);
-one by one through plain autograd where vmap cannot run the step. An example whose gradient is not
-finite counts as 0: a client that failed would tell of it. Source: Abadi et al. 2016 (1607.00133),
-Algorithm 1.
+The user's ``training_step`` gets each example as a batch of one, so that it cannot mix two examples.
+Buffers and attributes that the step changes (a running scale of the loss) are put back after each example.
+`torch.func` computes many gradients at once (vmap over examples, in chunks that fit the memory).
+Where vmap cannot run the step, plain autograd computes one after the other. A gradient that is not
+finite counts as 0, because a failing client would reveal the example. Source: Abadi et al. 2016
+(1607.00133), Algorithm 1.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,32 +21,34 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import GlobalGenerators
 from fl_lightning.core.space import Space
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors, TrainingStep
 from fl_lightning.sparsity.sensitivity.scoring import chunks, map_batch
 
-# (batch, its number) -> the loss of a plain training step, None if it was skipped
+# (batch, batch index) -> loss of a plain training step, None if the step skips the batch
 Loss = Callable[[Any, int], Tensor | None]
 
-# one clipped gradient, shape (k,) -> the same as whole numbers
+# one clipped gradient, shape (k,) -> the same gradient in integers
 ToSteps = Callable[[Tensor], Tensor]
 
 
 class ExampleGradients:
-    """Takes the gradients of one module's examples.
+    """Computes and sums the clipped gradients of single examples.
 
     Args:
         module: the LightningModule.
-        loss: its training step, run in the module itself.
+        loss: training step of the module, run in the module itself.
         takes_index: whether ``training_step`` has a second parameter.
-        collector: is given what the step logs; nothing is logged if None.
-        memory_limit: bytes of gradients at a time; 64 MiB on a CPU, 2 GiB elsewhere if None.
-        vectorize: take many examples at once where the module can.
+        collector: receives values that the step logs; None to discard them.
+        memory_limit: bytes for gradients at one time; None for 64 MiB on a CPU, 2 GiB elsewhere.
+        vectorize: compute many gradients at once if the module supports it.
+        ignore: names of attributes that Lightning sets on the module, see `Attributes`.
 
     Attributes:
-        num_clipped: gradients that were longer than the clip norm, of all so far.
+        num_clipped: number of gradients so far whose norm was above the clipping norm.
 
     Example:
         >>> class Line(nn.Linear):
@@ -69,11 +72,12 @@ class ExampleGradients:
         collector: LogCollector | None = None,
         memory_limit: int | None = None,
         vectorize: bool = True,
+        ignore: Collection[str] = (),
     ) -> None:
         self._module, self._loss, self._collector = module, loss, collector
         self._call = TrainingStep(module, takes_index)
         self._memory_limit = memory_limit
-        self._vectorize = vectorize
+        self._vectorize, self._ignore = vectorize, ignore
         if vectorize and collector is not None and len(self._call.stand_ins):
             self._go_slowly("its torchmetrics objects are to be updated (log_unprotected: true)")
         self.num_clipped = 0
@@ -86,22 +90,22 @@ class ExampleGradients:
         clip_norm: float,
         to_steps: ToSteps | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum, shape (k,), and the examples' losses, shape (B,).
+        """Sum the clipped gradients of a batch, shape (k,); also returns its losses, shape (B,).
 
         Args:
-            space: of what trains; its live values are those at which gradients are taken.
-            batch: tensors in tuples, lists and dicts, with an entry per example.
-            index: number of the local step.
-            clip_norm: S > 0, finite.
-            to_steps: makes whole numbers of each clipped gradient, whose sum is then int64.
+            space: layout of the trainable parameters; gradients are taken at their current values.
+            batch: tensors in tuples, lists and dicts, with examples along the first axis.
+            index: index of the local step.
+            clip_norm: clipping norm S > 0, finite.
+            to_steps: converts each clipped gradient to integers; the sum is then int64.
 
         Raises:
-            ConfigurationError: if the training step sets parameters itself; it is undone.
+            ConfigurationError: if the training step changes parameters; the change is undone.
         """
         total, losses = nothing(space, in_steps=to_steps is not None), []
-        before = _Parameters(self._module)
+        before = _Before(self._module, self._ignore)
         for chunk in chunks(batch, self._chunk_size(space)):
-            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps)
+            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps, before)
             total += summed
             losses.append(lost)
         before.check_untouched()
@@ -114,7 +118,13 @@ class ExampleGradients:
         return max(1, limit // (8 * space.num_entries))
 
     def _of_chunk(
-        self, space: Space, chunk: Any, index: int, clip_norm: float, to_steps: ToSteps | None
+        self,
+        space: Space,
+        chunk: Any,
+        index: int,
+        clip_norm: float,
+        to_steps: ToSteps | None,
+        before: _Before,
     ) -> tuple[Tensor, Tensor]:
         if self._vectorize:
             generators = GlobalGenerators(only_torch=True)
@@ -128,10 +138,13 @@ class ExampleGradients:
             else:
                 self._log(logged)
                 return self._clipped_sum(rows, clip_norm, to_steps), losses
+            finally:
+                before.put_back()
         total = nothing(space, in_steps=to_steps is not None)
         alone = []
         for example in chunks(chunk, 1):
             row, loss = self._alone(space, example, index)
+            before.put_back()  # state from one example would change the gradients of the next
             total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_steps)
             alone.append(loss)
         return total, torch.stack(alone)
@@ -166,7 +179,7 @@ class ExampleGradients:
         return torch.cat(rows, 1).to(space.dtype), losses.detach(), logged
 
     def _alone(self, space: Space, example: Any, index: int) -> tuple[Tensor, Tensor]:
-        """Return one example's gradient, shape (k,), and its loss."""
+        """Gradient of one example, shape (k,), and its loss, by plain autograd."""
         own = dict(self._module.named_parameters())
         leaves = [own[name] for name in space.names]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
@@ -185,7 +198,7 @@ class ExampleGradients:
         return torch.cat(rows).to(space.dtype), loss.detach().reshape(())
 
     def _clipped_sum(self, rows: Tensor, clip_norm: float, to_steps: ToSteps | None) -> Tensor:
-        """Return the sum of rows that are no longer than the clip norm, shape (k,)."""
+        """Scale each row down to the clipping norm, and sum the rows to shape (k,)."""
         wide = torch.float32 if rows.device.type == "mps" else torch.float64
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
         is_finite = norms.isfinite()
@@ -207,25 +220,31 @@ class ExampleGradients:
 
 
 def nothing(space: Space, *, in_steps: bool) -> Tensor:
-    """Return an empty sum, shape (k,), in whole steps or in the space's dtype."""
+    """Zero sum of gradients, shape (k,), in int64 or in the space's dtype."""
     dtype = torch.int64 if in_steps else space.dtype
     return torch.zeros(space.size, dtype=dtype, device=space.device)
 
 
-class _Parameters:
-    """A module's parameters as they are, also those that do not train."""
+class _Before:
+    """Snapshot of a module's parameters, trainable and frozen, and of its attributes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignore: Collection[str]) -> None:
         self._module = module
+        self._attributes = Attributes(module, ignore=ignore)
         self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
 
-    def check_untouched(self) -> None:
-        """Refuse a training step that has changed one, and change it back."""
+    def put_back(self) -> None:
+        """Restore the attributes; raises if the training step has replaced a parameter."""
+        self.check_untouched(values=False)
+        self._attributes.put_back()
+
+    def check_untouched(self, *, values: bool = True) -> None:
+        """Raise if the training step has changed a parameter, after changing it back."""
         present = dict(self._module.named_parameters())
         changed = [
             name
             for name, (param, value) in self._before.items()
-            if present.get(name) is not param or not _is_same(param.detach(), value)
+            if present.get(name) is not param or (values and not _is_same(param.detach(), value))
         ]
         if not changed:
             return
@@ -245,10 +264,10 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_examples_apart(module: nn.Module) -> None:
-    """Refuse modules whose layers mix the examples of a batch.
+    """Check that no layer of a module mixes the examples of a batch.
 
     Raises:
-        ConfigurationError: naming the layer.
+        ConfigurationError: if one does; it names the layer.
     """
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):

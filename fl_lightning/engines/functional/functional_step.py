@@ -1,4 +1,4 @@
-"""A user's ``training_step`` as a function: tensors in, loss and logged values out."""
+"""A user's ``training_step`` as a pure function: tensors in, loss and logged values out."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fl_lightning.engines.functional.metrics import (
 from fl_lightning.kernels import direct_layers, other_forwards
 
 Tensors = dict[str, Tensor]
-# Logged values by name, with their batch sizes if given.
+# Logged values by name, with their batch sizes if given to `log`.
 Logged = dict[str, tuple[Tensor, float | None]]
-# Steps that the client has taken, while a training step runs here.
+# Number of steps that the client has taken, set while a training step runs as a function.
 STEPS_IN_SLOTS: list[Tensor] = []
-# Makes what a training step runs in.
+# Makes the context manager in which a training step runs, e.g. autocast.
 StepContext = Callable[[], AbstractContextManager[Any]]
-# Among logged values the name of the loss itself, which no module can take
+# Name of the loss among logged values; no module can log under it
 OWN_LOSS = ""
 
 
@@ -47,9 +47,9 @@ class StepResult:
     """Result of a training step.
 
     Attributes:
-        loss: a scalar.
-        logged: values logged, detached.
-        given: tensors given to torchmetrics objects, detached, in the order of the calls.
+        loss: scalar loss.
+        logged: logged values, detached.
+        given: tensors passed to torchmetrics objects, detached, in the order of the calls.
     """
 
     loss: Tensor
@@ -59,13 +59,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Observed:
-    """Effects of a training step besides arithmetic.
+    """Effects of a training step besides its loss.
 
     Attributes:
-        draws: the random numbers that it draws.
-        has_dropout: whether it calls any, be it switched off.
-        calls: of torchmetrics objects.
-        metrics: the objects that it logs, by name.
+        draws: its random draws.
+        has_dropout: True if it calls a dropout function, even a disabled one.
+        calls: its calls of torchmetrics objects.
+        metrics: torchmetrics objects that it logs, by name.
     """
 
     draws: list[Draw]
@@ -75,16 +75,16 @@ class Observed:
 
 
 class TrainingStep:
-    """A module's ``training_step`` as a function of its tensors that also returns logged values.
+    """A module's ``training_step`` as a function of parameters, buffers and batch.
 
     Args:
         module: the LightningModule.
         takes_index: whether ``training_step`` has a second parameter.
-        direct: have its layers computed by `direct_layers`.
-        context: makes what it runs in, such as autocast.
+        direct: use the C operators of `direct_layers` for its layers.
+        context: makes the context manager in which the step runs, such as autocast.
 
     Attributes:
-        stand_ins: for the module's metrics.
+        stand_ins: replacements of the module's metrics while the step runs.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class TrainingStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Prepare the module for calls of this object while the block runs."""
-        attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run the fused ones client by client
+        """Prepare the module, so that this object can be called inside the block."""
+        attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run fused kernels client by client
         own = vars(self._wrapper.module)
         before = own.get("log")
         own["log"] = self._log.log
@@ -124,23 +124,23 @@ class TrainingStep:
         count: Tensor,
         draws: Sequence[Tensor] = (),
     ) -> StepResult:
-        """Run it, between the two ends of `in_place`.
+        """Run the step on given tensors; only inside `in_place`.
 
         Args:
             tensors: parameters and buffers by name.
-            batch: what the step takes.
-            count: steps that the client has taken.
-            draws: the random numbers, in the order in which the step draws them.
+            batch: argument of ``training_step``.
+            count: number of steps that the client has taken.
+            draws: random numbers, in the order in which the step draws them.
 
         Raises:
-            CannotStack: if it does what slots cannot.
+            CannotStack: if the step does something that slots do not support.
         """
         loss, logged, calls, _ = self._run(tensors, batch, count, draws)
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
         return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
 
     def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
-        """Write rebound buffers, as by ``self.n = self.n + 1``, into the original ones."""
+        """Copy buffers that the step has rebound (``self.n = self.n + 1``) into the original ones."""
         pairs = ((name, inner.get(f"module.{name}", old)) for name, old in tensors.items())
         for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
             old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
@@ -149,7 +149,7 @@ class TrainingStep:
             old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
-        """Run the step as the sequential engine does; returns its effects besides arithmetic."""
+        """Run the step as the sequential engine does, and record its effects besides the loss."""
         with DrawRecorder() as recorder, DropoutWatch() as watch:
             _, _, calls, metrics = self._run(tensors, batch, count, ())
         return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
@@ -162,7 +162,7 @@ class TrainingStep:
             for name, tensor in tensors.items()
             if not name.startswith(self.stand_ins.prefixes)
         }
-        # no number: a step that decides something by its index cannot be the same for all slots
+        # not an int, so that a step whose decisions depend on it fails here
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
         before = memory_of(tensors.values())
@@ -171,7 +171,7 @@ class TrainingStep:
             replayed = ReplayedDraws(draws) if draws else nullcontext()
             with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
-                if memory_of(tensors.values()) != before:  # under vmap it may end the process
+                if memory_of(tensors.values()) != before:  # under vmap these may end the process
                     raise CannotStack("training_step gives a buffer other memory or another shape")
                 self._take_over_rebound(tensors, inner)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
@@ -186,11 +186,11 @@ class TrainingStep:
 
 
 def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
-    """Return copies of a module's parameters and buffers, by name.
+    """Copy a module's parameters and buffers, by name.
 
     Args:
-        module: the module; its parameters that train do so in the copy.
-        without: beginnings of names that are left out.
+        module: the module; copies of trainable parameters require gradients.
+        without: prefixes of names to leave out.
     """
     params = {
         name: param.detach().clone().requires_grad_(param.requires_grad)
@@ -201,10 +201,10 @@ def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
 
 
 class _Log:
-    """Stands in for a module's ``log`` and keeps the values logged by the current call of its step.
+    """Replaces a module's ``log`` and collects the values that the current step logs.
 
-    In lists that stay the same objects, and asking for types in tuples: PyTorch's older compilers
-    follow neither an attribute that changes nor a union of types.
+    PyTorch's older compilers support neither attributes that are rebound nor unions of types. So its
+    lists stay the same objects, and types are checked by tuples.
     """
 
     def __init__(self) -> None:
@@ -212,11 +212,11 @@ class _Log:
         self.metrics: list[tuple[str, Metric]] = []
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Keep a value."""
+        """Collect a logged value."""
         if isinstance(value, StandIn):
             self.metrics.append((name, value.metric))
             return
-        if isinstance(value, Metric):  # of a collection
+        if isinstance(value, Metric):  # the metrics of a collection
             self.metrics.append((name, value))
             return
         if isinstance(value, BatchValue):
@@ -231,7 +231,7 @@ class _Log:
         self.values.append((name, (tensor, options.get("batch_size"))))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all collected values."""
         self.values.clear()
         self.metrics.clear()
 
@@ -261,7 +261,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """Return every tensor of a batch, in order.
+    """List the tensors of a batch, in order.
 
     Raises:
         CannotStack: if the batch holds anything else.

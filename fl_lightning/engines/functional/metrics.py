@@ -1,12 +1,9 @@
-"""torchmetrics objects in a training step that runs as a function: their inputs are returned.
+"""Support for torchmetrics objects in a training step that runs as a function.
 
-A metric's own update counts classes, checks values and keeps lists: nothing that `vmap` or a
-compiler could run. So while the step runs, stand-ins take the metrics' places in the module and
-return what the metrics would have been given among the step's outputs. `MetricFeed` updates the
-metrics with it afterwards, which then hold the examples of all clients, as when these train one
-after the other. One update with the examples of many steps gives the same as many updates where the
-metric itself says that its states add up (it would pool those of several processes so); others are
-updated step by step.
+Neither `vmap` nor a compiler can run a metric's update. So stand-ins replace the metrics while the step
+runs, and the step returns the inputs of its metrics. Afterwards `MetricFeed` updates the metrics with
+the examples of all clients, as in sequential training. A metric whose states are sums (as it declares
+for several processes) gets the examples of many steps in one update, other metrics step by step.
 """
 
 from __future__ import annotations
@@ -23,27 +20,27 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min
 
 from fl_lightning.engines.functional import CannotStack
 
-# One update of a metric: its stand-in, and what it was given.
+# One update of a metric: its stand-in, positional and keyword arguments.
 MetricCall = tuple["StandIn", tuple[Any, ...], dict[str, Any]]
 
 
 def tensors_of(call: MetricCall) -> list[Tensor]:
-    """Return the tensors among a metric's arguments."""
+    """List the tensors among a metric's arguments."""
     _, args, kwargs = call
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
 class StandIn(nn.Module):
-    """Takes a metric's place and records its inputs.
+    """Replaces a metric and records its inputs.
 
     Args:
-        metric: a metric or a collection of some.
-        path: where in the module it is.
+        metric: a torchmetrics metric or collection.
+        path: attribute path of the metric in the module.
     """
 
     def __init__(self, metric: Metric | MetricCollection, path: str) -> None:
         super().__init__()
-        object.__setattr__(self, "metric", metric)  # its tensors are none of the step's
+        object.__setattr__(self, "metric", metric)  # not a submodule: its states are not the step's
         self.path = path
         self.parts = (
             list(metric.items(keep_base=False, copy_state=False))
@@ -53,17 +50,17 @@ class StandIn(nn.Module):
         self.calls: list[MetricCall] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue:
-        """Note the arguments; the value of one batch is not known here."""
+        """Record the arguments; the value for the batch is not available."""
         self.update(*args, **kwargs)
         return BatchValue(type(self.metric).__name__)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Note the arguments."""
+        """Record the arguments."""
         if self.calls is not None:
             self.calls.append((self, args, kwargs))
 
     def items(self) -> list[tuple[str, Metric]]:
-        """Return the metrics of a collection, for ``log_dict``."""
+        """Metrics of a collection by name, for ``log_dict``."""
         return self.parts
 
     def __getattr__(self, name: str) -> Any:
@@ -74,17 +71,17 @@ class StandIn(nn.Module):
 
 
 class BatchValue:
-    """Result of a metric's call: nothing that a step could use."""
+    """Placeholder for a metric's batch value, which a step cannot use in slots."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
 
 class StandIns:
-    """The stand-ins for all metrics of a module.
+    """Stand-ins for all metrics of a module.
 
     Attributes:
-        prefixes: with which the names of metrics' own buffers begin.
+        prefixes: prefixes of the names of the metrics' own buffers.
 
     Example:
         >>> from torchmetrics import SumMetric
@@ -121,7 +118,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put them where the metrics are, while the block runs."""
+        """Replace the module's metrics by their stand-ins while the block runs."""
         for parent, name, _, stand_in in self._places:
             parent._modules[name] = stand_in
         try:
@@ -131,14 +128,14 @@ class StandIns:
                 parent._modules[name] = metric
 
     def listen(self) -> list[MetricCall]:
-        """Return a list to which they add the calls from here on."""
+        """Start recording; returns the list that will hold the calls."""
         calls: list[MetricCall] = []
         for stand_in in self._all.values():
             stand_in.calls = calls
         return calls
 
     def stop_listening(self) -> None:
-        """Stop noting calls, and forget those of a step."""
+        """Stop recording, and delete the recorded calls."""
         for stand_in in self._all.values():
             stand_in.calls = None
 
@@ -148,11 +145,11 @@ _ADDING_UP = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
 
 @dataclass(frozen=True)
 class GivenStep:
-    """Tensors that one step of all slots gave to metrics.
+    """Inputs of the metrics from one step of all slots.
 
     Attributes:
-        tensors: one per tensor argument, each of shape (G, B, …), or (G, …) of whole batches.
-        valid: which examples count, bool of shape (G, B).
+        tensors: one per tensor argument, each of shape (G, B, …), or (G, …) for batch-level values.
+        valid: False for padding, bool of shape (G, B).
     """
 
     tensors: list[Tensor]
@@ -161,11 +158,11 @@ class GivenStep:
 
 @dataclass(frozen=True)
 class _Update:
-    """One call of a metric's update in the step; ``first`` of its tensors among all given ones."""
+    """One update of a metric in the step; ``first`` is the index of its first input tensor."""
 
     call: MetricCall
     first: int
-    by_example: list[bool] | None  # per tensor, a row an example or one number; None: whole batches
+    by_example: list[bool] | None  # per tensor: has a row per example; None: whole batches
 
     @property
     def metric(self) -> Metric | MetricCollection:
@@ -209,15 +206,15 @@ class _Update:
 
 
 class MetricFeed:
-    """The metrics that a step updates, and their inputs.
+    """Updates a module's metrics with the inputs that stacked steps return.
 
     Args:
-        full: the calls of the step on a full batch.
-        single: the calls on one example of it; None if the step keeps its batch whole.
+        full: metric calls of the step on a full batch.
+        single: metric calls of the step on one example; None if batches are not padded.
         batch_size: B.
 
     Raises:
-        CannotStack: if a metric is given something that is neither a row an example nor a mean.
+        CannotStack: if a metric's input has neither a row per example nor a single value.
     """
 
     def __init__(
@@ -236,10 +233,10 @@ class MetricFeed:
         return len(self._updates)
 
     def check_same(self, other: MetricFeed) -> None:
-        """Check that batches of another size are given to the same metrics in the same way.
+        """Check that the step calls the same metrics for batches of another size.
 
         Raises:
-            CannotStack: if they are not.
+            CannotStack: if it does not.
         """
         ours, theirs = (
             [(u.call[0], _constants(u.call)) for u in f._updates] for f in (self, other)
@@ -248,16 +245,16 @@ class MetricFeed:
             raise CannotStack("training_step updates other metrics for other sizes of a batch")
 
     def feed(self, steps: Sequence[GivenStep]) -> None:
-        """Update the metrics with some steps' examples."""
+        """Update the metrics with the examples of several steps."""
         for update in self._updates:
             if any(bool(step.valid.any()) for step in steps):
                 update.feed(steps)
             if isinstance(update.metric, MetricCollection):
-                update.metric.items()  # metrics that share states learn them when asked for
+                update.metric.items()  # a collection links shared states on access
 
 
 def _rows(tensor: Tensor, valid: Tensor) -> Tensor:
-    """Return the examples that count: the axis of batches of one becomes the axis of examples."""
+    """Select the rows of examples that are no padding, merged into one axis."""
     return tensor[valid].flatten(0, 1)
 
 
@@ -283,7 +280,7 @@ def _constants(call: MetricCall) -> list[Any]:
 
 
 def _without_values(call: MetricCall) -> MetricCall:
-    """Return the call with empty tensors in place of those of a batch, which need not be kept."""
+    """Replace a call's tensors by empty ones, so that the batch can be freed."""
     empty = torch.empty(0)
     stand_in, args, kwargs = call
     return (

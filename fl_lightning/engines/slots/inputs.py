@@ -1,14 +1,14 @@
-"""What the next step of G slots works on: batches, and the random numbers of the step.
+"""Inputs of the next step of G slots: batches and random numbers.
 
-One client's numbers come from the global generators, seeded for it when it begins: first those of
-its batch (augmentation), then those of the step (dropout), as when it trains alone. The generators'
-states are put aside while the other slots draw, so that nobody's draws depend on the company.
+A client's random numbers come from the global generators, seeded when the client starts: first those
+of its batch (augmentation), then those of the step (dropout), as in sequential training. The
+generators' states are saved while other slots draw, so a client's numbers do not depend on the others.
 
     random numbers of one client:  (…, m b, …)  ->  (b, …, m, …), a row of (G, B, …)
 
-A step on padded batches is evaluated example by example, so the axis along which a draw grows with
-the batch comes to the front. Which axis that is shows when the step is seen on a batch and on one
-example of it. A draw that does not grow (of a mask over weights) is the same for all examples.
+A step on padded batches is evaluated example by example, so the axis of examples in a draw moves to the
+front. That axis is found by comparing the draws for a batch and for one example. A draw without such
+an axis (a mask over weights) is the same for all examples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_lightning.engines.slots.plan import SlotClient, StepPlan
 
 @dataclass(frozen=True)
 class _Rows:
-    """One draw of the step, for all slots: ``numbers`` of (G, B, …), or (G, …) if no axis grows."""
+    """One draw for all slots: ``numbers`` of shape (G, B, …), or (G, …) without an axis of examples."""
 
     draw: Draw
     axis: int | None
@@ -57,16 +57,16 @@ class _Rows:
 
 
 class DrawnRows:
-    """Holds and refills the random numbers of a stacked step.
+    """Random numbers of a stacked step, which are refilled before every step.
 
     Args:
         full: draws of the step on a full batch.
-        single: draws on one example; None if the step keeps its batch whole.
+        single: draws of the step on one example; None if batches are not padded.
         num_slots: G.
         batch_size: B.
 
     Raises:
-        CannotStack: if a draw does not grow with the batch along one axis.
+        CannotStack: if a draw's shape does not depend on the batch size along exactly one axis.
 
     Example:
         >>> def uniform(*shape):
@@ -90,21 +90,21 @@ class DrawnRows:
             )
             numbers = torch.zeros(shape, dtype=draw.dtype, device=draw.device)
             self._rows.append(_Rows(draw, axis, numbers))
-        for slot in range(num_slots):  # also one that stays empty holds numbers of its kind
+        for slot in range(num_slots):  # empty slots need valid numbers, too
             self.fill(slot, batch_size)
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Inputs of the step, one tensor a draw: (G, B, …), or (G, …) where `axes` has None."""
+        """One tensor per draw, of shape (G, B, …), or (G, …) where `axes` is None."""
         return [rows.numbers for rows in self._rows]
 
     @property
     def axes(self) -> list[int | None]:
-        """Return each draw's axis of examples, without the clients' axis: 0 or None."""
+        """Axis of examples of each draw, not counting the axis of clients: 0 or None."""
         return [None if rows.axis is None else 0 for rows in self._rows]
 
     def fill(self, slot: int, size: int) -> None:
-        """Draw one client's numbers from the global generator, as a step on ``size`` examples."""
+        """Draw one client's numbers from the global generator, for a batch of ``size`` examples."""
         for rows in self._rows:
             rows.fill(slot, size)
 
@@ -124,20 +124,20 @@ def _axis(full: Draw, single: Draw, batch_size: int) -> int | None:
     return axis
 
 
-# The random numbers of a step by the size of batches; empty if it draws none.
+# Random numbers of a step by batch size; empty if the step draws none.
 Draws = Mapping[int, DrawnRows]
-# Builds the batch of many indices, shape (N,), on the device where the model is.
+# Builds a batch from indices, shape (N,), on the model's device.
 ReadBatch = Callable[[Tensor], Any]
 
 
 class StepPart(NamedTuple):
-    """Batches of one size.
+    """Inputs of the slots whose batches have one size.
 
     Attributes:
-        slots: where they are; None for all slots, also those that have none.
+        slots: slots of the batches; None for all slots, empty ones included.
         batch: tensors in tuples, lists and dicts, each of shape (G, B, …), G slots and B examples.
-        valid: 1 where an example counts, 0 where it is padding, shape (G, B).
-        draws: the step's random numbers, shape (G, …); of all slots.
+        valid: 1 for an example, 0 for padding, shape (G, B).
+        draws: random numbers of all slots, shape (G, …).
     """
 
     slots: list[int] | None
@@ -147,15 +147,15 @@ class StepPart(NamedTuple):
 
 
 class SlotInputs:
-    """Makes the inputs of one step after the other.
+    """Builds the inputs of each step.
 
     Args:
-        read: builds batches.
+        read: builds a batch from indices.
         num_slots: G.
         batch_size: B of full batches.
-        padded: whether smaller batches are padded.
-        reads_at_random: whether what is read for an index is not always the same, so that every
-            client's batch must be read by itself.
+        padded: True if smaller batches are padded.
+        reads_at_random: True if ``read`` draws random numbers, so that each client's batch is read
+            separately.
     """
 
     def __init__(
@@ -178,21 +178,21 @@ class SlotInputs:
         return bool(draws) or self._reads_at_random
 
     def batch_like(self, work: ClientWork, size: int) -> Any:
-        """Return a batch of some of one client's examples, of which some may come twice."""
+        """Build a batch of ``size`` examples of one client, with repetitions if it has fewer."""
         places = torch.arange(size) % len(work.order)
         return self._read(work.order[places])
 
     def next(self, plan: StepPlan, new: Sequence[SlotClient], draws: Draws) -> list[StepPart]:
-        """Return the batches of one step, those of all slots first, and refill its random numbers.
+        """Build the batches of one step, the largest size first, and refill its random numbers.
 
         Args:
-            plan: which examples they have.
-            new: clients that begin with it, where it `depends_on_clients`.
-            draws: the step's.
+            plan: examples of the step.
+            new: clients that start with this step; only read if `depends_on_clients`.
+            draws: random numbers to refill.
         """
         alone: dict[int, Any] = {}
         if self.depends_on_clients(draws):
-            before = self._clients if plan.number else {}  # and none of another pass
+            before = self._clients if plan.number else {}  # a new pass starts without clients
             here = {slot: client for slot, client in before.items() if client.end > plan.number}
             self._clients = here | {client.slot: client for client in new}
             alone = self._drawn(plan, draws)
@@ -211,7 +211,7 @@ class SlotInputs:
         return parts
 
     def _by_size(self, sizes: Integers) -> Iterator[tuple[int, list[int] | None]]:
-        """Yield the sizes of batches, and the slots that have them; None for all."""
+        """Yield each batch size, largest first, with its slots; None stands for all slots."""
         if self._padded:
             yield self._batch_size, None
             return
@@ -221,7 +221,7 @@ class SlotInputs:
             yield size, np.flatnonzero(sizes == size).tolist()
 
     def _drawn(self, plan: StepPlan, draws: Draws) -> dict[int, Any]:
-        """Refill the clients' random numbers, and return the batches that are read at random, by slot."""
+        """Refill all clients' random numbers; returns batches read at random, by slot."""
         batches: dict[int, Any] = {}
         for slot, client in self._clients.items():
             size = int(plan.sizes[slot])
@@ -240,11 +240,11 @@ class SlotInputs:
         return map_tensors(lambda x: x.view(num_slots, -1, *x.shape[1:]), batch)
 
     def _stacked(self, batches: Sequence[Any], size: int) -> Any:
-        """Return padded batches side by side; an empty slot repeats one that somebody has.
+        """Pad and stack batches; an empty slot repeats the batch of another slot.
 
         Args:
-            batches: None where there is none.
-            size: of the stacked batches.
+            batches: batch of each slot, None for an empty slot.
+            size: batch size after padding.
         """
         fitting = [b if b is not None and len(tensors_in(b)[0]) <= size else None for b in batches]
         anyone = next(batch for batch in fitting if batch is not None)
@@ -266,5 +266,5 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def _shapes(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the shapes of examples in a batch's parts."""
+    """Shape of an example in each tensor of a batch."""
     return tuple(leaf.shape[1:] for leaf in leaves)

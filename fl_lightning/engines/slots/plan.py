@@ -1,8 +1,8 @@
-"""Which client trains in which slot, when, and on which examples.
+"""Schedule of slots: the clients of each slot, their steps, and the examples of each step.
 
-G slots work side by side, one local step of each at a time; a slot whose client is done takes the
-next one. Clients are handed out longest first, each to the slot that is free first (Graham 1969,
-LPT rule): the last slot to finish is at most a third later than in the best plan.
+G slots train side by side, one local step at a time. A slot whose client has finished takes the next
+client. Clients are assigned longest first, each to the slot that is free first (Graham 1969, LPT rule).
+The last slot then finishes at most a third later than in the best schedule.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fl_lightning.core.seeds import Integers
 
 @dataclass(frozen=True, eq=False)
 class SlotSchedule:
-    """The times of m clients in their slots, in order of their beginnings, then of slots.
+    """Slots and steps of m clients, sorted by first step, then by slot.
 
     Attributes:
-        clients: their positions in the packed work, shape (m,).
-        slots: theirs, shape (m,).
-        begins: the first step of each, counted from the start of the pass, shape (m,).
-        ends: one past its last step, shape (m,).
+        clients: position of each client in the packed work, shape (m,).
+        slots: slot of each client, shape (m,).
+        begins: first step of each client, counted from the start of the pass, shape (m,).
+        ends: last step of each client plus one, shape (m,).
     """
 
     clients: Integers
@@ -39,11 +39,11 @@ class SlotSchedule:
 
     @property
     def num_steps(self) -> int:
-        """How many steps they take, all together."""
+        """Number of stacked steps until all clients have finished."""
         return int(self.ends.max())
 
     def beginning(self, step: int) -> Integers:
-        """Positions of the clients that begin with a step, in order of slots."""
+        """Positions of the clients whose first step this is, in order of slots."""
         return np.arange(self._first_of[step], self._first_of[step + 1])
 
     def ending(self, step: int) -> Integers:
@@ -67,11 +67,11 @@ class SlotSchedule:
 
 
 def pack(num_steps: Integers, num_slots: int) -> SlotSchedule:
-    """Schedule with one entry per client; a pure function.
+    """Assign clients to slots, longest first.
 
     Args:
         num_steps: local steps of each client, ≥ 1, shape (m,), m ≥ 1.
-        num_slots: how many train side by side, ≥ 1.
+        num_slots: number of clients that train side by side, ≥ 1.
 
     Example:
         >>> schedule = pack(np.array([2, 3, 1]), 2)
@@ -96,13 +96,13 @@ def pack(num_steps: Integers, num_slots: int) -> SlotSchedule:
 
 
 class SlotClient(NamedTuple):
-    """A client in a slot.
+    """A client that trains in a slot.
 
     Attributes:
-        work: what it does there.
-        slot: where.
-        begin: its first step, counted from the start of the pass.
-        end: one past its last step.
+        work: local work of the client.
+        slot: index of the slot.
+        begin: first step, counted from the start of the pass.
+        end: last step plus one.
     """
 
     work: ClientWork
@@ -112,13 +112,13 @@ class SlotClient(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step of all slots.
+    """Examples of one step of all slots.
 
     Attributes:
-        number: of the step, counted from the start of the pass.
-        indices: of its examples, shape (G, B); smaller batches repeat their last one.
-        valid: 1 where an example counts, 0 where it is a repetition, shape (G, B).
-        sizes: of the batches, 0 where a slot has none, shape (G,).
+        number: index of the step, counted from the start of the pass.
+        indices: dataset indices, shape (G, B); a smaller batch repeats its last index.
+        valid: 1 for an example, 0 for a repetition, shape (G, B).
+        sizes: batch sizes, 0 for an empty slot, shape (G,).
     """
 
     number: int
@@ -128,7 +128,7 @@ class StepPlan(NamedTuple):
 
 
 def slot_client(schedule: SlotSchedule, position: int, work: GroupWork) -> SlotClient:
-    """Client at a position of the schedule."""
+    """Look up the client at a position of the schedule."""
     client, slot, begin, end = (
         int(x[position]) for x in (schedule.clients, schedule.slots, schedule.begins, schedule.ends)
     )
@@ -138,7 +138,7 @@ def slot_client(schedule: SlotSchedule, position: int, work: GroupWork) -> SlotC
 def plan_steps(
     schedule: SlotSchedule, work: GroupWork, num_slots: int, batch_size: int, device: torch.device
 ) -> list[StepPlan]:
-    """Return all steps; a slot without a client repeats an example that somebody has."""
+    """Plan all steps; an empty slot repeats an example of another client."""
     counts = work.num_steps[schedule.clients]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     when = within + np.repeat(schedule.begins, counts)
@@ -159,7 +159,7 @@ def plan_steps(
 
 
 def in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
-    """Which examples are in the batches of some slots; without any, in those of the largest size."""
+    """Mask of the examples in the batches of some slots; by default of the largest batches."""
     if slots is not None:
         return plan.valid[slots].bool()
     return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(

@@ -1,8 +1,7 @@
-"""What clients leave behind in their slots, taken over when they end and handed on in groups.
+"""Results of clients in slots: collected when a client finishes, and passed on in groups.
 
-Clients of different lengths end one by one. What is done with an update (its norm, checks, the sum it
-goes into) costs a fixed time besides, which a group pays once. Personal parameters are put into a slot
-and taken out of it here as well.
+Clients finish one by one. Each later operation on updates (norm, checks, sums) has a fixed cost, which a
+group pays once. `SlotOwn` moves personal parameters into and out of slots.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from fl_lightning.core.update import GlobalModel, Updates, check_finite
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
-# A client's of so few are written twice in less time than it takes to call an operator for each tensor.
+# Deltas with fewer entries are copied twice in less time than one operator call per tensor takes.
 _FEW_NUMBERS = 100_000
 
 
 class SlotResults:
-    """Results of clients that have ended, at most as many as there are slots.
+    """Buffer for the results of finished clients, at most one per slot.
 
     Args:
-        step: holds the slots.
-        space: layout of the parameters that train.
+        step: stacked step, which holds the slots' tensors.
+        space: layout of the trainable parameters.
         buffers: layout of the floating-point buffers.
-        names: under which names logged values appear in updates, where those differ.
+        names: names of logged values in updates, by the name that the module logs, if different.
     """
 
     def __init__(
@@ -55,21 +54,21 @@ class SlotResults:
         self._final_buffers: list[Tensor] = []
 
     def open(self, start: GlobalModel, work: GroupWork) -> None:
-        """Prepare for clients that begin from a global model."""
+        """Reset for clients that start from a global model."""
         self._start, self._work = start, work
         self._clear()
 
     def has_room(self, count: int) -> bool:
-        """True if there is room for this number of further updates."""
+        """True if the buffer has room for ``count`` more updates."""
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()
     def take(self, slots: list[int], clients: list[int]) -> Tensor:
-        """Collect the results of clients that have ended, and return their deltas.
+        """Collect the results of finished clients, and return their deltas.
 
         Args:
-            slots: where they are.
-            clients: who, as positions in the group's work.
+            slots: slots of the clients.
+            clients: positions of the clients in the group's work.
         """
         first, count = len(self._clients), len(slots)
         if not first:
@@ -79,16 +78,16 @@ class SlotResults:
         self._write(deltas, self._ends(slots))
         self._clients += clients
         self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
-        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: the slots go on
+        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: other clients follow
         if self._buffers:
-            # not buffer[slots]: a GPU would wait for that list
+            # not buffer[slots], whose list would make a GPU wait
             rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]
             ends = [row.reshape(count, -1).to(self._start.buffers.dtype) for row in rows]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 
     def _write(self, deltas: Tensor, ends: list[Tensor]) -> None:
-        """Write start - end; the ends client by client, tensor by tensor."""
+        """Write deltas (start - end) from the clients' final parameters, one tensor after the other."""
         places = deltas.view(-1).split(self._sizes * len(deltas))
         start = self._start.params
         if self._space.size <= _FEW_NUMBERS:
@@ -100,12 +99,12 @@ class SlotResults:
             torch.sub(begin, end, out=place)
 
     def _ends(self, slots: list[int]) -> list[Tensor]:
-        """Return where the parameters in some slots have come to, as far as they are coordinates."""
+        """Final parameters in some slots, only entries that are coordinates of the update."""
         pairs = zip(self._rows.of(slots), self._indices * len(slots), strict=True)
         return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
     def hand_on(self) -> Iterator[Updates]:
-        """Yield the updates since the last call, if there are any."""
+        """Yield the updates collected since the last call, if any."""
         if not self._clients:
             return
         clients, names = np.array(self._clients, np.int64), list(self._step.sums)
@@ -116,16 +115,16 @@ class SlotResults:
         yield group
 
     def group(self, clients: Integers, deltas: Tensor, sums: Tensors) -> Updates:
-        """Return clients' updates.
+        """Build the updates of m clients.
 
         Args:
-            clients: m of them, as positions in the group's work.
-            deltas: theirs, shape (m, k).
-            sums: of loss and logged values, see `StackedStep`, shape (m, 2).
+            clients: positions of the clients in the group's work.
+            deltas: deltas of the clients, shape (m, k).
+            sums: sums of loss and logged values, see `StackedStep`, shape (m, 2).
         """
         work, count = self._work, len(clients)
         means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
-        own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
+        own = {"train/loss": means.pop(OWN_LOSS)}  # the module may log another train/loss
         final = self._final_buffers
         return Updates(
             client_ids=work.client_ids[clients].tolist(),
@@ -141,10 +140,10 @@ class SlotResults:
 
 
 def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
-    """Return the finite updates, and the errors of the others.
+    """Split a group into its finite updates and one error per non-finite update.
 
     Args:
-        group: of clients that trained together.
+        group: updates of clients that trained together.
     """
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
     if math.isfinite(others) and math.isfinite(group.norms.sum()):
@@ -161,10 +160,10 @@ def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
 
 
 class SlotRows:
-    """Rows of stacked tensors by slot.
+    """Views of one slot's rows in stacked tensors, made once per slot.
 
     Args:
-        tensors: each of shape (G, …); the same ones as long as the rows are used.
+        tensors: stacked tensors, each of shape (G, …).
 
     Example:
         >>> import torch
@@ -181,13 +180,13 @@ class SlotRows:
         self._rows: dict[int, list[Tensor]] = {}
 
     def following(self, tensors: Sequence[Tensor]) -> SlotRows:
-        """Return the rows of these tensors; this object if it holds them already."""
+        """Rows of the given tensors: this object if it holds the same tensors, else a new one."""
         have = self._tensors
         is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
         return self if is_same else SlotRows(tensors)
 
     def of(self, slots: Iterable[int]) -> list[Tensor]:
-        """Return the rows of all tensors in some slots, one slot after the other."""
+        """Rows of all tensors in the given slots, one slot after the other."""
         found: list[Tensor] = []
         for slot in slots:
             rows = self._rows.get(slot)
@@ -197,20 +196,20 @@ class SlotRows:
         return found
 
 
-# Gives what a client has for itself, shape (o,); None for what the global model has.
+# Maps a client to its personal parameters, shape (o,), or to None if it has none yet.
 OwnOf = Callable[[int], Tensor | None]
 
 
 class SlotOwn:
-    """Own tensors of the clients in G slots.
+    """Personal parameters of the clients in G slots.
 
     Args:
-        space: layout of a client's own tensors.
-        stacked: all tensors of the slots by name, shape (G, …); what is not among them never moves.
-        start: gives the global model's own tensors, shape (o,).
+        space: layout of the personal parameters.
+        stacked: tensors of the slots by name, shape (G, …); parameters not in it never change.
+        start: returns the initial personal parameters, shape (o,).
 
     Attributes:
-        kept: what clients that are done are to keep, by client.
+        kept: personal parameters of finished clients, by client.
     """
 
     def __init__(self, space: Space, stacked: Tensors, start: Callable[[], Tensor]) -> None:
@@ -220,7 +219,7 @@ class SlotOwn:
         self._own: OwnOf | None = None
 
     def open(self, own: OwnOf | None) -> None:
-        """Begin with clients of which ``own`` knows."""
+        """Reset for a group of clients whose personal parameters ``own`` returns."""
         self._own, self.kept = own, {}
 
     @torch.no_grad()
@@ -232,7 +231,7 @@ class SlotOwn:
 
     @torch.no_grad()
     def leave(self, slot: int, client: int) -> bool:
-        """Keep a client's personal parameters at the end; returns whether they are finite."""
+        """Store a finished client's personal parameters; returns True if they are finite."""
         after = self._before(client).clone()
         for rows, view in zip(self._rows, self._space.views(after), strict=True):
             if rows is not None:

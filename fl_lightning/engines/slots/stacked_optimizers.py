@@ -1,11 +1,11 @@
-"""Optimizers of torch written for many clients at once: every tensor has a client axis in front.
+"""Optimizers of PyTorch for many clients at once: the first axis of every tensor is over clients.
 
     SGD    m ← μ m + (1 - τ) (g + λ p),          p ← p - η m
     Adam   m ← β₁ m + (1 - β₁) g,  v ← β₂ v + (1 - β₂) g²,  p ← p - η m̂ / (√v̂ + ε)
 
-The same arithmetic as `torch.optim`, step by step. All act on each number for itself, so stacking
-changes nothing; optimizers that do more (LBFGS, Muon, …) have no rule here. Masked optimizers have
-the rule of the dense ones: what their masks freeze, the stacked step leaves alone.
+The arithmetic is that of `torch.optim`. These optimizers work entry by entry, so stacking changes no
+result. Optimizers that combine entries (LBFGS, Muon, …) have no rule here. Masked optimizers use the
+rule of the dense ones; the stacked step leaves frozen entries alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, Spar
 
 @dataclass(frozen=True)
 class StackedSGD:
-    """`torch.optim.SGD`; a client's first step sets the momentum to the gradient, undampened."""
+    """`torch.optim.SGD`; a client's first step sets the momentum to the undampened gradient."""
 
     momentum: float
     dampening: float
@@ -33,20 +33,20 @@ class StackedSGD:
 
     @property
     def num_states(self) -> int:
-        """The momentum, if there is any."""
+        """Number of state tensors per parameter: 1 with momentum, else 0."""
         return int(self.momentum != 0)
 
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return new values and momentum, each of shape (G, …).
+        """Compute new values and momentum, each of shape (G, …).
 
         Args:
-            param: shape (G, …).
-            grad: of the same shape.
-            state: the momentum, which starts at 0, of the same shape; empty if there is none.
-            lr: learning rate, a scalar or of each client, shape (G, 1, …).
-            count: steps that each client has taken before this one, float64 of shape (G,).
+            param: values, shape (G, …).
+            grad: gradients, shape (G, …).
+            state: momentum, initially 0, shape (G, …); empty without momentum.
+            lr: learning rate, a scalar or one per client, shape (G, 1, …).
+            count: steps of each client before this one, float64 of shape (G,).
         """
         grad = -grad if self.maximize else grad
         if self.weight_decay:
@@ -72,13 +72,13 @@ class StackedAdam:
 
     @property
     def num_states(self) -> int:
-        """First and second moment."""
+        """Number of state tensors per parameter: first and second moment."""
         return 2
 
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return new values and moments; see `StackedSGD.step`."""
+        """Compute new values and moments; see `StackedSGD.step`."""
         grad = -grad if self.maximize else grad
         if self.weight_decay and self.decoupled:
             param = param * (1 - lr * self.weight_decay)
@@ -92,7 +92,7 @@ class StackedAdam:
         return param - lr / bias1 * first / (second.sqrt() / bias2 + self.eps), [first, second]
 
 
-# How the parameters of one parameter group move.
+# Update rule of one parameter group.
 StackedRule = StackedSGD | StackedAdam
 
 

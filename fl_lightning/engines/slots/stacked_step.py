@@ -2,8 +2,8 @@
 
     (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
 
-Fixed shapes and no Python between the operators let the compiler turn the whole step, which
-`StackedFunctions` has, into one graph: that is where the speed comes from.
+Shapes are fixed and no Python runs between operators, so the compiler can turn the whole step
+(`StackedFunctions`) into one graph. The speed of slots comes from this graph.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 
 class StackedStep:
-    """Parameters, optimizer state and sums of G clients, and the step that moves them.
+    """Parameters, optimizer states and logged sums of G clients, and the step that updates them.
 
     Args:
         module: the LightningModule; its parameters are read, never written.
-        optimizer: over all parameters that train; its options and masks are read before every
+        optimizer: optimizer of all trainable parameters; its options and masks are read before every
             round.
         takes_index: whether ``training_step`` has a second parameter.
-        options: how to stack.
-        context: makes what ``training_step`` runs in, such as autocast.
-        ignore: names of the module's attributes that are none of the user's, see `Attributes`.
-        by_step: gives lists of the options that change from step to step, of every parameter group.
+        options: options of the stacked step.
+        context: makes the context manager in which ``training_step`` runs, such as autocast.
+        ignore: names of attributes that Lightning sets on the module, see `Attributes`.
+        by_step: returns, per parameter group, the options that change from step to step, as lists.
 
     Raises:
-        CannotStack: if the optimizer has no rule or leaves out a parameter that trains.
+        CannotStack: if the optimizer has no rule or leaves out a trainable parameter.
 
     Attributes:
-        params: by name, shape (G, …).
-        states: of the optimizer, by name.
-        buffers: by name, shape (G, …); empty if ``padded``.
+        params: parameters by name, shape (G, …).
+        states: optimizer states by name.
+        buffers: buffers by name, shape (G, …); empty if ``padded``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
-        shifts: of a correction, by name, shape (G, …); empty where there are none.
+        shifts: gradient shifts of a correction by name, shape (G, …); empty without a correction.
         count: steps that each client has taken, float64 of shape (G,).
-        graphs: what the step does at present, and how.
-        given: what the last step gave to metrics, with the slots that it came from (None: all).
+        graphs: compiled graphs of the step, and the findings of its rehearsal.
+        given: inputs of metrics from the last step, with their slots (None for all slots).
     """
 
     def __init__(
@@ -120,21 +120,21 @@ class StackedStep:
             }
 
     def pull_to(self, starts: Tensors, pull: float) -> None:
-        """Pull all clients back to parameters, by name, without the axis of clients."""
+        """Set the parameters that a correction pulls all clients to, by name, without client axis."""
         self._starts = starts
         self._pull.fill_(pull)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Rehearse the step for the round that begins, see `StepGraphs.rehearse`."""
+        """Rehearse the step at the beginning of a round, see `StepGraphs.rehearse`."""
         return self.graphs.rehearse(batch, sizes)
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
-        """Step in every slot.
+        """Run one step in every slot.
 
         Args:
-            part: the batches of all slots.
-            apart: those of slots whose batches have other sizes. Their step is taken on copies; what
-                ``part`` makes in these slots is overwritten.
+            part: batches of all slots.
+            apart: batches of slots that have another batch size. Their step runs on copies, whose
+                results overwrite those of ``part`` in these slots.
         """
         ends = [self._apart(other) for other in apart]
         inputs = self._inputs(part)
@@ -147,7 +147,7 @@ class StackedStep:
             self._put(other, rows, result)
 
     def _apart(self, part: StepPart) -> tuple[list[Tensor], Outputs]:
-        """Step in some slots, on copies; return these and the outputs."""
+        """Run a step in some slots on copies of their tensors; returns copies and outputs."""
         at = torch.tensor(part.slots, device=self.count.device)
         slots, buffers = self._slots, {name: b[at] for name, b in self.buffers.items()}
         term = slots.term
@@ -164,7 +164,7 @@ class StackedStep:
         return [*rows, inputs.steps], outputs
 
     def _put(self, part: StepPart, rows: list[Tensor], outputs: Outputs) -> None:
-        """Copy the results of some slots' step into their places."""
+        """Copy the results of `_apart` into the slots."""
         at = torch.tensor(part.slots, device=self.count.device)
         states = [s for of in self.states.values() for s in of]
         places = [*self.params.values(), *states, *self.buffers.values(), self.count]
@@ -177,29 +177,29 @@ class StackedStep:
         self.given.append((part.slots, outputs.given))
 
     def first(self, start: Tensors, part: StepPart) -> None:
-        """Begin with a new client in every slot and take its first step.
+        """Start a new client in every slot and take its first step.
 
-        All clients start from the same parameters, so the forward pass is that of one model on
-        all batches: cheaper than a reset and a step.
+        All clients start from the same parameters, so one model's forward pass on all batches is
+        enough. It is cheaper than a reset and a step.
 
         Args:
-            start: parameters by name, without the axis of clients.
-            part: the batches of all slots.
+            start: initial parameters by name, without the axis of clients.
+            part: batches of all slots.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
         inputs = self._inputs(part)
         self._add(self._done("first", inputs, start, self._slots).sums)
 
     def only(self, start: Tensors, part: StepPart, active: Tensors) -> tuple[Tensor, Tensors]:
-        """Deltas and sums of the only step of a new client in every slot.
+        """Train a new client in every slot for a single step, without changing any slot.
 
         Args:
-            start: as for the first step; its order is that of the deltas' coordinates.
-            part: the batches of all slots.
-            active: of parameters whose deltas have only some entries, which, as indices.
+            start: initial parameters by name, in the order of the deltas' coordinates.
+            part: batches of all slots.
+            active: indices of the entries in the deltas, for parameters with frozen entries.
 
         Returns:
-            The clients' deltas, shape (G, k), and what `sums` would hold.
+            The clients' deltas, shape (G, k), and their sums as in `sums`.
         """
         self.count.zero_()
         inputs = self._inputs(part)
@@ -218,7 +218,7 @@ class StackedStep:
         return Inputs(part.batch, part.valid, self.count, part.draws)
 
     def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Outputs:
-        """Run a kind of step, and keep its inputs of metrics."""
+        """Run a kind of step, and store its inputs of metrics in `given`."""
         outputs: Outputs = self.graphs.run(kind, inputs, *arguments)
         self.given = [(None, outputs.given)]
         return outputs

@@ -1,8 +1,9 @@
-"""The rehearsal of a training step on one batch, and copies, before it runs in slots.
+"""Rehearsal of a training step on one batch, with copies of its tensors, before it runs in slots.
 
-Which parameters its loss uses and which buffers it writes to (`StepFacts`), what it draws and gives to
-metrics (`rehearse`), and hooks of a user's own that a step of many clients would not call, or not as
-one client's does. For these it reads attributes in which PyTorch keeps hooks; it has no public ones.
+`StepFacts` finds the parameters that the loss uses and the buffers that the step writes to. `rehearse`
+finds its random draws and the inputs of its metrics. `hooks_against_slots` finds the user's hooks that a
+step of many clients would not call, or would call differently. It reads attributes in which PyTorch
+keeps hooks, because there is no public way.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from fl_lightning.engines.functional.functional_step import (
 from fl_lightning.engines.functional.metrics import MetricFeed
 from fl_lightning.engines.slots.inputs import DrawnRows
 
-# Makes a batch of so many of a client's examples.
+# Builds a batch of a given number of a client's examples.
 BatchOf = Callable[[int], Any]
 
-# By what share two runs of the same step on the same batch may differ: a GPU may add in any order.
+# Relative difference allowed between two runs of a step on one batch: a GPU may add in any order.
 _SAME = 1e-3
 
 
@@ -41,7 +42,7 @@ class StepFacts:
     """Facts about a training step on batches of one size.
 
     Attributes:
-        unused: names of parameters that train and that the loss does not depend on.
+        unused: names of trainable parameters that the loss does not depend on.
         written: names of buffers that the step writes to.
     """
 
@@ -50,11 +51,11 @@ class StepFacts:
 
     @classmethod
     def of(cls, step: TrainingStep, module: nn.Module, batch: BatchOf, size: int) -> StepFacts:
-        """Run the step twice on a batch of ``size`` examples; the module is left alone.
+        """Run the step twice on a batch of ``size`` examples, on copies of the module's tensors.
 
         Raises:
-            CannotStack: if the second run gives something else, the step writes to a parameter, or its
-                loss has no gradient.
+            CannotStack: if the two runs differ, the step writes to a parameter, or its loss has no
+                gradient.
         """
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         first, tensors = _run(step, module, batch, size, trained)
@@ -74,7 +75,7 @@ class StepFacts:
 def _run(
     step: TrainingStep, module: nn.Module, batch: BatchOf, size: int, trained: list[str]
 ) -> tuple[dict[str, Tensor | None], Tensors]:
-    """Return the loss, under an empty name, with its gradients, and the copies that the step had."""
+    """Run the step; returns its loss (under the name ''), its gradients, and the copies it ran on."""
     with preserve_global_generators():  # reading it may draw
         read = batch(size)
     tensors = copies_of(module, step.stand_ins.prefixes)
@@ -89,7 +90,7 @@ def _run(
 
 
 def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
-    """True if any differ by more than rounding; a GPU is waited for once."""
+    """True if any pair of tensors differs by more than rounding; waits for a GPU only once."""
     if [one is None for one in ones] != [two is None for two in twos]:
         return True
     far = [
@@ -101,12 +102,12 @@ def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
 
 
 def _differs(one: Tensor, two: Tensor) -> Tensor:
-    """Mask of the numbers that do; NaN is the same as NaN."""
+    """Mask of the entries that differ by more than rounding; NaN equals NaN."""
     return (one != two) & ~(one.isnan() & two.isnan())
 
 
 def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
-    """True if a copy was written to; its numbers tell of writing past autograd (``.data``)."""
+    """True if a step wrote to a copy; comparing values also finds writes through ``.data``."""
     if copy._version:
         return True
     owner, _, own_name = name.rpartition(".")
@@ -118,14 +119,13 @@ def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Findings of a step's trial run: its random draws, the metrics it updates and logs.
+    """Findings of a step's rehearsal: its random draws, and the metrics it updates and logs.
 
     Attributes:
-        draws: the step's random numbers.
-        feed: the metrics that it updates.
-        metrics: those that it logs, by name.
-        is_final: whether later rounds will find the same: the step is arithmetic only, and calls no
-            dropout that may be switched on.
+        draws: random numbers of the step.
+        feed: metrics that the step updates.
+        metrics: metrics that the step logs, by name.
+        is_final: True if later rounds find the same: no draws, no metrics, no disabled dropout.
     """
 
     draws: DrawnRows
@@ -140,14 +140,14 @@ def rehearse(
     """Run the step on a full batch, and on one example of it, with copies of the module's tensors.
 
     Args:
-        step: of the module.
-        module: it is left alone.
-        batch: a full one.
+        step: training step of the module.
+        module: the LightningModule; it is not changed.
+        batch: full batch.
         num_slots: G.
-        by_example: whether the stacked step evaluates its loss example by example, to pad batches.
+        by_example: True if the stacked step evaluates its loss example by example, to pad batches.
 
     Raises:
-        CannotStack: naming a draw or a metric that slots cannot do.
+        CannotStack: if slots do not support one of its draws or metrics.
     """
     size = len(tensors_in(batch)[0])
     count = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)

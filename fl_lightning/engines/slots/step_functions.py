@@ -1,15 +1,15 @@
 """One local step of G clients as functions of tensors: gradients, optimizer, writes.
 
-Functions of tensors and of nothing else that changes from step to step, so that each can be compiled
-as one graph. The user's own ``training_step`` is run on stacked parameters by `torch.func`: its
-gradient under `vmap` over the clients, each of its own parameters on its own batch.
+From step to step only their tensor arguments change, so each function can be compiled as one graph.
+`torch.func` takes the gradient of the user's ``training_step`` under `vmap` over clients, each with its
+own parameters and its own batch.
 
-Batches stay whole, and those of one call have one size. Where the user says that the loss is a mean over
-examples, smaller batches may be padded: the loss is evaluated example by example (a second `vmap`, which
-costs nothing once compiled), and the mean is taken with weights 0 and 1.
+Batches stay whole, and all batches of one call have one size. If the user declares that the loss is a
+mean over examples, smaller batches may be padded: the loss is then evaluated example by example (a
+second `vmap`, free once compiled) and averaged with weights 0 and 1.
 
-Random numbers (dropout) are inputs like the batch, drawn beforehand from each client's own
-generator. What the step would give to torchmetrics objects is among the outputs.
+Random numbers (dropout) are inputs like the batch, drawn beforehand from each client's generator. The
+inputs of torchmetrics objects are among the outputs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fl_lightning.engines.slots.stacked_optimizers import StackedRule
 
 
 class Inputs(NamedTuple):
-    """Inputs of a local step besides parameters; all with a first axis over clients.
+    """Inputs of a local step besides parameters; the first axis of all tensors is over clients.
 
     Attributes:
         batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
-        valid: 1 where an example counts, 0 where it is padding, shape (G, B).
-        steps: that each client has taken, float64 of shape (G,).
+        valid: 1 for an example, 0 for padding, shape (G, B).
+        steps: number of steps that each client has taken, float64 of shape (G,).
         draws: random numbers, in the order in which the step draws them.
     """
 
@@ -47,8 +47,8 @@ class Outputs(NamedTuple):
 
     Attributes:
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
-        given: tensors given to torchmetrics objects.
-        buffers: after the step, by name; none where the loss is evaluated by example.
+        given: inputs of torchmetrics objects.
+        buffers: buffers after the step, by name; empty if the loss is evaluated example by example.
     """
 
     sums: Tensors
@@ -57,14 +57,14 @@ class Outputs(NamedTuple):
 
 
 class StackedGradients:
-    """The gradients as a function of tensors.
+    """Gradients of all clients as a function of tensors.
 
     Args:
-        call: the module's training step.
-        padded: evaluate the loss by example.
+        call: training step of the module.
+        padded: evaluate the loss example by example.
 
     Attributes:
-        draw_axes: of each random number the axis over examples; None where it has none.
+        draw_axes: axis of examples of each random draw; None for a draw without one.
     """
 
     def __init__(self, call: TrainingStep, padded: bool) -> None:
@@ -75,13 +75,13 @@ class StackedGradients:
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
     ) -> tuple[Tensors, Outputs]:
-        """Gradients by name, shape (G, …), and the step's other outputs.
+        """Compute gradients by name, shape (G, …), and the step's other outputs.
 
         Args:
-            params: by name, shape (G, …).
-            buffers: by name, shape (G, …).
-            inputs: of the step.
-            shared: all clients have the same parameters, given without the first axis.
+            params: parameters by name, shape (G, …).
+            buffers: buffers by name, shape (G, …).
+            inputs: other inputs of the step.
+            shared: True if all clients have the same parameters, given without the client axis.
         """
         gradient = grad_and_value(self._loss, has_aux=True)
         axis = None if shared else 0
@@ -122,19 +122,19 @@ class StackedGradients:
 
 @dataclass(frozen=True)
 class StackedOptions:
-    """How a local step is stacked.
+    """Options of a stacked step.
 
     Attributes:
-        num_slots: clients side by side, G.
-        padded: the loss is a mean over examples; it is evaluated example by example, so that batches
-            may be padded. If not, batches are whole, and their sizes may differ from step to step.
+        num_slots: number of clients that train side by side, G.
+        padded: evaluate the loss, a mean over examples, example by example, so that batches can be
+            padded. If False, batches stay whole, and their sizes may differ from step to step.
         clip_norm: largest norm of a client's gradient; None for no clipping.
-        clip_value: largest absolute value of a gradient's numbers; None for no clipping.
-        compiled: have the compiler turn the step into one graph.
-        direct: have layers computed by `direct_layers`, where that is possible.
-        has_pull: clients may be pulled back to where they began.
-        has_shift: a vector may be added to a client's gradients.
-        whole_because: why batches are not padded although the loss was said to be a mean.
+        clip_value: largest absolute value of a gradient's entries; None for no clipping.
+        compiled: compile the step as one graph.
+        direct: use the C operators of `direct_layers` for layers that support them.
+        has_pull: a correction may pull clients back to their initial parameters.
+        has_shift: a correction may add a vector to a client's gradients.
+        whole_because: reason why batches are not padded although the user declared a mean loss.
     """
 
     num_slots: int
@@ -149,12 +149,12 @@ class StackedOptions:
 
 
 class StackedTerm(NamedTuple):
-    """Term that is added to the gradients: pull · (y - x) + shift.
+    """Term that a correction adds to the gradients: pull · (y - x) + shift.
 
     Attributes:
-        pull: a scalar.
-        starts: x by name, without the axis of clients; empty where nothing pulls.
-        shifts: by name, shape (G, …); empty where there are none.
+        pull: scalar factor of the distance to the initial parameters.
+        starts: initial parameters x by name, without the axis of clients; empty without a pull.
+        shifts: shifts by name, shape (G, …); empty without shifts.
     """
 
     pull: Tensor
@@ -163,13 +163,13 @@ class StackedTerm(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Tensors that a client's optimizer moves and reads.
+    """Tensors that the optimizers of all clients read and update.
 
     Attributes:
-        params: by name, shape (G, …).
-        states: of the optimizer, by name.
-        lrs: learning rates of its parameter groups, each a scalar or one for every local step.
-        term: of a correction; None where there is none.
+        params: parameters by name, shape (G, …).
+        states: optimizer states by name.
+        lrs: learning rate of each parameter group, a scalar or one value per local step.
+        term: gradient term of a correction; None without one.
     """
 
     params: Tensors
@@ -180,16 +180,16 @@ class Slots(NamedTuple):
 
 @dataclass(eq=False)
 class StackedFunctions:
-    """The local step, and its variant for clients that begin with it.
+    """The local step as functions: a step, a client's first step, and a client's only step.
 
     Attributes:
-        gradients: of the training step.
-        options: how to stack.
-        group_of: the optimizer's parameter group that each name is in.
-        rules: how the parameters of each group move.
-        masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
-        unused: names of parameters that the loss does not depend on: they have no gradient, which is
-            not one of 0, and no step of the optimizer.
+        gradients: computes the gradients.
+        options: options of the stacked step.
+        group_of: index of each parameter's group in the optimizer, by name.
+        rules: update rule of each parameter group.
+        masks: masks of parameters with frozen entries, by name; True for entries that train.
+        unused: names of parameters that the loss does not depend on. They have no gradient (rather
+            than a gradient of 0), so the optimizer skips them.
     """
 
     gradients: StackedGradients
@@ -200,7 +200,7 @@ class StackedFunctions:
     unused: frozenset[str] = frozenset()
 
     def step(self, inputs: Inputs, slots: Slots, buffers: Tensors) -> Outputs:
-        """Step in every slot."""
+        """Run one step in every slot, in place."""
         grads, outputs = self._gradients(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
@@ -208,7 +208,7 @@ class StackedFunctions:
         return Outputs(outputs.sums, outputs.given, {})
 
     def first(self, inputs: Inputs, start: Tensors, slots: Slots) -> Outputs:
-        """Step for new clients from common parameters, by name."""
+        """Run the first step of new clients in every slot, from shared parameters by name."""
         moved, outputs = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
         return outputs
@@ -216,9 +216,9 @@ class StackedFunctions:
     def only(
         self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
     ) -> tuple[Outputs, Tensor]:
-        """Deltas after `first`, shape (G, k); no parameter moves.
+        """Compute the deltas after `first`, shape (G, k), without changing any slot.
 
-        Of parameters in ``active`` only the entries with these indices are among the k coordinates.
+        ``active`` has the indices of the delta's entries, for parameters with frozen entries.
         """
         moved, outputs = self._moved_from(start, slots, inputs)
         count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
@@ -235,7 +235,7 @@ class StackedFunctions:
         return {name: grad for name, grad in grads.items() if name not in self.unused}, outputs
 
     def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
-        """Slots after the first step of new clients, and the step's outputs."""
+        """Compute the slots' tensors after the first step of new clients, and its outputs."""
         grads, outputs = self._gradients(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {
@@ -246,7 +246,7 @@ class StackedFunctions:
         return self._moved(fresh, grads, inputs.steps), outputs
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
-        """Return the parameters that have a gradient, and their states, after the optimizer's step."""
+        """Compute parameters and optimizer states after a step, for parameters with a gradient."""
         grads = self._clipped(_corrected(grads, slots))
         params, states = {}, {}
         for name, grad in grads.items():

@@ -1,6 +1,8 @@
-"""What a step of G clients does at present, found out before a round, and the graphs that do it.
+"""Graphs of a step of G clients, and the rehearsal before each round that finds what they depend on.
 
-Graphs are made anew for other rules of the optimizer and other kinds of batches. What Python reads in the step may change from round to round: graphs tell, and the rest is looked at again.
+A change of the optimizer's rules, or of the types and shapes of batches, needs another graph. Python
+values that the step reads may change from round to round. Compiled graphs detect such a change; an
+uncompiled step is rehearsed again every round.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from fl_lightning.engines.slots.step_functions import (
     StackedOptions,
 )
 
-# Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
+# Graphs for changed momentum, weight decay, …; after that many the step runs uncompiled.
 MOST_GRAPHS = 3
-# Of batches, by types and shapes, that a run may have.
+# Combinations of types and shapes that batches of a run may have.
 MOST_KINDS = 4
-# Sizes of batches whose step is compiled: full ones, and one more.
+# Batch sizes whose step is compiled: the full size and one more.
 MOST_SIZES = 2
 
 _T = TypeVar("_T")
@@ -54,26 +56,26 @@ class _Graphs(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one stacked step, and the facts needed to make them.
+    """Graphs of one stacked step, and the findings that they are built from.
 
     Args:
         module: the LightningModule.
-        optimizer: over all parameters that train.
+        optimizer: optimizer of all trainable parameters.
         takes_index: whether ``training_step`` has a second parameter.
-        options: how to stack.
+        options: options of the stacked step.
         count: steps that each client has taken, shape (G,).
-        context: makes what ``training_step`` runs in, such as autocast.
-        ignore: names of the module's attributes that are none of the user's, see `Attributes`.
+        context: makes the context manager in which ``training_step`` runs, such as autocast.
+        ignore: names of attributes that Lightning sets on the module, see `Attributes`.
 
     Raises:
-        CannotStack: if the optimizer leaves out a parameter that trains.
+        CannotStack: if the optimizer leaves out a trainable parameter.
 
     Attributes:
-        functions: what graphs are made of.
-        rehearsals: what the step draws and gives to metrics, by the size of the batch: of full ones
-            first, and of others where that depends on it; empty before `rehearse`.
-        written: names of buffers that the step was seen to write to.
-        present: the graphs for what the step does now; only from the first rehearsal on.
+        functions: functions that the graphs are compiled from.
+        rehearsals: findings of the rehearsal by batch size, the full size first; empty before
+            `rehearse`. Other sizes are only in it if the step draws numbers or updates metrics.
+        written: names of buffers that the step writes to.
+        present: graphs for the current step; set by the first rehearsal.
     """
 
     present: _Graphs
@@ -96,37 +98,37 @@ class StepGraphs:
         self.functions = StackedFunctions(gradients, options, _groups(optimizer, module))
         self.rehearsals: dict[int, Rehearsal] = {}
         self.written: frozenset[str] = frozenset()
-        self._seen: set[int] = set()  # sizes of batches of which the step is known
+        self._seen: set[int] = set()  # batch sizes on which the step was observed
         self._compiled_sizes: set[int] = set()
-        # by what needs one of its own: the optimizer's rules and what the loss does not use
+        # by the optimizer's rules and the parameters that the loss does not use
         self._made: dict[Any, _Graphs] = {}
         self._looked_for: Any = None  # in no round so far
         self._kinds: set[Any] = set()
 
     @property
     def is_compiled(self) -> bool:
-        """True if all graphs that were needed are compiled; not before the first round."""
+        """True if all current graphs are compiled; only available after the first rehearsal."""
         return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Find the step's draws and its inputs of metrics, unless they are known for good.
+        """Find the step's draws and its inputs of metrics, unless they cannot have changed.
 
-        It may change from round to round, e.g. with a dropout that grows, and so may all else that
-        Python reads in a step: some changes need another graph.
+        They may change from round to round, e.g. with a growing dropout. So may any Python value that
+        the step reads; some changes need another graph.
 
         Args:
-            batch: makes one of so many examples.
-            sizes: that batches have; the largest is a full one's.
+            batch: builds a batch of a given number of examples.
+            sizes: batch sizes of the round; the largest is the full size.
 
         Raises:
-            CannotStack: if slots cannot do what the step does now.
+            CannotStack: if slots do not support the step.
         """
         if reason := hooks_against_slots(self._module, self._optimizer):
             raise CannotStack(reason)
-        # padded, all batches are full ones
+        # padded batches all have the full size
         sizes = sorted({max(sizes)} if self._options.padded else {*sizes}, reverse=True)
-        # every round begins with full batches in a graph, which tells if the step has changed; steps on
-        # smaller ones may run without a graph
+        # a round begins with full batches in a graph, which detects changes of the step; steps on
+        # smaller batches may run without a graph
         self._seen &= {sizes[0]}
         with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
             self._rehearse_sizes(batch, sizes)
@@ -146,10 +148,10 @@ class StepGraphs:
 
     def _rehearsed(self, batch: BatchOf, size: int) -> Rehearsal:
         options = self._options
-        with preserve_global_generators():  # reading it may draw
+        with preserve_global_generators():  # reading a batch may draw
             read = batch(size)
-        with preserve_global_generators(only_torch=True):  # others are Python's state
-            # as alone, where dropout finds numbers in PyTorch's order: direct layers have another
+        with preserve_global_generators(only_torch=True):  # a draw from the others is refused
+            # the plain step, as in sequential training: direct layers draw in another order
             return rehearse(
                 self._plain_call,
                 self._module,
@@ -159,12 +161,12 @@ class StepGraphs:
             )
 
     def forget(self) -> None:
-        """Forget all findings, so that the next rehearsal makes them anew."""
+        """Delete all findings, so that the next rehearsal starts from nothing."""
         self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Undo the step's changes of Python objects; refuse a step that changes any."""
+        """Undo changes that the step makes to Python objects, then raise CannotStack for them."""
         state, reason = Attributes(self._module, ignore=self._ignore, outside=True), None
         try:
             yield
@@ -181,20 +183,20 @@ class StepGraphs:
 
     @property
     def is_unused_any(self) -> bool:
-        """True if the loss does not depend on some parameter that trains."""
+        """True if some trainable parameter does not influence the loss."""
         return bool(self.functions.unused)
 
     def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
-        """Run a kind of step, or a graph of it.
+        """Run a kind of step, compiled if possible.
 
         Raises:
-            CannotStack: for batches of a kind of which too many are known.
+            CannotStack: if batches have too many different types and shapes.
         """
         self._meet(inputs)
         return self._run(getattr(self.present, kind), inputs, *arguments)
 
     def run_apart(self, inputs: Inputs, *arguments: Any) -> Any:
-        """Run a step that is not compiled, of fewer clients, on batches of another size."""
+        """Run an uncompiled step of some clients, on batches of another size."""
         return self._run(self.functions.step, inputs, *arguments)
 
     def _run(self, function: Callable[..., Any], inputs: Inputs, *arguments: Any) -> Any:
@@ -208,26 +210,23 @@ class StepGraphs:
             return function(inputs, *arguments)
 
     def by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
-        """Values of the optimizer's groups, by name of the parameter."""
+        """Assign each parameter, by name, the value of its parameter group."""
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
     def _is_known(self, sizes: Sequence[int]) -> bool:
-        """True if nothing about the step is open, so that it need not run in a rehearsal."""
+        """True if the step cannot have changed, so that it need not run in a rehearsal."""
         is_settled = bool(self.rehearsals) and self.rehearsals[sizes[0]].is_final
         return is_settled and self._graphs_can_tell and self._seen >= set(sizes)
 
     @property
     def _graphs_can_tell(self) -> bool:
-        """True if graphs of the current rules and masks tell when values that Python reads have changed."""
+        """True if compiled graphs for the current rules and masks exist, which detect changed values."""
         functions = self.functions
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         return is_known and self.is_compiled
 
     def _read_step(self, batch: BatchOf, sizes: Sequence[int]) -> None:
-        """Prepare for a step that may have changed.
-
-        Graphs tell whether what Python reads in the step has.
-        """
+        """Observe a step that may have changed, unless compiled graphs will detect the change."""
         can_tell = self._graphs_can_tell
         if not can_tell:
             self._look(batch, sizes[0])
@@ -274,12 +273,12 @@ class StepGraphs:
                 run.recheck(refuse=refuse)
 
     def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # a schedule that changes more than the learning rate would want a graph every round
+        # a schedule of other options than the learning rate needs a new graph every round
         is_compiled = self._options.compiled and len(self._made) < MOST_GRAPHS
         return Compiled(function, is_alone=True) if is_compiled else function
 
     def _meet(self, inputs: Inputs) -> None:
-        """See to it that the step is known for batches of this kind: types, and shapes of examples."""
+        """Observe the step on batches with new types or shapes of examples."""
         kind = _kind(inputs.batch, 2)
         if kind in self._kinds:
             return
@@ -295,12 +294,12 @@ class StepGraphs:
 
 
 def _kind(batch: Any, num_axes: int) -> Any:
-    """Key of a batch: batches with the same key take the same path through a step."""
+    """Types and shapes of a batch; batches with equal ones take the same path through a step."""
     return tuple((tensor.dtype, tensor.shape[num_axes:]) for tensor in tensors_in(batch))
 
 
 def _groups(optimizer: Optimizer, module: nn.Module) -> dict[str, int]:
-    """Return the number of the parameter group that each name is in."""
+    """Index of each trainable parameter's group in the optimizer, by name."""
     numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     missing = [name for name, p in trained.items() if id(p) not in numbers]

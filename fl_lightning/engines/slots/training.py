@@ -1,9 +1,8 @@
-"""Many clients at once: G slots train side by side, and each takes the next client when one is done.
+"""Training of many clients at once, in G slots; a slot takes the next client when one has finished.
 
-What comes out is what one client after the other would give: every slot starts from the global
-model with an empty optimizer state and sees its client's batches in their order. Only the order of
-floating-point operations inside a batch differs. Nothing waits for the largest client: a slot is
-reset and refilled on its own (see `pack`).
+Updates equal those of sequential training: each client starts from the global model with an empty
+optimizer state and trains on its batches in order. Only the order of floating-point operations inside
+a batch differs. No slot waits for the largest client: each is reset and refilled on its own (see `pack`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fl_lightning.engines.slots.plan import (
 from fl_lightning.engines.slots.results import OwnOf, SlotOwn, SlotResults, SlotRows
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
-# Gives a client's term by its id.
+# Maps a client's id to the term that is added to its gradients.
 TermOf = Callable[[int], GradientTerm]
 
 
@@ -46,15 +45,15 @@ class SlotTrainer:
     """Trains groups of clients in the slots of one stacked step.
 
     Args:
-        step: holds the slots.
-        space: layout of the parameters that train.
+        step: stacked step, which holds the slots' tensors.
+        space: layout of the trainable parameters.
         buffers: layout of the floating-point buffers.
-        read: builds batches.
+        read: builds a batch from indices.
         batch_size: examples of a full batch, B.
-        names: under which names logged values appear in updates, where those differ.
-        reads_at_random: whether ``read`` draws random numbers (augmentation).
-        own: what clients have for themselves; None for nothing.
-        integers: gives the integer buffers that clients begin with, by name; None for those of now.
+        names: names of logged values in updates, by the name that the module logs, if different.
+        reads_at_random: True if ``read`` draws random numbers (augmentation).
+        own: personal parameters of clients; None if there are none.
+        integers: returns the initial integer buffers by name; None for the module's current ones.
     """
 
     def __init__(
@@ -103,16 +102,15 @@ class SlotTrainer:
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[Updates]:
-        """Train the clients and yield their updates, about as many at once as there are slots.
+        """Train clients and yield their updates in groups of about the number of slots.
 
-        When all are yielded, the module's torchmetrics objects hold their examples, without those
-        of clients that `leave_out` names until then.
+        At the end the module's metrics hold the examples of all clients but those passed to `leave_out`.
 
         Args:
             start: the global model.
-            clients: the work of each, with at least one batch.
-            term: what clients add to their gradients, all with the same pull; None for nothing.
-            own: what they have for themselves; None for what the global model has.
+            clients: local work of each client, with at least one batch.
+            term: term of each client's gradients, all with the same pull; None for no term.
+            own: personal parameters of each client; None to start from the global ones.
         """
         work, has_yielded = GroupWork.of(clients), False
         try:
@@ -124,7 +122,7 @@ class SlotTrainer:
                 raise CannotStack(str(change)) from change
         else:
             return
-        # it was the first step that saw it: nothing has happened
+        # it refused before the first step ran: nothing has changed
         self._step.graphs.forget()
         yield from self._train(start, work, term, own)
 
@@ -181,13 +179,13 @@ class SlotTrainer:
             rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
     def _refuse_constants(self) -> None:
-        """Raise CannotStack if the step writes a buffer that was taken for a constant."""
+        """Raise CannotStack if the step writes to a buffer that the update omits as constant."""
         known = {*self._buffers.names, *self._integer_names}
         if self._own is None and (unknown := self._step.graphs.written - known):
             raise CannotStack(f"training_step changes the buffer {min(unknown)}")
 
     def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
-        """Prepare for clients that begin from a global model; return its parameters by name."""
+        """Reset for a group that starts from a global model; returns its parameters by name."""
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
@@ -210,11 +208,11 @@ class SlotTrainer:
                 plan.valid[schedule.slots[position]] = 0
 
     def leave_out(self, client: int) -> None:
-        """Count no example of a client whose update cannot be used."""
+        """Leave a client's examples out of the metrics, because its update cannot be used."""
         self._left_out.add(client)
 
     def _begin_alike(self, work: GroupWork) -> bool:
-        """Return whether all slots begin together, with the same parameters and batches of one size."""
+        """True if all slots start a client, from the same parameters, with equal batch sizes."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
         if not self._step.options.padded:
             firsts = work.sizes[work.first_steps[:-1]]
@@ -223,14 +221,14 @@ class SlotTrainer:
         return alike and not has_own and not self._step.graphs.is_unused_any
 
     def _enter(self, newcomers: Sequence[SlotClient]) -> None:
-        """Write the personal parameters of clients that begin into their slots."""
+        """Write the personal parameters of starting clients into their slots."""
         if self._own is None:
             return
         for client in newcomers:
             self._own.enter(client.slot, client.work.client_id)
 
     def _only(self, start: Tensors, part: StepPart, clients: Integers) -> Updates:
-        """Return the updates of clients whose first step is their last."""
+        """Updates of clients that train for a single step."""
         deltas, sums = self._step.only(start, part, self._space.active)
         count = len(clients)
         sums = {name: total[:count] for name, total in sums.items()}
@@ -239,7 +237,7 @@ class SlotTrainer:
     def _take_over(
         self, slots: list[int], clients: list[int], work: GroupWork
     ) -> Iterator[Updates]:
-        """Collect the results of clients that end; yield those of others to make room."""
+        """Collect the results of finished clients; yields earlier ones if the buffer is full."""
         if not slots:
             return
         if not self._results.has_room(len(slots)):
@@ -249,11 +247,11 @@ class SlotTrainer:
             return
         for delta, slot, client in zip(deltas, slots, clients, strict=True):
             if not self._own.leave(slot, int(work.client_ids[client])):
-                delta.fill_(torch.nan)  # without what it keeps its update cannot be used
+                delta.fill_(torch.nan)  # unusable without finite personal parameters
 
     @torch.no_grad()
     def _shift(self, newcomers: Sequence[SlotClient], term: TermOf | None) -> None:
-        """Set the gradient shifts of clients that begin."""
+        """Set the gradient shifts of starting clients."""
         shifts = self._step.shifts
         for client in newcomers:
             rows = {name: shift[client.slot] for name, shift in shifts.items()}
@@ -265,7 +263,7 @@ class SlotTrainer:
                 index = self._space.active.get(name)
                 if index is None:
                     rows[name].copy_(view)
-                else:  # what is frozen stays 0
+                else:  # frozen entries stay 0
                     rows[name].view(-1).index_copy_(0, index, view)
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""What a run keeps to go on from."""
+"""Checkpoints, and how runs resume from them."""

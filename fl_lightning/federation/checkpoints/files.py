@@ -1,13 +1,12 @@
-"""Checkpoints that are whole or not there, whenever the process is killed.
+"""Files of checkpoints, written atomically: a kill leaves the previous checkpoint intact.
 
-Lightning writes to the system's temporary folder and moves the file. Where that folder lies on
-another file system, as on most clusters, moving means copying: a process killed meanwhile leaves
-half of ``last.ckpt`` in place of the whole one before it. Here a file is written beside the old one,
-reaches the disk, and takes its name.
+Lightning writes to the system's temporary folder and moves the file. If that folder is on another file
+system, as on most clusters, moving means copying: a process killed meanwhile leaves half a
+``last.ckpt``. Here a file is written beside the previous one, flushed to disk, and renamed.
 
-Large client memories are files in a folder beside the checkpoint that refers to them, ``last.ckpt.client_memory``.
-They are hard links to those that the run works with, so that nothing is copied and what did not change is
-not written again. In a run every process has all memories (`RunMemory`).
+Large client states are files in a folder beside their checkpoint, ``last.ckpt.client_memory``. They are
+hard links to the run's working files, so that nothing is copied and unchanged states are not written
+again. Every process of a run has all client states (`RunMemory`).
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ LAST = "last.ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames, which no kill can split.
+    """Writes a checkpoint beside its target and renames it.
 
     Attributes:
-        files: gives the files to which the checkpoint refers that is saved next.
-        saved_step: the ``global_step`` of the checkpoint from which a fit can go on that was saved
-            last; None before the first.
+        files: returns the files to which the next checkpoint refers.
+        saved_step: ``global_step`` of the last checkpoint from which a fit can resume; None without one.
 
     Example:
         >>> import tempfile
@@ -70,7 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target, folder = Path(path), memory_folder(path)
-        with _in_a_sentence(target):
+        with _explaining_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             for file in files:
                 file.linked(folder)
@@ -100,12 +98,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def memory_folder(checkpoint: str | Path) -> Path:
-    """Return the folder of the files to which a checkpoint refers."""
+    """Return the folder with a checkpoint's client states."""
     return Path(f"{checkpoint}.client_memory")
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
-    """Delete what the checkpoint that has just been replaced needed, or what a killed run has left."""
+    """Delete files of replaced checkpoints and of killed runs."""
     if not names:
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -115,22 +113,25 @@ def _keep_only(folder: Path, names: set[str]) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left in a folder of checkpoints."""
+    """Remove files that killed processes have left in a folder of checkpoints."""
     for left in folder.glob(".*.unfinished"):
         left.unlink(missing_ok=True)
 
 
 def _unfinished(target: Path) -> Path:
-    """Return where a file is written before it takes its name."""
+    """Return the path at which a file is written before it is renamed."""
     return target.with_name(f".{target.name}.unfinished")
 
 
 @contextmanager
-def _in_a_sentence(target: Path) -> Iterator[None]:
-    """Raise the reason why a checkpoint cannot be written, and leave no part of it."""
+def _explaining_errors(target: Path) -> Iterator[None]:
+    """Raise `CheckpointFailure` for errors of writing inside the block, and remove the unfinished file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # PyTorch's writer tells of a full disk by the latter
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # PyTorch's writer raises the latter if the disk is full
         with suppress(OSError):
             _unfinished(target).unlink(missing_ok=True)
         free = _free_megabytes(target.parent)
@@ -149,7 +150,7 @@ def _free_megabytes(folder: Path) -> str:
 
 
 class WorkingFolder:
-    """Folder of one process, removed with this or after a ``with``; a killed one's by the next."""
+    """Folder of one process, removed with this object; those of killed processes are removed as well."""
 
     def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
         self._parent, self._prefix = parent, f"{prefix}{socket.gethostname()}_"
@@ -157,14 +158,14 @@ class WorkingFolder:
         self._remove: Callable[[], Any] | None = None
 
     def __call__(self) -> Path:
-        """Return the folder, made when first asked for."""
+        """Return the folder, which the first call makes."""
         if self._path is None:
             self._remove_left()
             self._parent.mkdir(parents=True, exist_ok=True)
             # one process may have several runs
             mine = f"{self._prefix}{os.getpid()}_"
             self._path = Path(tempfile.mkdtemp(prefix=mine, dir=self._parent))
-            # unlike weakref's and atexit's it also runs where a forked process ends
+            # unlike those of weakref and atexit, it also runs when a forked process ends
             self._remove = Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
         return self._path
 
@@ -188,26 +189,26 @@ def _is_running(process: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's, or a system without /proc
+    except OSError:  # another user's process, or a system without /proc
         return True
 
 
 class Waiting(NamedTuple):
-    """A vector that a client remembers from the round's end on."""
+    """A new client state, which takes effect when the server has stepped."""
 
-    name: str  # what it is
-    client: int  # whose
-    size: int  # k
-    dtype: torch.dtype  # of its numbers
+    name: str  # name of the state, such as "correction"
+    client: int  # id of the client
+    size: int  # number of entries
+    dtype: torch.dtype  # type of the entries
 
 
 class RunMemory:
-    """The clients' memory of one fit.
+    """Client states of one fit.
 
-    Every process has all of it, because a client may train in another one the next time.
+    Every process has all of them, because a client may train in another process the next time.
 
     Attributes:
-        clients: the memory itself.
+        clients: the client states.
     """
 
     def __init__(self, trainer: Trainer, ranks: Ranks, ram_bytes: float) -> None:
@@ -217,19 +218,19 @@ class RunMemory:
         self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
 
     def waiting(self) -> list[Waiting]:
-        """Owners, sizes and types of this process's memories that wait to be shared."""
+        """Return the descriptions of this process's new client states."""
         vectors = self.clients.waiting().items()
         return [Waiting(*key, vector.numel(), vector.dtype) for key, vector in vectors]
 
     def share(self, waiting: Sequence[Sequence[Waiting]], device: torch.device) -> None:
-        """Share the clients' memories of this round among all processes.
+        """Share the new client states of this round among all processes.
 
-        To be called by all of them. The vectors travel one after the other, so that no process
-        holds them all in RAM.
+        To be called by all of them. The vectors are sent one after the other, so that no process holds all
+        of them in RAM.
 
         Args:
-            waiting: of every process, in order of rank.
-            device: on which tensors travel.
+            waiting: the new states of every process, in order of rank.
+            device: device of the vectors that are sent.
         """
         own = self.clients.waiting()
         for rank, name, client, size, dtype in (
@@ -247,17 +248,17 @@ class RunMemory:
         return self.clients.files_of_checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memories, or where they are; of several processes one writes it."""
+        """Return the client states or references to their files; empty in all processes but the first."""
         if self._ranks.rank > 0:
             return {}
         beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
         return self.clients.state_dict(inside=not beside)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the memories of a checkpoint, whose files lie beside it.
+        """Restore the client states of a checkpoint.
 
         Raises:
-            ConfigurationError: if they do not.
+            ConfigurationError: if their files are missing beside the checkpoint.
         """
         if state:
             folder = _folder(self._trainer.ckpt_path)
@@ -265,10 +266,10 @@ class RunMemory:
 
 
 def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
-    """Return the memories of a checkpoint, to be read.
+    """Return the client states of a checkpoint, for reading.
 
     Raises:
-        ConfigurationError: if they are not.
+        ConfigurationError: if their files are missing beside the checkpoint.
     """
     memory = ClientMemory()
     if state:

@@ -1,7 +1,7 @@
-"""How a command line takes up an earlier run: its checkpoint, its configuration, its folder, its tables.
+"""Resuming a run from the command line: its checkpoint, configuration, folder and tables.
 
-``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; the path of a
-checkpoint names its run. A fit goes on in the folder of its run, whatever the logger.
+``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; a path of a
+checkpoint belongs to the run that wrote it. A resumed fit writes to the folder of its run.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fl_lightning.federation.checkpoints.run_folder import (
     run_of,
 )
 
-# A table of metrics that is about to be gone on with.
+# Copy of a table of metrics while a resumed run begins a new one.
 _KEPT = ".metrics.csv.kept"
-# Where Lightning puts a run whose logger is left to it.
+# Folder in which Lightning's default logger puts runs.
 _DEFAULT_NAME = "lightning_logs"
 _EVALUATED = ("seed_everything", "model", "data", "federation")
 _FITTED = (*_EVALUATED, "trainer")
 
 
 def find_run(config: Any, plain: Mapping[str, Any], *, is_fit: bool) -> EarlierRun | None:
-    """Return the run that ``ckpt_path`` means, which becomes a path in place.
+    """Return the run that ``ckpt_path`` means, and replace ``ckpt_path`` by the checkpoint's path.
 
     Raises:
-        ConfigurationError: if there is no such run or checkpoint, or the run was another one.
+        ConfigurationError: if there is no such run or checkpoint, or its configuration differs.
     """
     given = config.get("ckpt_path")
     if given is None or "://" in str(given) or str(given).split(":")[0] in ("hpc", "registry"):
@@ -85,7 +85,7 @@ def _named(
 
 
 def settle_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Make loggers continue in a run's folder; loggers of a new run get a folder of their own."""
+    """Make loggers of a resumed run continue in its folder; loggers of a new run get a new folder."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
         kind, options = _kind(logger), logger.init_args
@@ -104,7 +104,7 @@ def settle_loggers(config: Any, run: EarlierRun | None) -> None:
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
-    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one."""
+    """Set the folder of a fit without a configured logger: that of the resumed run, or a new one."""
     logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
     if logger is False:
         trainer["default_root_dir"] = str(_new_folder(Path(root)) if run is None else run.folder)
@@ -115,14 +115,14 @@ def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
 
 
 def clean_up_after(run: EarlierRun) -> None:
-    """Remove what a run left behind when it was killed."""
+    """Remove unfinished files of a killed run."""
     remove_unfinished(run.checkpoint.parent)
     remove_unfinished(run.folder)
 
 
 def _new_folder(root: Path) -> Path:
     if getattr(rank_zero_only, "rank", 0):
-        return root  # the first process says where everything is
+        return root  # the first process chooses the folder
     taken = [
         path.name.removeprefix("version_") for path in Path(root, _DEFAULT_NAME).glob("version_*")
     ]
@@ -137,7 +137,7 @@ def _new_folder(root: Path) -> Path:
 
 
 def _root(config: Any) -> Path:
-    """Return below which folder the runs of a configuration are."""
+    """Return the folder below which the runs of a configuration are."""
     return _save_dir(config, next((logger.init_args for logger in _loggers(config)), {}))
 
 
@@ -159,7 +159,7 @@ def _kind(logger: Any) -> str:
 
 
 def keep_rows(trainer: Trainer, step: int) -> None:
-    """Keep the rows of CSV files before a step, those of the run that is resumed.
+    """Keep the rows before a step in CSV files of a resumed run.
 
     `lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
     To be called by the first process alone.
@@ -171,9 +171,9 @@ def keep_rows(trainer: Trainer, step: int) -> None:
 
 def _keep(logger: CSVLogger, step: int) -> None:
     path, kept = Path(logger.log_dir, "metrics.csv"), Path(logger.log_dir, _KEPT)
-    if path.exists() and not kept.exists():  # else it was killed just here
+    if path.exists() and not kept.exists():  # else an earlier run was killed here
         os.replace(path, kept)
-    with warnings.catch_warnings():  # of what would be deleted
+    with warnings.catch_warnings():  # about files that would be deleted
         warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
         writer = logger.experiment
     if not kept.exists():
@@ -194,7 +194,7 @@ def _keep(logger: CSVLogger, step: int) -> None:
 
 
 def check_checkpoint(path: Path) -> int:
-    """Return after how many global steps a checkpoint was saved."""
+    """Return the ``global_step`` of a checkpoint; raise if the file is none."""
     problem, checkpoint = _read(path)
     if problem is None:
         return int(checkpoint.get("global_step", 0))
@@ -202,7 +202,7 @@ def check_checkpoint(path: Path) -> int:
 
 
 def best_of(last: Path) -> Path | None:
-    """Return the best checkpoint of the run that wrote a last one, None if it kept none."""
+    """Return the best checkpoint of a run, given its last one; None if it kept none."""
     callbacks = _read(last)[1].get("callbacks", {})
     for state in callbacks.values():
         if isinstance(state, dict) and state.get("monitor") and state.get("best_model_path"):
@@ -213,7 +213,7 @@ def best_of(last: Path) -> Path | None:
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return why a file is no checkpoint, None if it is one, and what can be read of it."""
+    """Return (why a file is no checkpoint, or None; the content of the checkpoint)."""
     if path.is_dir():
         return "is a folder and no checkpoint", {}
     if not path.exists():
@@ -221,7 +221,7 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
     if path.stat().st_size == 0:
         return "is empty", {}
     try:
-        # mapped, not read: of a large model only what is looked at
+        # memory-mapped: only the tensors that are used are read
         checkpoint = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except Exception as error:  # noqa: BLE001 - pickle raises whatever the bytes lead to
         return _in_words(error, path), {}
@@ -234,5 +234,5 @@ def _in_words(error: Exception, path: Path) -> str | None:
     if isinstance(error, PermissionError):
         return "may not be read by you"
     if isinstance(error, UnpicklingError) and is_zipfile(path):
-        return None  # classes of the user's own: Lightning says what to do
+        return None  # it holds classes of the user's own: Lightning's error says what to do
     return "is no checkpoint of Lightning, or a damaged one"

@@ -1,13 +1,10 @@
-"""The folder of a run: where its configuration, its checkpoints, its tables and its logs are.
+"""The folder of a run, with its configuration, checkpoints, tables and logs; and the search for runs.
 
-Every logger of Lightning has a save_dir, a name and a version. The folder is made of them as
-`lightning.pytorch.callbacks.ModelCheckpoint` does it for its checkpoints, so that no two runs share it.
-``trainer.log_dir`` does so for TensorBoard and CSV files alone: all runs of W&B would have one.
+The folder is ``save_dir/name/version`` of the first logger, as `ModelCheckpoint` uses it, so that no two
+runs share a folder. (``trainer.log_dir`` is the same folder for all runs of W&B.)
 
-Which run ``ckpt_path: last`` means: the newest one of the same configuration.
-
-A run is a folder with ``config.yaml``, its whole configuration, and checkpoints. They are looked for two
-folders deep, where every logger of Lightning has its runs (``save_dir/name/version``).
+A run is a folder with ``config.yaml``, its whole configuration, and checkpoints. ``ckpt_path: last``
+means the newest run of the same configuration, at most two folders below the loggers' folder.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ CHECKPOINTS = "checkpoints"
 
 
 def run_folder(trainer: Trainer) -> str:
-    """Return a run's folder, which processes agree on: all must ask."""
+    """Return a run's folder, the same in all processes; to be called by all of them."""
     return str(trainer.strategy.broadcast(own_run_folder(trainer)))
 
 
 def own_run_folder(trainer: Trainer) -> str:
-    """Return a run's folder as this process has it, which may know less than the first one.
+    """Return a run's folder as this process knows it; only the first process surely knows the version.
 
     Example:
         >>> own_run_folder(Trainer(logger=CSVLogger("runs", "a", version=3), accelerator="cpu"))
@@ -51,14 +48,14 @@ def own_run_folder(trainer: Trainer) -> str:
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Return where a Trainer's checkpoints of a fit are or will be; none if it saves none."""
+    """Return the folders of a Trainer's checkpoints; none if it saves none."""
     usual = str(Path(own_run_folder(trainer), CHECKPOINTS))
     savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     return list(dict.fromkeys(Path(saver.dirpath or usual) for saver in savers))
 
 
 CONFIG = "config.yaml"
-# What a run may have otherwise when it is taken up again, and remains the same run.
+# Options that may differ when a run is resumed.
 _FREE = (
     *(
         "ckpt_path",
@@ -76,26 +73,26 @@ _FREE = (
     *("trainer.min_steps", "trainer.num_nodes", "trainer.num_sanity_val_steps"),
     *("trainer.profiler", "trainer.strategy", "trainer.plugins"),
 )
-_PLACES = ("version", "id")  # of a logger: which run it is, not what it does
+_PLACES = ("version", "id")  # of a logger: they name the run
 _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run that may be taken up again."""
+    """A run that can be resumed."""
 
-    folder: Path  # its own
-    checkpoint: Path  # from which it goes on
-    config: dict[str, Any]  # what it was started with, or taken up with most recently
+    folder: Path  # the folder of the run
+    checkpoint: Path  # the checkpoint to resume from
+    config: dict[str, Any]  # the configuration with which it was last started or resumed
 
 
 def earlier_runs(root: Path) -> Iterator[EarlierRun]:
-    """Yield the runs below a folder that have a checkpoint, the one started last first."""
+    """Yield the runs below a folder that have a checkpoint, newest first."""
     found = [*root.glob(f"*/*/{CONFIG}"), *root.glob(f"*/{CONFIG}")]
     seen: set[Path] = set()
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         run = run_in(path.parent)
-        # runs that were told to write to one folder of checkpoints: the last one has written there
+        # of runs with one folder of checkpoints, the newest has written there
         if run is not None and run.checkpoint.resolve() not in seen:
             seen.add(run.checkpoint.resolve())
             yield run
@@ -122,20 +119,20 @@ def run_of(checkpoint: Path) -> EarlierRun | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the last checkpoint in a folder: the one named so, or else the newest."""
+    """Return the last checkpoint in a folder: the newest ``last*.ckpt``, or else the newest."""
     by_time = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     named = [path for path in by_time if path.name.startswith(Path(LAST).stem)]
     return next(reversed(named or by_time), None)
 
 
 def differences(then: Any, now: Any, sections: Iterable[str]) -> list[str]:
-    """Differences in some sections between an earlier configuration and one now, in words."""
+    """Return the differences of two configurations in some sections, as text."""
     then, now = (
         {key: value for part in sections for key, value in _leaves(part, given.get(part))}
         for given in (then, now)
     )
     found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    # of another class all options are others
+    # if a class differs, so do all of its options
     other = [key.removesuffix("class_path") for key in found if key.endswith(".class_path")]
     return [
         f"{key} ({_shown(then, key)} there, {_shown(now, key)} here)"
@@ -156,7 +153,7 @@ def choose(
     """Return the newest run of a configuration.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is no such run.
     """
     closest: tuple[EarlierRun, list[str]] | None = None
     for run in earlier_runs(root):
@@ -176,7 +173,7 @@ def choose(
 
 
 def refuse(run: EarlierRun, found: Sequence[str]) -> None:
-    """Refuse to go on with another configuration."""
+    """Raise if a run is to be resumed with another configuration."""
     if not found:
         return
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
@@ -188,7 +185,7 @@ def refuse(run: EarlierRun, found: Sequence[str]) -> None:
 
 
 def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the folders of checkpoints that a configuration names itself."""
+    """Yield the folders of checkpoints that a configuration sets."""
     callbacks = (config.get("trainer") or {}).get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         if dirpath := (callback.get("init_args") or {}).get("dirpath"):
@@ -204,5 +201,5 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
         for number, inner in enumerate(value):
             yield from _leaves(f"{key}.{number}", inner)
-    elif value is not None:  # what an older version did not know is left open
+    elif value is not None:  # options unknown to an older version do not count
         yield key, value

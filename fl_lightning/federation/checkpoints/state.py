@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: everything but the model, which is among Lightning's weights."""
+"""State of a run in a checkpoint: everything but the model, which Lightning saves."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same, kind_of
 
-# What a run either has or has not: key of its stage, and how it is called.
+# Features that both runs must have or lack: key of the stage, and name for errors.
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
-# What a run may be without: key of its stage, whose state says its kind, and how it is called.
+# Features whose kind must be the same: key of the stage, and name for errors.
 _KINDS = {"correction": "correction", "personal": "choice of federation.personal"}
 
 
 def run_state(rounds: FitRounds) -> dict[str, Any]:
-    """Return the state of a run and of its present round.
+    """Return the state of a run.
 
-    It leaves out the open round, which is then trained again from its start: of several processes one
-    writes the checkpoint, and sums of an open round have no noise and need keys.
+    Updates of an open round are left out: a resumed run trains that round again from its start. Only one
+    of several processes writes the checkpoint, and sums of an open round have no noise and need keys.
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
     record = rounds.record
@@ -55,7 +55,7 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Restore a run from a checkpoint, taken between rounds or inside one.
 
     Raises:
-        ConfigurationError: if the checkpoint is of another model or of another seed.
+        ConfigurationError: if the checkpoint is of another model, seed or configuration.
     """
     _check(rounds, state)
     run, server = rounds.run, rounds.server
@@ -73,14 +73,14 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     run.collector.prog_bar |= set(state["prog_bar"])
     for place in state["metrics"] if state["inside"] else ():
         for metric in metrics_of(run.module.get_submodule(place)):
-            metric.reset()  # a persistent state holds clients that train again
+            metric.reset()  # saved states hold clients that will train again
     rounds.clients.engine.load_state_dict(state["engine"])
     run.memory.load_state_dict(state.get("memory", {}))
     run.groups.population.load_state_dict(state["population"])
 
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
-    """Refuse what another run has kept, before anything is taken but which parameters are personal."""
+    """Raise if a checkpoint is of another run; nothing is loaded yet but names of personal tensors."""
     run = rounds.run
     for key, what in _CHOICES.items():
         has = any(stage.key == key for stage in rounds.stages)

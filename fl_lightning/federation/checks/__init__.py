@@ -1,1 +1,1 @@
-"""Configurations that make no sense, refused with a sentence."""
+"""Checks that reject conflicting settings before a fit starts."""

@@ -1,7 +1,7 @@
-"""Checks of a fit: Trainer, module and data against the options, and parts that do not go together.
+"""Checks of Trainer, module and data against the options of a federation, before a fit starts.
 
-Told before it starts, all at once, with the way out. What an option may be is checked where it is given, in
-`Options`; what parts need of each other they say by their traits, see `fl_lightning.core.traits`.
+All errors are raised together, each with a remedy. `Options` checks the values of options; conflicts
+between parts follow from their traits, see `fl_lightning.core.traits`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _AVERAGES_STEPS = (
 
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse combinations that would give a wrong result."""
+    """Raise for modules, data and Trainer settings that cannot be federated."""
     problems = [*_module_problems(trainer, module), *_trainer_problems(trainer)]
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -62,7 +62,7 @@ def _module_problems(trainer: Trainer, module: LightningModule) -> Iterator[str]
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that train in step; to be asked before the Trainer launches processes."""
+    """Raise for strategies that synchronise gradients; to be called before processes are launched."""
     problems = list(_strategy_problems(trainer))
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -104,7 +104,7 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
-    """Refuse to validate less often than once per round, by a count of what a round consists of."""
+    """Raise if ``val_check_interval`` exceeds the number of groups of a round."""
     interval = trainer.val_check_interval
     counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
     if counts_in_round and interval > num_groups and trainer.limit_val_batches > 0:
@@ -116,7 +116,7 @@ def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
 
 
 def check_set_up(trainer: Trainer) -> None:
-    """Refuse what is known only once Lightning has set up the module."""
+    """Raise if the module, once set up, has synchronised batch norm."""
     if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
         raise ConfigurationError(
             "SyncBatchNorm averages over processes, where clients train apart: set "
@@ -124,7 +124,7 @@ def check_set_up(trainer: Trainer) -> None:
         )
 
 
-# of what is added to a gradient
+# ends an error about an option that adds to gradients
 ADDED_TO_LOSS = (
     "is added to the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
     "out and return the negative loss"
@@ -132,7 +132,7 @@ ADDED_TO_LOSS = (
 
 
 def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether an optimizer goes up."""
+    """Return whether an optimizer maximises."""
     groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)
 
@@ -155,12 +155,12 @@ NETWORK = {"a network": Traits(breaks={Trait.SIMULATION: "has its clients at sit
 
 
 def check_module_together(module: LightningModule, options: Options) -> None:
-    """Refuse options that need a loss from a module that steps its optimizers by hand."""
+    """Raise if options conflict with the module."""
     check_together({**options.parts, **_of_module(module)})
 
 
 def check_trainer_together(trainer: Trainer, options: Options) -> None:
-    """Refuse options that conflict with the optimizers and masks of a Trainer that is set up."""
+    """Raise if options conflict with the optimizers, schedules and masks of a Trainer."""
     parts = {**options.parts, **_of_module(trainer.lightning_module), **_of_masks(trainer)}
     if len(trainer.optimizers) > 1:
         name = f"the model with {len(trainer.optimizers)} optimizers"
@@ -180,7 +180,7 @@ def check_simple(
     cohort: Cohort,
     aggregator: Aggregator,
 ) -> None:
-    """Refuse for rounds without a Trainer what a Trainer's are refused."""
+    """Check the parts of rounds without a Trainer."""
     if aggregator.protection is not None:
         raise ConfigurationError(
             f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
@@ -198,7 +198,7 @@ def check_simple(
 
 
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
-    """Return the traits of a run whose clients are at sites."""
+    """Return the traits of a run over a network, by part."""
     parts = {**options.parts, **_of_module(module), **_of_masks(trainer), **NETWORK}
     if trainer.precision == "16-mixed":
         parts["trainer.precision 16-mixed"] = _SHARED_SCALE
@@ -216,7 +216,7 @@ def _of_masks(trainer: Trainer) -> dict[str, Traits]:
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
-    """Refuse clients without examples, unless failing clients are skipped."""
+    """Raise if clients have no examples, unless failing clients are skipped."""
     empty = np.flatnonzero(data.clients.num_examples == 0)
     if len(empty) and on_client_failure == "raise":
         shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
@@ -228,7 +228,7 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
 
 
 def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None) -> None:
-    """Refuse cohorts that can never be large enough."""
+    """Raise if cohorts can never be large enough."""
     if min_replies > most:
         raise ConfigurationError(
             f"federation.min_replies is {min_replies}, but a round has at most {most} "
@@ -244,7 +244,7 @@ def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None
 
 
 def check_trusted(aggregator: Aggregator | None, cohort: Cohort, num_clients: int) -> None:
-    """Refuse rounds without the client that `FLTrust` judges by, which would end the run."""
+    """Raise if the client that `FLTrust` trusts would be missing from some cohorts."""
     rule = aggregator
     if not isinstance(rule, RobustRule) or rule.trusted_client is None:
         return
@@ -256,20 +256,20 @@ def check_trusted(aggregator: Aggregator | None, cohort: Cohort, num_clients: in
         )
 
 
-# examples that are looked at, evenly spaced over all clients'
+# number of examples to check, evenly spaced over all clients
 _EXAMPLES = 64
 
 
 @runtime_checkable
 class ChecksBatches(Protocol):
-    """A module that says whether a training batch fits it."""
+    """A module that checks training batches."""
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse a batch that it cannot train on."""
+        """Raise if the module cannot train on a batch."""
 
 
 def check_data_fits(trainer: Trainer) -> None:
-    """Call the module's own check of batches, if it has one; nothing is drawn or changed."""
+    """Call the module's check of batches, if it has one; nothing is drawn or changed."""
     module = trainer.lightning_module
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):

@@ -1,4 +1,4 @@
-"""What goes with differential privacy, of clients or of their examples, and what its noise does not cover."""
+"""Checks of differential privacy, of clients or of examples, and warnings about what ε does not cover."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fl_lightning.privacy.mechanism import Privacy
 
 @runtime_checkable
 class ReleasesUnprotected(Protocol):
-    """A callback, or a transform of inputs, that shows something of clients which no noise covers."""
+    """A callback, or a transform of inputs, that shows data of clients without noise."""
 
     @property
     def unprotected(self) -> str:
-        """Data that it shows, and the place, in words; empty if none."""
+        """Text on the data that it shows and where; empty for none."""
 
 
 def shown_by(owners: Iterable[object]) -> list[str]:
-    """Data of clients that they show without noise, in words."""
+    """Return texts on the data of clients that callbacks or transforms show without noise."""
     showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
     return [owner.unprotected for owner in showing if owner.unprotected]
 
 
 def check_trainer_private(trainer: Trainer, options: Options) -> None:
-    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up."""
+    """Raise for settings of Trainer and data under which ε would not hold; called before set-up."""
     if options.privacy is None:
         return
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
@@ -58,9 +58,9 @@ def check_trainer_private(trainer: Trainer, options: Options) -> None:
 
 
 def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
-    """Refuse learning rates that follow clients' numbers, and name callbacks that look at them.
+    """Raise if a learning rate follows metrics without noise; warn of callbacks that monitor them.
 
-    To be asked at a round's end: Lightning's schedules step a little later.
+    To be called at a round's end, before Lightning's schedules step.
     """
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor in unprotected:
@@ -74,7 +74,7 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if getattr(callback, "monitor", None) in unprotected
     ]
-    if looking:  # said once: Python shows the same warning of the same line no second time
+    if looking:  # Python shows the same warning only once
         rank_zero_warn(
             "privacy: numbers of the clients without noise decide when training ends or which models "
             "are kept, which ε does not cover: " + ", ".join(looking)
@@ -84,7 +84,7 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
 def warn_of_releases(
     trainer: Trainer, privacy: Privacy, *, num_clients: int, has_memory: bool
 ) -> None:
-    """Name what is released and not covered, in one warning."""
+    """Warn of data of clients that are released and not covered by ε."""
     names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append(
@@ -97,7 +97,7 @@ def warn_of_releases(
 
 
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
-    """Refuse local steps that do more with a batch than to sum up its examples' gradients."""
+    """Raise if local steps do more with a batch than to sum its examples' gradients."""
     check_examples_apart(trainer.lightning_module)
     problems = list(_step_problems(trainer, accumulate))
     if problems:
@@ -143,7 +143,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
 
 
 def warn_of_unprotected(trainer: Trainer, privacy: ExampleDP) -> None:
-    """Name what is released and not covered, in one warning."""
+    """Warn of data of examples that are released and not covered by ε."""
     names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append("training loss, metrics and norms in the logs (log_unprotected: false)")

@@ -1,1 +1,1 @@
-"""The clients of a fit: one after the other in the module, or many at once in slots."""
+"""Training the clients of a fit: one after the other in the module, or many at once in slots."""

@@ -1,16 +1,15 @@
-"""Which way a run's clients train: one after the other, with which speedups, or many at once in slots.
+"""Choice of a run's engine: sequential, sequential with speedups, or many clients at once in slots.
 
-All ways give the same updates, so the choice is one of speed. It is made once, before the first
-clients of a run train, in this order; each answer is said in one line.
+All engines give the same updates, so the choice is one of speed. It is made once, before the first
+clients train, in this order, and logged in one line.
 
 1. Speedups of a single step, one after the other, where training takes a minute or more. A compiled
    graph brings some per cent and is tried where training takes 20 minutes.
-2. Slots, where nothing rules them out (`raise_if_impossible`) and a trial client's update is the
-   sequential one. First those that are not compiled, which cost a few steps: for small models they are
-   2 to 5 times as fast as one client after the other.
-3. Compiled slots, where what is left to train would take longer than a compiler.
+2. Slots without a compiler, if nothing rules slots out (`raise_if_impossible`) and a trial client gets
+   the same update. Trying them costs a few steps; small models train 2 to 5 times as fast.
+3. Compiled slots, if the remaining training takes longer than the compiler.
 
-How times are taken: see `Trial`. The checkpoint keeps the choice: a resumed run does not choose again.
+`Trial` says how times are measured. Checkpoints keep the choice: a resumed run does not choose again.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ from fl_lightning.federation.stage import Stages, overridden
 SLOTS_SECONDS, SPEEDUPS_SECONDS = 0.5, 60.0
 # Compiling takes 5 to 20 s and makes steps of slots 2 to 6 times as fast; a single step, some per cent.
 COMPILED_SLOTS_SECONDS, COMPILED_STEP_SECONDS = 20.0, 1200.0
-# What slots, or a speedup, must bring, so that it is not noise.
+# Least speed, relative to sequential or plain steps, by which slots or a speedup are used.
 LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
-# Of what is to be trained, the share that a measurement may take, and its most seconds: of slots once, of
-# all speedups together.
+# Most time of a measurement, as a fraction of the whole training and in seconds: of slots, and of all
+# speedups together.
 _SHARE, _MOST_SECONDS = 0.02, 1.0
 _SHARE_OF_SPEEDUPS, _MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
 
 
 def pads(asked: bool | None, module: nn.Module) -> bool:
-    """Return whether smaller batches may be padded: as asked for, else the module's ``loss_is_mean``.
+    """Return whether smaller batches may be padded: the option, else the module's ``loss_is_mean``.
 
-    What a class says does not hold for a subclass with a ``training_step`` of its own.
+    The attribute of a class does not hold for a subclass that overrides ``training_step``.
     """
     if asked is not None:
         return asked
@@ -82,18 +81,19 @@ def pads(asked: bool | None, module: nn.Module) -> bool:
 
 
 class EngineChooser:
-    """Chooses once in a run.
+    """Chooses the engine of a run, once.
 
     Args:
-        run: whose clients train.
-        asked: what was asked for.
-        stages: some of which may need one client at a time.
+        run: the run.
+        asked: the options of the federation.
+        stages: the run's stages, which may need one client at a time.
 
     Raises:
-        ConfigurationError: if a speedup was asked for that does not apply.
+        ConfigurationError: if the options name a speedup that does not apply.
 
     Attributes:
-        slots: the engine for many at once; None while, and if, clients train one after the other.
+        slots: the engine for many clients at once; None if clients train one after the other, and before
+            the choice.
         is_settled: whether the choice has been made.
     """
 
@@ -119,12 +119,12 @@ class EngineChooser:
         self.slots: SlotEngine | None = None
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
-        """Choose, if that has not been done and there is any work to choose by; never fails.
+        """Choose an engine, unless that is done or no client has work; never fails.
 
         Args:
             model: the global model.
-            work: of the first group of clients.
-            train_one: trains a client from a model sequentially; only the module's metrics remember it.
+            work: the work of the first group of clients.
+            train_one: trains a client from a model sequentially, without a trace but in the module's metrics.
         """
         work = [client for client in work if client.sizes]
         if self.is_settled or not work:
@@ -138,7 +138,10 @@ class EngineChooser:
             sequential += self._remark("direct_layers" in self._step.speedups)
             raise_if_impossible(self._trainer, self._accumulate, self._one_at_a_time())
             slots, why = self._forced_slots(trial) if is_forced else self._faster_slots(trial)
-        except (ClientFailure, ConfigurationError) as failure:  # it is met again, where it counts
+        except (
+            ClientFailure,
+            ConfigurationError,
+        ) as failure:  # raised again when the client trains
             rank_zero_info(f"engine: {sequential}, because a trial failed: {failure}")
         except CannotStack as reason:
             if is_forced:
@@ -171,7 +174,7 @@ class EngineChooser:
         self._step.use(speedups)
 
     def _choose_speedups(self, trial: Trial) -> str:
-        """Use the speedups that pay where clients train one after the other; return them in words."""
+        """Use the speedups that pay for sequential clients; return them as text."""
         options = self._options
         if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
@@ -204,10 +207,10 @@ class EngineChooser:
         return f" with {', '.join(self._step.speedups)} ({speed:.2f} times the plain steps' speed)"
 
     def _forced_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
-        """Slots without measuring.
+        """Return slots, whatever their speed, and the reason as text.
 
         Raises:
-            CannotStack: if their updates are not those of the sequential engine.
+            CannotStack: if slots do not give the sequential engine's updates.
         """
         compiled = trial.num_steps >= SHORT_RUN_STEPS
         stacking = replace(
@@ -218,10 +221,10 @@ class EngineChooser:
         return SlotEngine(self._trainer, self._local, stacking), "as asked for"
 
     def _faster_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
-        """Slots and why, if they are faster.
+        """Return slots if they are faster, and the reason as text.
 
         Raises:
-            CannotStack: if they are not, or the run is too short to try.
+            CannotStack: if slots are not faster, or the run is too short for a trial.
         """
         size, num_steps = self._local.space.num_entries, trial.num_steps
         if size > most_parameters(self._trainer.strategy.root_device):
@@ -258,12 +261,12 @@ class EngineChooser:
         return engine, f"{why}, not compiled, {how}"
 
     def _remark(self, is_direct: bool) -> str:
-        """Say where layers are computed more precisely than asked for."""
+        """Return a remark if layers are computed more precisely than the Trainer asks for."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
 
     def _one_at_a_time(self) -> str | None:
-        """Part of the configuration that needs one client at a time; None if there is none."""
+        """Return the part of the configuration that needs one client at a time; None without one."""
         if self._stages.one_at_a_time is not None:
             return self._stages.one_at_a_time
         for stage in self._own_stages:
@@ -274,7 +277,7 @@ class EngineChooser:
         return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
     def fall_back(self, reason: CannotStack) -> None:
-        """Choose another way, after slots have met what they cannot do; say so."""
+        """Choose and log another engine, after slots have failed."""
         assert self.slots is not None
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
@@ -286,7 +289,7 @@ class EngineChooser:
             rank_zero_info(text)
 
     def renew(self) -> None:
-        """Keep the choice where other parameters move than when it was made."""
+        """Rebuild the chosen engine for changed masks."""
         if self.slots is not None:
             self.slots = SlotEngine(self._trainer, self._local, self.slots.stacking)
 
@@ -300,7 +303,7 @@ class EngineChooser:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep to what the run that is resumed, or another process, has chosen."""
+        """Adopt the choice of a resumed run or of another process."""
         if self._options.engine == "sequential" or not state["is_settled"]:
             return
         self.is_settled = True

@@ -1,13 +1,13 @@
-"""How many clients Lightning's loop is given at once, and what decides whether slots are tried.
+"""Number of clients in a group, and limits that decide whether slots are tried.
 
-Lightning spends 0.2 ms and more on each of its batches, which is a lot beside a client of a few
-small steps, and nothing beside one of a second. So short clients come in groups, of at most about
+Lightning spends 0.2 ms or more on each batch, which is much for a client of a few small steps, and
+nothing for a client of a second. So short clients come in groups of at most about
 
     0.2 s ≥ clients · steps · (0.1 ms + 6 ns · examples · parameters)
 
-by an estimate that errs on the long side: the progress bar moves and callbacks are called once per
-group. It is a function of the model and the data, not of a measurement, because a checkpoint inside
-a round counts groups. What a client sends does not depend on who is in its group.
+by an estimate that errs on the long side: the progress bar moves once per group. It depends on model and
+data, not on a measurement, because a checkpoint inside a round counts groups. A client's update does not
+depend on its group.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import nn
 
 EngineName = Literal["auto", "sequential", "slots"]
 
-# One client's step of a larger model fills a core by itself. A GPU waits for the next kernel of models
-# of many times that size: ten clients of a ViT of 2.7 million trained three times as fast in slots.
+# With more parameters, one client's step fills a core. A GPU needs far larger models: ten clients of a
+# ViT of 2.7 million parameters trained three times as fast in slots.
 _MOST_PARAMETERS, _MOST_ON_GPU = 2_000_000, 50_000_000
-# What trains for fewer steps does not repay timing one client.
+# Runs of fewer local steps do not repay timing one client.
 LEAST_STEPS = 500
-# Compiling takes 5 to 20 seconds: fewer steps than this do not take so long where slots are faster.
+# Compiling takes 5 to 20 seconds: where slots are faster, fewer steps than this take less.
 SHORT_RUN_STEPS = 10_000
-# A check takes as long as 5 to 10 clients in slots: together 1 to 2 % of the time.
+# Default fraction of checked clients; a check takes as long as 5 to 10 clients in slots, 1 to 2 % in all.
 SPOT_CHECK = 1 / 500
-# In these nothing is rounded to half precision on the way.
+# Precisions without rounding to half precision.
 FULL_PRECISIONS = ("32-true", "64-true")
 
 
 def most_parameters(device: torch.device) -> int:
-    """Return the size of model beyond which one client's step is enough work for a device."""
+    """Return the most parameters of a model for which slots are tried on a device."""
     return _MOST_ON_GPU if device.type == "cuda" else _MOST_PARAMETERS
 
 
@@ -44,10 +44,10 @@ def trains_in_large_groups(
     """Return whether a round's clients should come in one group, so that slots can pack them.
 
     Args:
-        engine: that was asked for.
+        engine: the option.
         module: the model.
-        device: on which it trains.
-        num_steps: local steps of the whole run, about.
+        device: the device on which it trains.
+        num_steps: approximate number of local steps of the whole run.
     """
     if engine != "auto" or num_steps < LEAST_STEPS:
         return engine == "slots"
@@ -67,11 +67,11 @@ _USES_OF_A_KERNEL = 100
 
 
 def num_short_clients(module: nn.Module, steps_per_client: float, batch_size: int) -> int:
-    """Return the number of clients to train between two looks at the loop, at least 1.
+    """Return the number of clients per group that take about 0.2 s together, at least 1.
 
     Args:
         module: the model.
-        steps_per_client: batches that a client trains on in a round, about, ≥ 1.
+        steps_per_client: approximate number of batches per client and round, ≥ 1.
         batch_size: examples per batch.
 
     Example:

@@ -1,7 +1,7 @@
-"""The clients' side of a round in a fit: clients train, and what they send is yielded.
+"""The clients' side of a round in a fit: clients train, and their updates are yielded.
 
-One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
-chose. Nothing here knows the server.
+Clients train one after the other in the module, or many at once in slots, as `EngineChooser` chose.
+Nothing here knows the server.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class FitClients:
     """Trains groups of clients of one fit.
 
     Args:
-        run: in whose module.
-        options: what was asked for.
-        stages: what else happens while they do.
+        run: the run.
+        options: the options of the federation.
+        stages: the run's stages.
 
     Attributes:
         local: the sequential engine.
-        collector: what clients log.
-        engine: how clients are trained.
-        rehearsal: finds out what else than weights they change.
-        step: one local step.
-        stages_ahead: that updates have to pass once `train` has yielded them.
-        metrics_kept_apart: makes a block in which the module's torchmetrics objects exchange nothing between
-            processes.
-        lose: told of a client whose update is lost later than that, in a sum over sites.
+        collector: collects the values that clients log.
+        engine: chooses how clients train.
+        rehearsal: finds the tensors besides weights that clients change.
+        step: runs one local step.
+        stages_ahead: stages that process each update after `train` yields it.
+        metrics_kept_apart: makes a context in which the module's torchmetrics objects exchange nothing
+            between processes.
+        lose: called with the failure of a client whose update is lost after `train`, in a sum over sites.
     """
 
     lose: Callable[[ClientFailure], None]
@@ -74,12 +74,12 @@ class FitClients:
         self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
-        """Rebuild the space of the vectors: what may move now."""
+        """Rebuild the layout of the exchanged vectors, and the engine, for the current masks."""
         self.local.renew_space()
         self.engine.renew()
 
     def add_named_state(self) -> bool:
-        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more."""
+        """Add tensors that ``federation.client_state`` names to those of a resumed run; return if any is new."""
         names = self.local.state_names
         more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
@@ -88,10 +88,10 @@ class FitClients:
         return True
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
-        """Find which tensors besides weights clients change; all processes use the same list.
+        """Find which tensors besides weights clients change, over all processes.
 
         Returns:
-            Whether that has become known now.
+            Whether these tensors are known now.
         """
         names = self.rehearsal.known
         if self.rehearsal.is_needed:
@@ -105,13 +105,13 @@ class FitClients:
         return True
 
     def warn_of_rehearsal(self, record: RoundRecord) -> None:
-        """Warn of clients that have trained, and whose rehearsed steps had failed."""
+        """Warn of clients that have trained although their rehearsed steps failed."""
         if self.rehearsal.failures:
             ended = {*record.finished}.difference(record.skipped, record.lost)
             self.rehearsal.warn_of_failures(ended)
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
-        """Choose the engine before the first clients train; several processes take one and all."""
+        """Choose the engine before the first clients train, the same in all processes."""
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
                 self.engine.choose(model, self.work_of(group), self._try_one)
@@ -120,23 +120,23 @@ class FitClients:
             self.engine.load_state_dict(choice)
 
     def work_of(self, clients: Iterable[int]) -> GroupWork:
-        """Local work of some clients in the present round."""
+        """Return the local work of clients in the current round."""
         chosen = list(clients)
         return self._plan.of(chosen, [self._run.trainer.current_epoch] * len(chosen))
 
     def restore(self, model: GlobalModel) -> None:
-        """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
+        """Restore the global model, a fresh optimizer and the round's fp16 scale."""
         self.local.restore(model)
         self.local.show_lists()
-        if self._scale.is_at_work:
-            self._scale.wind_back()
+        if self._scale.is_active:
+            self._scale.reset()
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Train clients that begin alike, and yield what they send.
+        """Train clients with the same start, and yield their updates.
 
-        Afterwards the module holds whatever the last of them left. Those in slots count as a whole.
+        Afterwards the module holds the last client's model. Clients in slots count together or not at all.
         """
         if self.engine.slots is None and start.options is None:
             return self._one_by_one.train(start, work)
@@ -145,7 +145,7 @@ class FitClients:
     def _train_as_of(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Train with the optimizers' options of the start, as many as possible in slots."""
+        """Train with the optimizer options of the start, as many clients as possible in slots."""
         with self.local.round_start.as_of(start.options):
             while (slots := self.engine.slots) is not None:
                 try:
@@ -156,12 +156,12 @@ class FitClients:
             yield from self._one_by_one.train(start, work)
 
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
-        """Train a client without consequences but for the module's metrics."""
+        """Train a client, without a trace but in the module and its metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
         return self._one_by_one.train_alone(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
-        """Train a client of slots as if one after the other did; only the module remembers it."""
+        """Train a client of slots sequentially, without a trace but in the module."""
         own = self._stages.own(work.client_id)
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)

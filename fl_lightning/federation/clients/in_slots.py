@@ -1,9 +1,9 @@
-"""Clients that train together in slots: whether that is possible under a Trainer, how, and what they send.
+"""Clients that train together in slots: whether that is possible under a Trainer, and their updates.
 
 Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
-that depends on values, nothing done by Lightning's hooks inside a step. Dropout and augmentation
-draw the numbers that they would draw in sequence. What can be read off the Trainer is checked here;
-the rest is tried on one client, see `Trial`. A group's clients count as a whole or not at all.
+on values, no hooks of Lightning inside a step. Dropout and augmentation draw the same numbers as in
+sequential training. `raise_if_impossible` checks the Trainer; the rest is tried on one client, see
+`Trial`. The clients of a group count together or not at all.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.updates.message import bytes_up
 
-# Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
+# Parameters, gradients and optimizer state of all slots should fit a core's cache: the fastest numbers
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
-# Without a compiler a step costs milliseconds before it computes anything: so many times the slots.
+# Without a compiler a step has milliseconds of overhead, which this many times the slots share.
 _TIMES_NOT_COMPILED = 4
-# On a GPU they may fill this part of its memory: activations need the rest.
+# Fraction of a GPU's memory that slots may fill: activations need the rest.
 _SHARE_OF_GPU = 1 / 16
 
 
@@ -60,9 +60,9 @@ class SlotEngine:
     """Trains the clients of a fit in slots.
 
     Args:
-        trainer: set up for fitting.
+        trainer: a Trainer, set up for fitting.
         local: the sequential engine, on the same module.
-        stacking: how; clipping is the Trainer's.
+        stacking: options of the slots; clipping is the Trainer's.
 
     Raises:
         CannotStack: if the optimizer has no stacked form.
@@ -101,7 +101,7 @@ class SlotEngine:
         self._module = trainer.lightning_module
 
     def split(self, work: GroupWork) -> tuple[GroupWork, GroupWork]:
-        """Return (whom the slots can train, who must train one after the other)."""
+        """Return (work of clients that slots can train, work of clients that must train sequentially)."""
         fits = work.num_steps > 0
         if not self.stacking.padded:
             is_full = np.concatenate([[0], np.cumsum(work.sizes == self._batch_size)])
@@ -109,7 +109,7 @@ class SlotEngine:
         return work.where(fits), work.where(~fits)
 
     def remark(self, work: Sequence[ClientWork], *, may_pad: bool) -> str:
-        """Say why batches are not padded, or what that would bring."""
+        """Return a clause on why batches are not padded, or on clients that padding would help."""
         if self.stacking.whole_because:
             return f", of whole batches because {self.stacking.whole_because}"
         without = len(self.split(GroupWork.of(work))[1])
@@ -126,12 +126,12 @@ class SlotEngine:
         return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
-        """Count no example of a client that trains now and whose update cannot be used."""
+        """Remove a client that trains now from metrics, because its update cannot be used."""
         self._slots.leave_out(client)
 
     @property
     def kept(self) -> dict[int, Tensor]:
-        """Personal parameters of clients that are done, if any, by client."""
+        """Personal tensors of clients that are done, by client; empty without any."""
         return {} if self._own is None else self._own.kept
 
     def train(
@@ -141,18 +141,21 @@ class SlotEngine:
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[Updates]:
-        """Train clients and yield their updates as they end.
+        """Train clients and yield their updates.
 
         Args:
             model: the global model.
-            work: theirs.
-            term: what they add to their gradients; None for nothing.
-            own: what they have for themselves; None for what the global model has.
+            work: the clients' work.
+            term: from a client to the term that it adds to its gradients; None for no term.
+            own: from a client to its personal tensors; None for those of the global model.
         """
         if not work:
             return
         counting = counts_of(self._trainer).of_slots(work[0].round_index)
-        with counting, self._collector.not_listening_to(self._module):  # a graph is for one `log`
+        with (
+            counting,
+            self._collector.not_listening_to(self._module),
+        ):  # a compiled graph holds the `log` that it was made with
             yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
         names = self._collector.epoch_names
         for rehearsal in self._step.graphs.rehearsals.values():
@@ -160,9 +163,9 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
-        """Turn any failure of slots into a reason for doing without them.
+        """Turn any exception in slots into `CannotStack`.
 
-        What is the user's own mistake will be met again, one client after the other, and told there.
+        A mistake of the user will be raised again by sequential training.
         """
         try:
             yield from groups
@@ -172,13 +175,13 @@ class SlotEngine:
             raise cannot_run(error) from error
 
     def whole(self, reason: CannotPad) -> SlotEngine:
-        """Return an engine for whole batches instead."""
+        """Return slots that train whole batches, without padding."""
         stacking = replace(self.stacking, padded=False, whole_because=str(reason))
         return SlotEngine(self._trainer, self._local, stacking)
 
 
 class InSlots:
-    """Trains those clients of a group that slots can train."""
+    """Trains those clients of a group in slots that slots can train."""
 
     def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
         self._stages, self._spot_check = stages, spot_check
@@ -186,10 +189,10 @@ class InSlots:
     def train(
         self, slots: SlotEngine, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, GroupWork]:
-        """Train clients that begin alike, yield what they send, and return those who have not trained.
+        """Train clients with the same start, yield their updates, and return the work left to do.
 
         Raises:
-            CannotStack: if slots meet what they cannot run.
+            CannotStack: if slots cannot run a step.
         """
         stages = self._stages
         stackable, others = slots.split(work)
@@ -200,7 +203,7 @@ class InSlots:
         with transaction():
             for group in slots.train(start.model, stackable, stages.term, stages.own):
                 usable, failures = usable_rows(group)
-                # one after the other they may not fail: example by example there may be a 0 / 0
+                # they train again sequentially: example by example there may be a 0 / 0
                 again.extend(failure.client_id for failure in failures)
                 refused: list[ClientFailure] = []
                 if stages.learns:
@@ -221,7 +224,7 @@ class InSlots:
     def _learnt(
         self, updates: Updates, work: dict[int, ClientWork], start: Start
     ) -> tuple[Updates, list[ClientFailure]]:
-        """Return the updates from which clients have learnt, and why others could not."""
+        """Store clients' new states; return the updates of those that have one, and the failures of others."""
         rows, failures = [], []
         for row, update in enumerate(updates):
             try:
@@ -237,15 +240,15 @@ class InSlots:
 def raise_if_impossible(
     trainer: Trainer, accumulate: int, one_at_a_time: str | None = None
 ) -> None:
-    """Find reasons against slots before anything runs.
+    """Raise if slots are impossible, before any step.
 
     Args:
-        trainer: set up for fitting.
+        trainer: a Trainer, set up for fitting.
         accumulate: batches per local step.
-        one_at_a_time: what the run does for one client at a time; None if nothing.
+        one_at_a_time: reason why the run needs one client at a time; None without one.
 
     Raises:
-        CannotStack: saying what it is.
+        CannotStack: with the reason.
     """
     if not trainer.lightning_module.automatic_optimization:
         name = type(trainer.lightning_module).__name__
@@ -266,9 +269,9 @@ def raise_if_impossible(
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int, *, compiled: bool) -> int:
-    """Power of two of slots that fill a core's cache, or their part of a GPU; 1 to 32.
+    """Return the number of slots that fill a core's cache or their part of a GPU, a power of two to 32.
 
-    On a CPU four times as many, if they are not compiled.
+    On a CPU it is four times as large if slots are not compiled.
     """
     device, room = trainer.strategy.root_device, float(_CACHE_BYTES)
     if device.type == "cuda":
@@ -289,7 +292,7 @@ def _clipping(trainer: Trainer) -> dict[str, Any]:
 
 
 def cannot_run(error: Exception) -> CannotStack:
-    """Why slots cannot run a step that raised something."""
+    """Return the reason why slots cannot run a step that raised an error."""
     if isinstance(error, torch.OutOfMemoryError):
         return CannotStack("the device has too little memory for so many slots (federation.slots)")
     text = str(error).strip() or type(error).__name__

@@ -1,7 +1,7 @@
-"""Clients that train one after the other in one module, with all that stages do to them.
+"""Clients that train one after the other in one module, with the stages' contexts.
 
-Weights, optimizer state, attributes and the fp16 scale that a client leaves never reach the next one.
-Torchmetrics objects pool over the cohort; those of a client that fails are wound back.
+Weights, optimizer state, attributes and fp16 scale of a client never reach the next client.
+Torchmetrics objects pool over the cohort; a client that fails is removed from them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class OneByOne:
     """Trains clients one after the other.
 
     Args:
-        module: what trains.
-        local: takes a client's steps in it.
-        plan: knows clients' batches.
-        collector: learns what they log.
-        stages: what else happens while they train.
-        counts: what the module's Trainer says of the client that trains; None without one.
+        module: the module that trains.
+        local: takes a client's local steps in the module.
+        plan: builds clients' batches.
+        collector: collects the values that clients log.
+        stages: the stages of the round.
+        counts: counters of the client that trains, which the Trainer shows; None without a Trainer.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class OneByOne:
         self._metrics = metrics_of(module)
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients that begin alike, and yield what they send.
+        """Train clients with the same start, and yield their updates.
 
-        Afterwards the module holds whatever the last of them left.
+        Afterwards the module holds the last client's model.
         """
         with self._collector.listening_to(self._module):
             try:
@@ -86,12 +86,12 @@ class OneByOne:
         return Upload(start, updates, updates, bytes_up(updates))
 
     def train_alone(self, turn: Turn) -> ClientUpdate:
-        """Train a client whose update does not count."""
+        """Train a client whose update is not aggregated."""
         with self._counts.of(turn.work):
             return self._take_turn(turn)[0]
 
     def _take_turn(self, turn: Turn) -> tuple[ClientUpdate, Callable[[], None] | None]:
-        """Return a client's update, and what stores what it has learnt from it; None if nothing does."""
+        """Return a client's update, and a function that stores its new states; None without any."""
         having, work, remember = self._stages.having, turn.work, None
         with ExitStack() as around:
             for stage in having["around"]:
@@ -113,5 +113,5 @@ class OneByOne:
 
 
 def without_buffers(updates: Updates) -> Updates:
-    """Updates as they leave the clients of a private run."""
+    """Return updates without buffers, as clients of a private run send them."""
     return replace(updates, buffers=updates.buffers[:, :0])

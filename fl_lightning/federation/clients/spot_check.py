@@ -1,14 +1,14 @@
-"""A check while slots run: some clients are trained one after the other as well.
+"""A check while slots run: some of their clients are trained sequentially as well.
 
-Whether slots compute what the module does is tried when they are chosen, on one client in one round.
-What a module does later, or with other clients' examples, may differ. So clients are drawn (`drawn`),
-trained once more from the same model with the same batches, draws and corrections, and the two
-results compared: update, buffers, personal parameters and logged values, but not torchmetrics
-objects, which hold all clients together. Nothing of it remains: the run has the same bits without.
+When slots are chosen, one client in one round shows that they compute what the module does. A module may
+act differently later, or on other examples. So randomly drawn clients (`drawn`) train once more from the
+same model, with the same batches, draws and corrections, and the results are compared: update, buffers,
+personal tensors and logged values, but not torchmetrics objects, which hold all clients together. The
+check leaves no trace: the run is bit-identical without it.
 
     difference = ‖found - expected‖ / ‖expected‖
 
-of the update; of buffers and of personal parameters likewise, by what training changed. Both ways do
+for the update; buffers and personal tensors are compared by their change in training. Both engines do
 the same arithmetic in another order, so that a step differs by some units of rounding. Measured on
 digits with a linear model, an MLP, convolutions with and without batch norm and attention, under SGD
 (rate 1e-5 to 0.5, with and without momentum), Adam and AdamW, 5, 50 and 200 local steps:
@@ -19,12 +19,11 @@ digits with a linear model, an MLP, convolutions with and without batch norm and
     bf16-mixed  0.01 to 0.1; up to 1 likewise
     float64     1e-16 to 1e-11, with Adam before batch norm 5e-10; up to 0.1 likewise. Logged losses 1e-7
 
-So no bound that grows with the number of steps would be one. What smooth training never exceeds
-(`Rounding.share`) passes. A larger difference is looked at more closely: the client trains twice more,
-from starts that are off by one rounding (`nudged`), which in all cases above made 0.9 to 40 times the
-difference of both ways. What that makes, times ten, is explained by rounding; and where it makes a tenth
-of the whole update or more, training is so unstable that no digits are left to compare. Else the run
-stops, before the server steps.
+So no bound by the number of steps would hold. Differences that smooth training never exceeds pass
+(`Rounding.share`). For a larger difference the client trains twice more, from starts that are off by one
+rounding (`nudged`), which in all cases above made 0.9 to 40 times the difference of both engines. Ten
+times the effect of such a start is explained by rounding. If that effect is a tenth of the update or
+more, training is too unstable to compare. Otherwise the run stops, before the server steps.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from fl_lightning.core.seeds import preserve_global_generators, torch_generator,
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 
-# A single nudge may happen to make less than all roundings of a client's training together.
+# A single nudged start may have less effect than all roundings of a client's training together.
 _MARGIN = 10.0
 _NUM_NUDGES = 2
-# Of what training has changed of a vector, its rounding is at most so small a share of it all.
+# Changes of a vector by less than this fraction of its norm are compared as if they were that large.
 _LEAST_CHANGE = 0.01
 _UPDATE, _FAILURE = "update", "failure"
 _REMEDY = (
@@ -68,9 +67,9 @@ class Trained:
     """Result of a client's training.
 
     Attributes:
-        update: its update.
-        own: its personal parameters, shape (o,).
-        own_start: what these were before, shape (o,).
+        update: the client's update.
+        own: its personal tensors after training, shape (o,).
+        own_start: its personal tensors before training, shape (o,).
     """
 
     update: ClientUpdate
@@ -79,14 +78,14 @@ class Trained:
 
 
 Result = Trained | ClientFailure
-# Trains a client from a model one after the other, without consequences but in the module.
+# Trains a client from a model sequentially, without a trace but in the module.
 TrainAlone = Callable[[ClientWork, GlobalModel], Trained]
 
 
 def drawn(work: GroupWork, fraction: float) -> GroupWork:
-    """Clients that are checked: which ones depends on seed, round and client alone.
+    """Return the work of the clients to check, drawn by seed, round and client alone.
 
-    With a smaller fraction they are some of those with a larger one.
+    Clients drawn with a smaller fraction are also drawn with a larger one.
 
     Example:
         >>> work = GroupWork.of([ClientWork(i, 1, torch.tensor([i]), [1]) for i in range(9)])
@@ -100,7 +99,7 @@ def drawn(work: GroupWork, fraction: float) -> GroupWork:
 
 
 def remark_of(fraction: float) -> str:
-    """Return the share of checked clients in words, for the line on the engine."""
+    """Return the fraction of checked clients as text, for the log line on the engine."""
     if fraction == 0:
         return ", none of them checked (federation.spot_check: 0)"
     if fraction == 1:
@@ -109,15 +108,15 @@ def remark_of(fraction: float) -> str:
 
 
 class SpotCheck:
-    """Checks one group of clients after the other.
+    """Checks groups of clients in slots, one group after the other.
 
     Args:
-        fraction: share of the clients in slots that are checked.
-        module: that trains.
-        collector: what clients log.
-        alone: trains a client again.
-        restore: puts a model back into the module.
-        precision: of the Trainer.
+        fraction: fraction of the clients in slots that are checked.
+        module: the module that trains.
+        collector: collects the values that clients log.
+        alone: trains a client sequentially.
+        restore: loads a model into the module.
+        precision: the Trainer's precision.
     """
 
     def __init__(
@@ -133,17 +132,17 @@ class SpotCheck:
         self._alone, self._restore, self._precision = alone, restore, precision
 
     def begin(self, work: GroupWork) -> None:
-        """Draw some of the clients that train in slots now."""
+        """Draw the clients to check, of those that train in slots now."""
         self._work = {client.client_id: client for client in drawn(work, self._fraction)}
         self._found: dict[int, Trained] = {}
         self._metrics = MetricStates(metrics_of(self._module) if self._work else [])
 
     def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
-        """Keep what slots have made of the clients that were drawn.
+        """Keep the results of slots for the drawn clients.
 
         Args:
-            usable: updates, which have been taken in.
-            kept: personal parameters of clients, by client.
+            usable: updates, which the server has received.
+            kept: personal tensors by client.
         """
         for row, client in enumerate(usable.client_ids if self._work else ()):
             if client in self._work:
@@ -152,14 +151,14 @@ class SpotCheck:
                 self._found[client] = Trained(update, own, own)
 
     def compare(self, start: GlobalModel, present: GlobalModel) -> None:
-        """Train those clients one after the other as well.
+        """Train the drawn clients sequentially and compare the results.
 
         Args:
-            start: what they began from.
-            present: the global model that the module holds.
+            start: the model from which they started.
+            present: the global model, to restore afterwards.
 
         Raises:
-            EnginesDiffer: for the first one whose results differ by more than rounding.
+            EnginesDiffer: for the first client whose results differ by more than rounding.
         """
         if not self._work:
             return
@@ -173,7 +172,7 @@ class SpotCheck:
 
     @contextmanager
     def without_trace(self, present: GlobalModel) -> Iterator[None]:
-        """Leave module, logs and random streams as they were when the block began."""
+        """Restore module, logs and random streams after the block."""
         metrics, logs = MetricStates(metrics_of(self._module)), self._collector
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         values = [p.detach().clone() for p in frozen]
@@ -188,10 +187,10 @@ class SpotCheck:
                         param.copy_(value)
 
     def look(self, work: ClientWork, found: Trained, start: GlobalModel) -> None:
-        """Train a client again without speed-ups and compare the results.
+        """Train a client sequentially and compare the results.
 
         Raises:
-            EnginesDiffer: if what was found is something else.
+            EnginesDiffer: if the results differ by more than rounding.
         """
         rounding = Rounding.of(self._precision, self._module)
         expected = _outcome(self._alone, work, start)
@@ -208,13 +207,13 @@ class SpotCheck:
 
 
 class Difference(NamedTuple):
-    """The largest difference between two ways to train a client.
+    """The largest difference between two results of a client's training.
 
     Attributes:
-        name: of what differs.
-        gap: its share of the expected one.
-        explained: the largest share that rounding explains; infinite if training is so unstable that no
-            digits are left to compare.
+        name: the vector or logged value that differs.
+        gap: the relative difference.
+        explained: the largest relative difference that rounding explains; infinite if training is too
+            unstable to compare.
     """
 
     name: str
@@ -234,13 +233,13 @@ def difference(
     """Compare two results of a client's training; None if they differ by rounding only.
 
     Args:
-        expected: of one way.
-        found: of the other.
-        work: the client's.
-        start: what it began from.
-        alone: the one way, for a closer look.
-        rounding: of both.
-        num_seen: examples in all batches, of which logged values may count two otherwise.
+        expected: the result of one engine.
+        found: the result of the other engine.
+        work: the client's work.
+        start: the model from which it started.
+        alone: trains a client with the first engine, for nudged starts.
+        rounding: the rounding of both engines.
+        num_seen: examples in all batches, two of which may fall on another side in logged values.
     """
     gaps = _gaps(expected, found, start, num_seen)
     limits = dict.fromkeys(gaps, rounding.share)
@@ -270,11 +269,11 @@ def _outcome(alone: TrainAlone, work: ClientWork, start: GlobalModel) -> Result:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How coarse numbers are.
+    """Size of rounding errors.
 
     Attributes:
-        unit: the relative error of one operation, about.
-        share: by which an update may differ without a closer look.
+        unit: approximate relative error of one operation.
+        share: relative difference of an update that passes without nudged starts.
     """
 
     unit: float
@@ -282,7 +281,7 @@ class Rounding:
 
     @classmethod
     def of(cls, precision: str | int | None, module: nn.Module) -> Rounding:
-        """Rounding of a module under a Trainer's precision."""
+        """Return the rounding of a module under a Trainer's precision."""
         floating = [p for p in module.parameters() if p.is_floating_point()]
         fewest_bytes = min(p.itemsize for p in floating)
         if precision not in FULL_PRECISIONS or fewest_bytes < 4:  # or a part is in half precision
@@ -294,7 +293,7 @@ class Rounding:
 
 
 def _has_coarse_products(params: list[nn.Parameter]) -> bool:
-    """True if products of float32 may be made with fewer digits (TF32)."""
+    """Return whether products of float32 may be computed with fewer digits (TF32)."""
     try:
         if torch.get_float32_matmul_precision() != "highest":
             return True
@@ -306,7 +305,7 @@ def _has_coarse_products(params: list[nn.Parameter]) -> bool:
 
 
 def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) -> dict[str, float]:
-    """`differences`; an infinite one if one way fails, none if both do."""
+    """Return `differences`; an infinite one if one result is a failure, none if both are."""
     has_failed = [isinstance(result, ClientFailure) for result in (expected, found)]
     if isinstance(expected, ClientFailure) or isinstance(found, ClientFailure):
         return {} if all(has_failed) else {_FAILURE: math.inf}
@@ -316,16 +315,16 @@ def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) 
 def differences(
     expected: Trained, found: Trained, start: GlobalModel, num_seen: float
 ) -> dict[str, float]:
-    """How far two results are apart, by what it is that differs.
+    """Return the relative differences of two results, by vector or logged value.
 
     Args:
-        expected: of one way.
-        found: of the other.
-        start: from which both began.
+        expected: the result of one engine.
+        found: the result of the other engine.
+        start: the model from which both started.
         num_seen: examples in all batches.
 
     Returns:
-        Shares of the expected one: 0 where nothing differs, infinite where one is missing.
+        Relative differences: 0 for equal values, infinite if a value is missing.
     """
     one, other = expected.update, found.update
     own = found.own.to(expected.own.device)  # where it is kept, or where the module is
@@ -350,7 +349,7 @@ def _apart(one: Tensor, other: Tensor, before: Tensor, least: float) -> float:
 def _of_metrics(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], num_seen: float
 ) -> dict[str, float]:
-    """Compare logged values; an example or two may be counted otherwise, at the edge of a class."""
+    """Return the relative differences of logged values, less that of two examples near a class boundary."""
     shares = {}
     for name in sorted({*one, *other}):
         if name not in one or name not in other:
@@ -371,15 +370,15 @@ def _share(gap: float, whole: float) -> float:
 
 
 def nudged(model: GlobalModel, moved: Tensor | None, unit: float, *, seed: int) -> GlobalModel:
-    """A model whose parameters have moved up or down by one rounding, by coins.
+    """Return a model whose parameters are moved up or down by one rounding error, at random.
 
-    Where a parameter is 0 or nearly so, by that of an average one or of what it moves in training.
+    A parameter near 0 moves by the rounding error of an average parameter, or of its change in training.
 
     Args:
-        model: to begin with.
-        moved: by what a client's training moves them, shape (k,); None if that is not known.
-        unit: the relative error of one operation.
-        seed: of the coins.
+        model: the model.
+        moved: change of the parameters by a client's training, shape (k,); None if unknown.
+        unit: relative error of one operation.
+        seed: seed of the signs.
     """
     params = model.params
     coins = torch.randint(2, params.shape, generator=torch_generator(seed, "nudge"))

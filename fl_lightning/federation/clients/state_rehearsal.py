@@ -1,7 +1,7 @@
-"""Which buffers and frozen parameters clients change, found out before the first round.
+"""Rehearsal: finds out before the first round which buffers and frozen parameters clients change.
 
-The first local steps of a client are taken, and everything is put back. What they changed is clients'
-state, as is what torch's modules are known to change; the rest are constants.
+The first local steps of a client are taken, and everything is restored. Tensors that they changed are
+state, as are those that torch's modules are known to change; the others are constants.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _NUM_STEPS = 2
 
 
 class StateRehearsal:
-    """Takes local steps that leave nothing behind.
+    """Takes local steps that leave no trace, to find the tensors that they change.
 
     Args:
-        run: whose clients take them.
-        patterns: of names of what clients change later than in their first steps.
+        run: the run.
+        patterns: patterns of names of tensors that clients change later than in their first steps.
 
     Raises:
-        ConfigurationError: if a pattern finds nothing.
+        ConfigurationError: if a pattern matches no tensor.
 
     Attributes:
-        failures: of clients whose steps raised.
+        failures: exceptions of clients whose rehearsed steps failed.
     """
 
     def __init__(self, run: Run, patterns: Sequence[str]) -> None:
@@ -56,23 +56,23 @@ class StateRehearsal:
 
     @property
     def known(self) -> list[str]:
-        """Names of what is state, whatever the steps do."""
+        """Names of tensors that are state without a rehearsal."""
         return self.together([])
 
     @property
     def is_needed(self) -> bool:
-        """True if some tensor may or may not be state."""
+        """True if a rehearsal has to decide about some tensor."""
         return set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:
-        """Return in the module's order what is known, or was found in one of several rehearsals."""
+        """Return the names of known state and of state found by rehearsals, in the module's order."""
         found = {*self._patterns, *(name for answer in answers for name in answer)}
         return [name for name in candidates(self._module) if name in found]
 
     def changed_by(self, work: Iterable[ClientWork]) -> list[str] | None:
-        """Names of tensors that the first of some clients changes; None if none can take a step.
+        """Return the names of tensors that the first client changes; None if no client can take a step.
 
-        A client that fails is met again, where it counts; see `warn_of_failures` for one that does not fail there.
+        A client that fails here fails again when it trains; otherwise see `warn_of_failures`.
         """
         for client in work:
             if client.sizes:
@@ -90,7 +90,7 @@ class StateRehearsal:
         return None
 
     def warn_of_failures(self, trained: Collection[int]) -> None:
-        """Warn of clients whose steps failed here, and not when they trained."""
+        """Warn of clients whose steps failed in the rehearsal, and not in training."""
         for client in self.failures.keys() & trained:
             error = self.failures.pop(client)
             warnings.warn(
@@ -125,30 +125,35 @@ class StateRehearsal:
 
     @contextmanager
     def _nothing_left(self) -> Iterator[Visit]:
-        """Put everything back after the block, the optimizers and the fp16 scale as well."""
+        """Restore everything after the block, the optimizers and the fp16 scale as well."""
         local = self._local
         local.start_round()
-        model, scale = local.read(), self._scale.present()
+        model, scale = local.read(), self._scale.state()
         with visiting(self._trainer, logs=local.collector) as visit:
             try:
                 yield visit
             finally:
-                self._scale.go_on_from(scale)
+                self._scale.restore(scale)
                 local.restore(model)
 
 
 def known_state(module: nn.Module) -> list[str]:
-    """Return the names of what modules of torch change while they train, also if they do not now.
+    """Return the names of tensors that torch's modules change in training, even if in eval mode now.
 
-    These are statistics of batch and instance norm (unless their momentum is 0, by which they gather
-    none), the vectors of spectral norm, averaged models.
+    These are statistics of batch and instance norm (unless their momentum is 0), the vectors of spectral
+    norm, and averaged models.
+
+    Raises:
+        ConfigurationError: if an average needs its count of updates, an integer buffer, which starts
+            anew with every client.
 
     Example:
         >>> known_state(nn.BatchNorm1d(2).eval())
         ['running_mean', 'running_var']
     """
     kept: set[int] = set()
-    for child in module.modules():
+    for name, child in module.named_modules():
+        _check_count(name, child)
         if isinstance(child, AveragedModel):
             kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
         elif isinstance(child, _SpectralNorm) or (
@@ -161,11 +166,30 @@ def known_state(module: nn.Module) -> list[str]:
     return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
 
 
+def _check_count(name: str, child: nn.Module) -> None:
+    """Raise if a running average of a module depends on a count of its updates."""
+    fault = ""
+    if isinstance(child, AveragedModel):
+        if child.avg_fn is None and child.multi_avg_fn is None:
+            fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
+        elif not child.n_averaged:
+            fault = (
+                "replaces the average at its first update: call n_averaged.fill_(1) when it is made"
+            )
+    elif isinstance(child, _NormBase) and child.momentum is None and child.track_running_stats:
+        fault = "averages all batches alike: give it a momentum, e.g. 0.1" if child.training else ""
+    if fault:
+        raise ConfigurationError(
+            f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts anew "
+            f"with every client, and {fault}"
+        )
+
+
 def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names that patterns with ``*`` and ``?`` find, whole or after a dot.
+    """Return the names that match a pattern with ``*`` and ``?``, as a whole or after a dot.
 
     Raises:
-        ConfigurationError: if one finds nothing.
+        ConfigurationError: if a pattern matches no name.
 
     Example:
         >>> matching(nn.Sequential(nn.BatchNorm1d(2)), ["running_*"])

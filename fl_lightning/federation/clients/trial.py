@@ -1,11 +1,11 @@
-"""Work of some clients, trained in several ways before a run: whether a way gives the same, and its time.
+"""Trials before a run: clients train with several engines, to compare results and times.
 
-A way is the same if a client's update, buffers, personal parameters, logged values (see `difference`) and
-torchmetrics objects differ by rounding only, on batches of several sizes where smaller ones are to be padded.
+An engine passes if a client's update, buffers, personal tensors, logged values (see `difference`) and
+torchmetrics objects differ by rounding only; with padding, on batches of several sizes.
 
-Times are the shortest of three, of what this thread computes (`time.thread_time`): who else has the
-processor meanwhile does not count, though a full cache or memory bus still does. A GPU is waited for by
-the clock on the wall. Who decides what by these times is `EngineChooser`.
+Times are the shortest of three, of this thread's computation (`time.thread_time`), so that other
+processes do not count unless they fill cache or memory bus. On a GPU it is wall time. `EngineChooser`
+decides by these times.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from fl_lightning.server.means.running_mean import RunningMean
 TrainOne = Callable[[GlobalModel, ClientWork], ClientUpdate]
 
 _TURNS = 3
-# By so small a share what a torchmetrics object holds may differ.
+# Relative difference by which the states of a torchmetrics object may differ.
 _LEAST_SHARE = 1e-3
-# To tell a few per cent apart
+# Repetitions of a trial of a speedup, which differ by a few per cent.
 _TURNS_OF_SPEEDUPS = 7
-# Steps of one client are timed for about so long.
+# Approximate seconds for which one client's steps are timed.
 SECONDS_OF_A_TURN = 0.1
-# Of the sizes that clients' batches have, a trial of padding takes about so many.
+# Approximate number of batch sizes in a trial of padding.
 _MOST_SIZES = 4
 _NO_FULL_BATCH = (
     "no client has a full batch (federation.pad_batches pads smaller ones, for a loss that is a mean over "
@@ -61,15 +61,15 @@ _NO_FULL_BATCH = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Trains some clients without consequences.
+    """Trains clients without a trace, to compare engines.
 
     Args:
-        trainer: set up for fitting.
+        trainer: a Trainer, set up for fitting.
         local: the sequential engine.
-        step: its local step.
+        step: the local step of the sequential engine.
         model: the global model.
-        work: of some clients, who have a batch each.
-        train_one: trains a client from a model sequentially; only the module's metrics remember it.
+        work: the work of clients, with at least a batch each.
+        train_one: trains a client from a model sequentially, without a trace but in the module's metrics.
     """
 
     trainer: Trainer
@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def num_steps(self) -> float:
-        """Number of local steps of the whole run, about; it is not smaller when resumed."""
+        """Approximate number of local steps of the whole run; it is not smaller in a resumed run."""
         # a round is one step of the server
         limits = (self.trainer.max_epochs, self.trainer.max_steps)
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
@@ -90,7 +90,7 @@ class Trial:
         return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in self.work)
 
     def seconds_per_step(self, train: Callable[[], object], sample: Sequence[ClientWork]) -> float:
-        """Shortest time of a client's step."""
+        """Return the shortest measured time per local step."""
         seconds = min(self._seconds(train) for _ in range(_TURNS))
         return seconds / sum(len(client.sizes) for client in sample)
 
@@ -102,7 +102,7 @@ class Trial:
         return max(clock() - began, 1e-9)
 
     def seconds_alone(self) -> float:
-        """Seconds of a step of clients that train one after the other."""
+        """Return the seconds of a local step in sequential training."""
         sample = [client.head(10) for client in self.work[:: -(-len(self.work) // 4)]]
         mean = RunningMean(self.model.params)
 
@@ -115,10 +115,10 @@ class Trial:
     def seconds_in_slots(
         self, stacking: StackedOptions, sample: Sequence[ClientWork]
     ) -> tuple[SlotEngine, float]:
-        """Return the slots of some options, and the seconds of a client's step in them."""
+        """Return slots with given options, and the seconds of a client's local step in them."""
         engine = SlotEngine(self.trainer, self.local, stacking)
 
-        def train() -> None:  # as a round does: updates are looked at and folded in
+        def train() -> None:  # as a round does, with aggregation
             mean = RunningMean(self.model.params)
             for group in engine.train(self.model, sample):
                 usable, _ = usable_rows(group)
@@ -128,16 +128,16 @@ class Trial:
         return engine, self.seconds_per_step(train, sample)
 
     def stackable(self, stacking: StackedOptions) -> tuple[Sequence[ClientWork], float]:
-        """Clients that slots can train, and their share of all steps."""
+        """Return the work of clients that slots can train, and their fraction of all steps."""
         engine = SlotEngine(self.trainer, self.local, replace(stacking, num_slots=1))
         fitting = list(engine.split(GroupWork.of(self.work))[0])
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
         return fitting, steps[0] / steps[1]
 
     def slots_for(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
-        """Number of slots that fit the memory and have a client each, as few as need the same time.
+        """Return the number of slots: as many as fit memory and clients, or fewer if that takes no longer.
 
-        Clients of one length end together: of 100, 32 slots need four turns, as 25 do.
+        Clients with equal numbers of steps end together: for 100 clients, 32 slots need four turns, as do 25.
         """
         size = self.local.space.num_entries
         most = min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
@@ -145,14 +145,13 @@ class Trial:
         return math.ceil(len(work) / math.ceil(len(work) / most)) if is_equal else most
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
-        """Train a client both ways and return how slots give the same.
+        """Return options under which slots give a client's sequential result.
 
         Args:
-            stacking: all else; found are whether batches that should be padded can be, and whether
-                layers can be computed directly.
+            stacking: the wanted options; padding and direct layers are dropped if results differ.
 
         Raises:
-            CannotStack: with the operation that slots cannot run, or how the updates differ.
+            CannotStack: with the operation that slots cannot run, or the value that differs.
         """
         size = self.trainer.datamodule.full_batch  # type: ignore[attr-defined]
         full = next((client for client in self.work if size in client.sizes), None)
@@ -174,10 +173,10 @@ class Trial:
         raise reason
 
     def _compare(self, stacking: StackedOptions, sample: ClientWork) -> None:
-        """Train a client both ways.
+        """Train a client in slots and sequentially.
 
         Raises:
-            CannotStack: if slots cannot, or something is not the same.
+            CannotStack: if slots cannot train it, or a result differs.
         """
         metrics = metrics_of(self.trainer.lightning_module)
         before = MetricStates(metrics)
@@ -213,7 +212,7 @@ class Trial:
                 raise CannotStack(f"a trial client's {name} was not the sequential one")
 
     def alone(self, client: ClientWork, model: GlobalModel) -> Trained:
-        """Train a client from a model one after the other."""
+        """Train a client from a model sequentially."""
         return Trained(self.train_one(model, client), self.local.kept, self.local.own_start)
 
     def _refuse_other(self, expected: Trained, found: Trained, client: ClientWork) -> None:
@@ -232,7 +231,7 @@ class Trial:
         return Rounding.of(self.trainer.precision, self.trainer.lightning_module)
 
     def seconds_of_longest(self) -> float:
-        """Seconds of a step of the client with most steps."""
+        """Return the seconds of a step of the client with most steps."""
         client = self._longest.head(1)
         self.train_one(self.model, client)  # warms up
         return self._seconds(lambda: self.train_one(self.model, client))
@@ -242,11 +241,11 @@ class Trial:
         return max(self.work, key=lambda client: len(client.sizes))
 
     def speed_of(self, added: Speedup, seconds: float) -> float:
-        """How many times faster steps are with one speedup more; 0 if it fails or changes the update.
+        """Return the speed of steps with one more speedup, relative to now; 0 if it fails or differs.
 
         Args:
-            added: besides those in use.
-            seconds: that a step takes, about.
+            added: the speedup to add to those in use.
+            seconds: approximate seconds of a step.
         """
         before, client = self.step.speedups, self._longest
         took: dict[tuple[Speedup, ...], list[float]] = {before: [], (*before, added): []}
@@ -272,7 +271,7 @@ class Trial:
 
 
 def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
-    """Why a speedup does not apply to the steps of a fit; None if it does."""
+    """Return why a speedup does not apply to the steps of a fit; None if it does."""
     module = step.trainer.lightning_module
     if not module.automatic_optimization:
         return extra_work(step.trainer)
@@ -282,7 +281,7 @@ def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
 
 
 def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> list[ClientWork]:
-    """First steps of some clients, at least one client a slot, about ``num_steps`` in all.
+    """Return the first steps of clients, at least one client per slot, about ``num_steps`` in all.
 
     Example:
         >>> work = [ClientWork(i, 8, torch.arange(8), [2] * 4) for i in range(100)]
@@ -298,7 +297,7 @@ def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> lis
 
 
 def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
-    """Sizes on which padded batches are held to what whole ones come to.
+    """Return the batch sizes of a trial of padding.
 
     Example:
         >>> work = [ClientWork(0, 17, torch.arange(17), [8, 8, 1]), ClientWork(1, 5, torch.arange(5), [5])]
@@ -311,17 +310,17 @@ def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
 
 
 def _two(full: int) -> list[int]:
-    """Sizes of two batches; batch norm has no use for one example."""
+    """Return the sizes of two batches; batch norm fails on a batch of one example."""
     return [full, full // 2] if full >= 4 else [full]
 
 
 def _of_sizes(client: ClientWork, sizes: list[int]) -> ClientWork:
-    """A client's work on batches of some sizes, which may share examples."""
+    """Return a client's work on batches of given sizes, which may share examples."""
     order = torch.cat([client.order[torch.arange(size) % len(client.order)] for size in sizes])
     return client._replace(order=order, sizes=sizes)
 
 
 def _numbers(metric: Metric) -> Tensor:
-    """All that a metric holds as one vector."""
+    """Return all states of a metric as one vector."""
     states = [s for v in metric.metric_state.values() for s in (v if isinstance(v, list) else [v])]
     return torch.cat([torch.zeros(0), *(s.detach().float().cpu().flatten() for s in states)])

@@ -1,1 +1,1 @@
-"""A run in several processes: who trains what, and how results meet."""
+"""A run in several processes: shares of clients, exchange of results, launch and interruption."""

@@ -1,8 +1,8 @@
-"""Once per round the processes meet: what each did becomes what all did.
+"""Exchange of results between processes, once per round.
 
-Everything small goes through one gather: failures, counts, clients' metrics, the states of logged
-torchmetrics objects, the fp16 scale. The updates follow, added up, if nothing failed. Afterwards
-every process knows the same and does the same.
+One gather exchanges everything small: failures, counts, clients' metrics and the states of logged
+torchmetrics objects. If nothing failed, sums of updates and client states follow. Afterwards all
+processes hold the same results.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Failure = ClientFailure | ConfigurationError
 class Report:
     """Report of one process to the others about a round."""
 
-    failure: Failure | None  # what stopped its clients
-    behind: str | None  # the traceback of its cause, which does not travel; None without one
+    failure: Failure | None  # the error that stopped its clients
+    behind: str | None  # the traceback of the error's cause, which is not sent; None without one
     record: dict[str, Any]  # its counts and its clients' metrics
-    # every logged torchmetrics object's name, its name per epoch, its place in the module
+    # of every logged torchmetrics object: its name, its name per epoch, its path in the module
     logged: list[tuple[str, str, str]]
-    metric_states: dict[str, Any]  # the states of those objects by place
-    prog_bar: set[str]  # names of values that are shown beside the progress bar
-    memories: list[Waiting]  # what its clients remember from this round on
+    metric_states: dict[str, Any]  # the states of those objects by path
+    prog_bar: set[str]  # names of values that are shown in the progress bar
+    memories: list[Waiting]  # new client states of this round
     stops: bool  # whether it was asked to stop after this round
 
 
-class Meeting:
-    """Meets once per round.
+class Exchange:
+    """Exchanges the results of a round between processes.
 
     Attributes:
-        failure: what stopped this process's clients; it is kept until the meeting.
+        failure: the error that stopped this process's clients, kept until the exchange.
     """
 
     def __init__(self, run: Run) -> None:
@@ -57,20 +57,20 @@ class Meeting:
         self.failure: Failure | None = None
 
     def fail(self, failure: Failure) -> None:
-        """Keep what has stopped clients until all meet; alone, raise it."""
+        """Keep an error until the processes exchange results; a single process raises it."""
         if self._run.ranks.size == 1:
             raise failure
         self.failure = self.failure or failure
 
-    def hold(self, record: RoundRecord, server: Server) -> tuple[RoundRecord, float]:
-        """Merge the processes' results, so that all hold the same.
+    def merge(self, record: RoundRecord, server: Server) -> tuple[RoundRecord, float]:
+        """Merge the results of all processes.
 
         Returns:
-            The record of all together, and when this process began to work on.
+            The merged record, and the time at which this process stopped waiting for others.
 
         Raises:
             ClientFailure: in all processes, if a client failed in one.
-            ConfigurationError: likewise, if a client changed what was taken for a constant.
+            ConfigurationError: in all processes, if a client changed a tensor taken for a constant.
         """
         reports = self._run.ranks.gather(self._report(record))
         began = time.perf_counter()  # waiting for other processes is no work
@@ -99,7 +99,7 @@ class Meeting:
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
-    """Return the failure that one process alone would have met first, that of the lowest client."""
+    """Return the failure of the client with the lowest id, as one process alone would raise it."""
     failures = {r.failure: r.behind for r in reports if r.failure is not None}
     first = min(failures, key=lambda failure: getattr(failure, "client_id", -1), default=None)
     if first is not None and (behind := failures[first]) is not None:
@@ -108,7 +108,7 @@ def first_failure(reports: Sequence[Report]) -> Failure | None:
 
 
 def merged_record(reports: Sequence[Report]) -> RoundRecord:
-    """Return the round's record over all processes."""
+    """Return a round's record over all processes."""
     merged, *others = (RoundRecord.from_state_dict(report.record) for report in reports)
     for other in others:
         merged.merge(other)
@@ -119,7 +119,7 @@ def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str
     """Logged values as `Report.logged` holds them.
 
     Raises:
-        ConfigurationError: for an object that is not in the module, where others cannot find it.
+        ConfigurationError: for an object that is not in the module, where other processes look for it.
     """
     places = {id(c): path for path, c in module.named_modules() if isinstance(c, Metric)}
     for name, metric in collector.metrics.items():
@@ -132,7 +132,7 @@ def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str
 
 
 def pool_metrics(reports: Sequence[Report], collector: LogCollector, module: nn.Module) -> None:
-    """Give every logged torchmetrics object the examples of all processes."""
+    """Merge the states of every logged torchmetrics object over all processes."""
     for name, epoch_name, place in sorted({entry for r in reports for entry in r.logged}):
         metric = module.get_submodule(place)
         assert isinstance(metric, Metric)

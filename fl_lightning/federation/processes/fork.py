@@ -1,17 +1,16 @@
-"""Processes forked from this one, and what comes back from them.
+"""Launching forked processes, and bringing their results into the parent process.
 
-Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all are done
-the first one's results are brought into this process, so that what follows a fit (a test, a message
-about checkpoints) goes on as if it had happened here.
+Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all processes are
+done, the parent takes over the first one's results, so that it can test or report as if it had fitted.
 
-When one fails, its error is raised here and the others are ended: they may be waiting for it. Lightning
-calls the callbacks' ``on_exception`` in this process, where nothing has been trained. So the first
-process calls them itself: a callback may save a checkpoint, e.g.
-`lightning.pytorch.callbacks.OnExceptionCheckpoint`. It then speaks for itself alone, because the others
-may have ended and would never answer.
+If a process fails, its error is raised in the parent and the others are ended: they may wait for it.
+Lightning calls the callbacks' ``on_exception`` in the parent, where nothing has been trained. So the first
+process calls them as well: a callback may save a checkpoint, e.g.
+`lightning.pytorch.callbacks.OnExceptionCheckpoint`. It then no longer communicates, because the others
+may have ended.
 
-PyTorch starts the processes and ends them with this one. What it would tell of an error is its text; here
-the error itself comes home.
+PyTorch starts the processes and ends them with the parent. It would report the text of an error; here
+the error itself reaches the parent.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
 from fl_lightning.federation.checkpoints.files import WorkingFolder
-from fl_lightning.federation.logs import bring_metrics, logged_in_round
+from fl_lightning.federation.logs import add_metrics, logged_in_round
 from fl_lightning.federation.loop import load_progress, progress
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
 from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
-# What stops all processes at once reaches each of them within this time.
+# An error of all processes at once reaches each of them within this time.
 _SECONDS_TO_FAIL = 1.0
 _SECONDS_TO_SAVE = 120.0
 
@@ -60,11 +59,11 @@ class ForkLauncher:
     """Launcher that runs a Trainer's function in several processes on CPUs.
 
     Args:
-        strategy: whose processes they are.
+        strategy: the strategy of the processes.
 
     Attributes:
-        is_within: whether this is one of the processes of a launch, and not the one that forked them.
-        ends_all: that one which is asked to end by SIGTERM ends all, without a word to the others.
+        is_within: whether this is a forked process, not the parent.
+        ends_all: True: a process that gets SIGTERM ends at once, and the parent ends the others.
     """
 
     is_interactive_compatible = True
@@ -82,7 +81,7 @@ class ForkLauncher:
         """Run a function in every process and return the first one's result.
 
         Raises:
-            ProcessFailure: if a process was ended from outside. Its own error, if it raised one.
+            ProcessFailure: if a process was killed. An error that a process raised is raised as it is.
         """
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._has_fitted:
@@ -92,7 +91,7 @@ class ForkLauncher:
             )
         self._has_fitted |= fits
         _check_can_fork()
-        self._processes = []  # the new ones have nothing to do with those of another run
+        self._processes = []  # forked processes must not hold those of an earlier launch
         _name_runs(trainer)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
@@ -135,8 +134,8 @@ class ForkLauncher:
         """Send a signal to the processes that still run.
 
         Raises:
-            SIGTERMException: in one of them, where Lightning's handler of SIGTERM hands it on by this
-                and then waits for the others to hear of it; but they may be waiting for this one.
+            SIGTERMException: in a forked process, where Lightning's handler of SIGTERM calls this method
+                and would then wait for the other processes, which may wait for this one.
         """
         if self.is_within and signum == signal.SIGTERM:
             raise SIGTERMException
@@ -157,8 +156,8 @@ class ForkLauncher:
         args: Any,
         kwargs: Any,
     ) -> None:
-        """Do the work of one process; begins with signals held back."""
-        gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
+        """Run a forked process; signals are blocked at first."""
+        gc.freeze()  # objects of the parent may have threads, for which freeing them here would wait
         torch.set_num_threads(1)
         self.is_within = True
         os.environ["LOCAL_RANK"] = str(local_rank)
@@ -177,9 +176,9 @@ class ForkLauncher:
                     self._call_on_exception(trainer, error)
                     _end_runs(trainer)
                 raise
-        except Interrupted as stop:  # also one that comes while another error is being noted
+        except Interrupted as stop:  # also one that comes while another error is being written
             _let_signals(signal.SIG_BLOCK)
-            _write_error(stop, note)  # has nothing to tell that the note does not
+            _write_error(stop, note)  # it replaces the other error
             sys.exit(stop.exit_code)
         finally:
             _let_signals(
@@ -187,7 +186,7 @@ class ForkLauncher:
             )  # there is nothing left to interrupt, and nobody to catch it
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Call the callbacks of the first process, which save checkpoints after an error."""
+        """Call ``on_exception`` of the first process's callbacks, which may save checkpoints."""
         for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
             signal.signal(number, signal.SIG_IGN)
         if distributed.is_initialized():
@@ -199,16 +198,16 @@ class ForkLauncher:
 
 
 def can_fork() -> bool:
-    """Return whether this process can be divided: not on every system, nor once it has threads."""
+    """Return whether this process can be forked: the system must be able to, and it must have no threads."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     has_threads = any(name.startswith("pt_autograd") for name in names)
     return "fork" in multiprocessing.get_all_start_methods() and not has_threads
 
 
 def num_usable_cores() -> int:
-    """Return the number of processes that can compute at once without being in each other's way.
+    """Return the number of processes that can compute at once at full speed.
 
-    Physical cores, and no more than this process may use: two threads of one core share its arithmetic units.
+    That is the number of usable physical cores: two threads of a core share its arithmetic units.
     """
     from joblib import cpu_count  # slow to import
 
@@ -225,13 +224,13 @@ def _check_can_fork() -> None:
 
 
 def _let_signals(how: int) -> None:
-    """Hold back what asks to stop, here and in processes forked from now on, or let it in again."""
-    # to these `Interruption` listens; not every system has them
+    """Block or unblock the signals that ask to stop, here and in processes forked from now on."""
+    # the signals of `Interruption`; not every system has them
     signal.pthread_sigmask(how, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
-    """Return when all are done; raise what the first one that failed raised."""
+    """Wait until all processes are done; raise the error of the first that failed."""
     notes = [folder / f"error_{rank}" for rank in range(len(processes))]
     running = {process.sentinel: process for process in processes}
     while running:
@@ -255,14 +254,14 @@ def _ended_silently(rank: int, processes: list[Any]) -> str:
 
 
 def _wait_for_first(process: Any, note: Path) -> None:
-    """Wait until the first process ends by itself if it has failed as well, and so has written its note."""
+    """Wait until the first process has saved its checkpoints, if it has failed as well."""
     process.join(_SECONDS_TO_FAIL)
     if note.exists():
         process.join(_SECONDS_TO_SAVE)
 
 
 class ProcessTraceback(Exception):  # noqa: N818 - it is the cause of an error, not one itself
-    """Where in its process an error was raised, as text; then the same of its cause, None without one."""
+    """Traceback of an error in another process as text, and that of its cause, None without one."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -277,7 +276,7 @@ def traceback_behind(error: BaseException) -> str | None:
 
 
 def _write_error(error: BaseException, path: Path) -> None:
-    """Write an error and its traceback to a file, which then is whole or not there."""
+    """Write an error and its traceback to a file, atomically."""
     where, behind = "".join(traceback.format_exception(error)), traceback_behind(error)
     try:
         content = pickle.dumps((error, where, behind))
@@ -290,7 +289,7 @@ def _write_error(error: BaseException, path: Path) -> None:
 
 
 def _read_error(path: Path) -> BaseException:
-    """Return the error, whose cause tells where it was raised."""
+    """Read an error; its cause holds the traceback."""
     error, *traces = pickle.loads(path.read_bytes())
     assert isinstance(error, BaseException)
     error.__cause__ = ProcessTraceback(*traces)
@@ -298,10 +297,10 @@ def _read_error(path: Path) -> BaseException:
 
 
 def _name_runs(trainer: Trainer) -> None:
-    """Choose the loggers' version_N here, not one each as soon as the first one exists.
+    """Choose the versions of loggers in the parent, so that all processes have the same.
 
-    W&B writes what it holds back when Python exits. A forked process ends without that, so it ends its
-    run itself. The process that goes on afterwards, with a test, opens the same run again by its name.
+    W&B writes its buffer when Python exits. A forked process ends without that, so it ends its run itself.
+    The parent, in a test after the fit, opens the same run again by its name.
     """
     for logger in trainer.loggers:
         if isinstance(logger, (TensorBoardLogger, CSVLogger)):
@@ -311,13 +310,13 @@ def _name_runs(trainer: Trainer) -> None:
 
 
 def _end_runs(trainer: Trainer) -> None:
-    """Finish every run of W&B that is open in this process: it then writes all that it has."""
+    """Finish every open run of W&B in this process, so that it writes its buffer."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and logger._experiment is not None:
             logger._experiment.finish()
 
 
-# What a ModelCheckpoint knows of the files it wrote.
+# Attributes of a ModelCheckpoint about the files it wrote.
 _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
 
 
@@ -325,19 +324,21 @@ _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
 class TrainerOutcome:
     """The result of a Trainer's function, and the state it left the Trainer in."""
 
-    result: Any  # what the function returned; None for predictions, of which a process has a part
-    state: TrainerState  # the Trainer's own word for where it is
-    weights: dict[str, Tensor] | None  # the module's, after a fit
+    result: (
+        Any  # return value of the function; None for predictions, of which each process has a part
+    )
+    state: TrainerState  # the Trainer's state
+    weights: dict[str, Tensor] | None  # the module's weights, after a fit
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
-    new: set[str]  # names of those that the last round measured
-    progress: dict[str, Any]  # rounds done
-    checkpoints: list[dict[str, Any]]  # per checkpoint callback what it wrote where
-    personal: list[dict[str, Any]]  # per callback with personal models what they are
-    spent: Spent  # what private fits of the module have cost
+    new: set[str]  # names of the metrics of the last round
+    progress: dict[str, Any]  # counters of rounds
+    checkpoints: list[dict[str, Any]]  # of each checkpoint callback: the files it wrote
+    personal: list[dict[str, Any]]  # of each callback with personal models: its state
+    spent: Spent  # privacy cost of the module's fits
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
-        """Results to bring home."""
+        """Return the outcome of a function that has run in this process."""
         fitted = trainer.state.fn == TrainerFn.FITTING
         return cls(
             result=None if trainer.state.fn == TrainerFn.PREDICTING else result,
@@ -354,12 +355,12 @@ class TrainerOutcome:
         )
 
     def bring_into(self, trainer: Trainer) -> Any:
-        """Put everything into this process's Trainer and return the result."""
+        """Load the outcome into the parent's Trainer and return the result."""
         if self.weights is not None:
             trainer.lightning_module.load_state_dict(self.weights, strict=False)
             load_progress(trainer, self.progress)
         trainer.state = self.state
-        bring_metrics(trainer, self.metrics, self.new)
+        add_metrics(trainer, self.metrics, self.new)
         for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
             for name, value in paths.items():
                 setattr(callback, name, value)

@@ -1,11 +1,10 @@
-"""Ctrl-C: a fit ends its round, saves it and stops, or stops without that round if it takes too long.
+"""Ctrl-C: a fit ends its round, saves it and stops; if the round takes too long, it stops without it.
 
-Once more stops at once; so do SIGTERM and a Ctrl-C outside of training. Checkpoints are written
-atomically, so that the last whole round is there whenever that happens. What stops a run is an
-`Interrupted`, on its way to where the fit was started.
+A second Ctrl-C stops at once; so do SIGTERM and a Ctrl-C outside of training. Checkpoints are written
+atomically, so that the last completed round is always saved. A run stops by the exception `Interrupted`.
 
-Of several processes any may be asked, and all end after the same round: they tell each other when they
-meet. The one that forked the others passes the signal on and ends those that take too long.
+Of several processes any may get the signal; they agree when they exchange results, and end after the
+same round. The parent process passes the signal on and kills processes that take too long.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from fl_lightning.core.errors import Interrupted
 from fl_lightning.federation.checkpoints.files import LAST, AtomicCheckpointIO
 from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
 
-# How long a round may take to end after Ctrl-C; all is over within 5 s.
+# Seconds for a round to end after Ctrl-C; the run ends within 5 s.
 SECONDS_TO_END = 3.0
-# Processes that are not done by then, whatever they do, are ended by the one that forked them.
+# Seconds after which the parent kills processes that have not ended.
 _SECONDS_TO_DIE = 4.2
-# One key press may arrive twice: from the terminal and from a program that passes it on.
+# Signals within this time are one key press: it may arrive from the terminal and from a program.
 _ONE_KEY_PRESS = 0.25
 _PROMISE = (
     f"\nCtrl-C: stops at the end of this round, or without it in {SECONDS_TO_END:.0f} s. "
@@ -42,9 +41,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Make Ctrl-C raise `Interrupted` inside the block, and end the process the second time.
+    """Make Ctrl-C raise `Interrupted` inside the block; a second one ends the process.
 
-    Also where it was ignored, as in the background of a script: nobody sends it for nothing.
+    This also holds if the signal was ignored, as in the background of a script.
     """
     before = _install({signal.SIGINT: _raise_at_once})
     try:
@@ -65,7 +64,7 @@ def _raise_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _install(handlers: Mapping[int, Handler]) -> dict[int, Handler]:
-    """Install signal handlers and return the old ones; outside the main thread do nothing."""
+    """Install signal handlers and return the earlier ones; outside the main thread do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     before = {signum: signal.getsignal(signum) for signum in handlers}
@@ -75,10 +74,10 @@ def _install(handlers: Mapping[int, Handler]) -> dict[int, Handler]:
 
 
 class Interruption(Callback):
-    """Stops a fit at a whole round when Ctrl-C is pressed.
+    """Stops a fit after a completed round when Ctrl-C is pressed.
 
     Attributes:
-        is_asked: whether it was pressed in this process or, once they have met, in another one.
+        is_asked: whether it was pressed, in this process or, after an exchange, in another one.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class Interruption(Callback):
         self.is_asked = self._is_agreed = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install this file's signal handlers."""
+        """Install the signal handlers of training."""
         self._parent = os.getppid()
         handlers: dict[int, Handler] = {signal.SIGINT: self._ask, signal.SIGALRM: _give_up}
         if not _is_requeued(trainer):
@@ -103,7 +102,7 @@ class Interruption(Callback):
         self._before = _install(handlers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop if asked to, after the round before this one, with a checkpoint of it."""
+        """Stop after the previous round, with a checkpoint of it, if Ctrl-C was pressed."""
         if not self._stops(trainer):
             return
         self._let_go()
@@ -122,15 +121,15 @@ class Interruption(Callback):
 
     @contextmanager
     def passed_on(self, kill: Callable[[int], None]) -> Iterator[None]:
-        """Pass Ctrl-C on to the processes that were forked from this one to train.
+        """Pass Ctrl-C on to forked processes inside the block.
 
         Args:
-            kill: sends them a signal, with SIGKILL waits for their end.
+            kill: sends a signal to the processes; with SIGKILL it waits for their end.
         """
         own = os.getpid()
 
         def give_up(signum: int, frame: FrameType | None) -> NoReturn:
-            if os.getpid() == own:  # else one that was forked, and does not train yet or any more
+            if os.getpid() == own:  # else a forked process that does not train yet or any more
                 kill(signal.SIGKILL)
             raise Interrupted(signal.SIGTERM if signum == signal.SIGTERM else signal.SIGINT)
 
@@ -149,7 +148,7 @@ class Interruption(Callback):
         self._before = _install(
             {signal.SIGINT: ask, signal.SIGALRM: give_up, signal.SIGTERM: give_up}
         )
-        self._is_forked = True  # so the processes will be that inherit this object
+        self._is_forked = True  # true in the forked processes, which inherit this object
         try:
             yield
         finally:
@@ -163,11 +162,13 @@ class Interruption(Callback):
         self._before = {}
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if os.getppid() != self._parent:  # it has died, of which the system tells by this signal
+        if (
+            os.getppid() != self._parent
+        ):  # the parent has died, which the system reports by this signal
             raise Interrupted(signum)
         if not self._asked_at:
             self.is_asked, self._asked_at = True, time.monotonic()
-            # again and again: Python passes over what is raised in some places
+            # repeatedly: Python ignores exceptions in some places
             signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_END, 1.0)
             if not self._is_forked:
                 os.write(2, _PROMISE.encode())
@@ -183,7 +184,7 @@ class Interruption(Callback):
 
 
 def interruption_of(trainer: Trainer) -> Interruption | None:
-    """Return a Trainer's callback of this kind, if it has one."""
+    """Return a Trainer's `Interruption`, if it has one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, Interruption)), None)
 
@@ -193,20 +194,20 @@ def _give_up(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    # again and again until the run has ended: Python passes over what is raised in some places
+    # repeatedly until the run has ended: Python ignores exceptions in some places
     _install({signal.SIGALRM: _stop_at_once})
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     raise Interrupted(signal.SIGTERM)
 
 
 def _is_requeued(trainer: Trainer) -> bool:
-    """Return whether SIGTERM is SLURM's word for a run that Lightning takes up again by itself."""
+    """Return whether SIGTERM of SLURM makes Lightning requeue the run."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 def _save_if_missing(trainer: Trainer) -> None:
-    """Save the round that has ended unless that was done; to be called by all processes."""
+    """Save the last round unless it is saved; to be called by all processes."""
     folder = next(iter(checkpoint_folders(trainer)), None)
     if folder is None or trainer.global_step == 0:  # checkpoints are switched off
         return

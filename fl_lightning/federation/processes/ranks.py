@@ -1,8 +1,8 @@
-"""The processes of a run: who trains which clients, and how they tell each other what they know.
+"""The processes of a run: their communication, and their shares of clients.
 
-Between two meetings, one per round, every process trains its clients without a word. Whatever goes
-wrong with a client is kept until then: a process that ended early would leave the others waiting.
-They speak through the process group that Lightning has opened: gloo on CPUs, NCCL on GPUs.
+Processes exchange results once per round. A client's failure is kept until then: a process that ended
+early would leave the others waiting. They communicate through Lightning's process group: gloo on CPUs,
+NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fl_lightning.core.seeds import Integers
 
 
 class Ranks:
-    """The processes of a Trainer; alone, it is its own whole world.
+    """The processes of a Trainer, as one of them sees them.
 
     Attributes:
-        rank: of this process.
-        size: how many there are.
+        rank: rank of this process, in [0, size).
+        size: number of processes.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,16 +50,16 @@ class Ranks:
 def shares(work: Integers, num_shares: int) -> list[Integers]:
     """Divide clients among processes, as evenly as their work allows.
 
-    Longest processing time first: clients in decreasing order of their work, each to the process with
-    the least so far. The busiest process then has at most 4/3 of the best possible share (Graham 1969,
-    Bounds on multiprocessing timing anomalies, Theorem 2). Every process works out all shares for itself.
+    Longest processing time first: clients in decreasing order of work, each to the process with the least
+    work so far. The busiest process has at most 4/3 of its work in the best division (Graham 1969, Bounds
+    on multiprocessing timing anomalies, Theorem 2).
 
     Args:
-        work: of each client, e.g. local batches, shape (number of clients,).
-        num_shares: number of processes; some get nothing if there are fewer clients.
+        work: amount of work of each client, e.g. local batches, shape (number of clients,).
+        num_shares: number of processes.
 
     Returns:
-        For every process the positions in ``work``, increasing.
+        For every process, the increasing positions of its clients in ``work``.
 
     Example:
         >>> [share.tolist() for share in shares(np.array([5, 1, 4, 1, 3]), 2)]

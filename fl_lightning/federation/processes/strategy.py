@@ -1,7 +1,7 @@
 """``trainer.strategy: federated``: several processes, each training other clients of a round.
 
-Clients train apart, so no gradient is exchanged: the module is not wrapped. The processes start
-from the same weights, meet once per round (see `Round`) and share out validation and test.
+Clients train independently, so no gradients are exchanged and the module is not wrapped. The processes
+start from the same weights, exchange results once per round, and share validation and test.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fl_lightning.federation.processes.fork import ForkLauncher
 class FederatedStrategy(DDPStrategy):
     """Several processes without gradient exchange.
 
-    On CPUs the processes are forked, take one thread each and speak through gloo. On GPUs there is one
-    process per GPU, started as by Lightning's ``ddp``, and they speak through NCCL. Processes that
-    torchrun or SLURM started are taken as they are.
+    On CPUs the processes are forked, have one thread each and use gloo. On GPUs there is one process per
+    GPU, started as by Lightning's ``ddp``, with NCCL. Processes that torchrun or SLURM started are used
+    as well.
 
-    Args: those of `lightning.pytorch.strategies.DDPStrategy` that are not about gradients.
+    Args: those of `lightning.pytorch.strategies.DDPStrategy`, without those on gradients.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -60,7 +60,7 @@ class FederatedStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         """Join the other processes."""
-        # which is about repeated examples; there are none, see `process_dataloader`
+        # a warning about repeated examples, which `process_dataloader` avoids
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         super().setup_environment()
 
@@ -69,7 +69,7 @@ class FederatedStrategy(DDPStrategy):
         """Set up module and optimizers.
 
         Raises:
-            ConfigurationError: for a fit without rounds, which would train a module per process.
+            ConfigurationError: for a fit without a federation, which would train a module per process.
         """
         in_rounds = getattr(trainer.datamodule, "trains_in_rounds", False)  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING and not in_rounds:
@@ -81,7 +81,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Give every process the weights and buffers of the first."""
+        """Broadcast weights and buffers of the first process."""
         assert self.model is not None
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
@@ -91,7 +91,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate every example once, where Lightning would repeat a few to pad."""
+        """Evaluate every example once, where Lightning would repeat some for equal shares."""
         batches = getattr(dataloader, "batch_sampler", None)
         for owner in (dataloader, batches):
             sampler = getattr(owner, "sampler", None)
@@ -100,12 +100,12 @@ class FederatedStrategy(DDPStrategy):
         return super().process_dataloader(dataloader)
 
     def on_validation_start(self) -> None:
-        """Begin to reduce what the module logs."""
+        """Begin to reduce the values that the module logs."""
         assert self.lightning_module is not None
         self._logs = EvaluationLogs(self.lightning_module).start()
 
     def on_validation_end(self) -> None:
-        """Give the module its own logging back."""
+        """Restore the module's own logging."""
         if self._logs is not None:
             self._logs.stop()
 
@@ -113,13 +113,13 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate a batch, whose size weighs what is logged."""
+        """Evaluate a batch, with its size as the weight of logged means."""
         with self._weighing(*args):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate a batch, whose size weighs what is logged."""
+        """Evaluate a batch, with its size as the weight of logged means."""
         with self._weighing(*args):
             return super().test_step(*args, **kwargs)
 
@@ -134,17 +134,17 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this one started: they would wait for it."""
+        """End the processes that this process started: they would wait for it."""
         super().on_exception(exception)
         if self.launcher is not None:
             self.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def _without_padding(sampler: DistributedSampler[object]) -> None:
-    """Give the processes shares of unequal length; everything to all if some would be empty.
+    """Set shares of unequal length; if some would be empty, all processes evaluate everything.
 
-    Without a batch a process would not know the names of the metrics that the others reduce; means
-    over examples stay what they are if all evaluate the same ones.
+    A process without a batch would not know the names of the metrics to reduce; means over examples do
+    not change if all processes evaluate the same examples.
     """
     num_examples = len(sampler.dataset)  # type: ignore[arg-type]
     if num_examples < sampler.num_replicas:

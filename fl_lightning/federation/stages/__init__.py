@@ -1,4 +1,1 @@
-"""Stages of a round: corrections, personal models, staleness, privacy, attackers.
-
-In the order in which updates pass them, see `stages_of`.
-"""
+"""Stages of a round: corrections, personal models, staleness, privacy, attackers."""

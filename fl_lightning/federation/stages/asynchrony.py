@@ -1,17 +1,15 @@
-"""Which updates arrive for which step of an asynchronous server.
+"""Which updates arrive for each step of an asynchronous server.
 
-Who is started depends on who ends, and on no weight: step v of the server takes the K updates that
-arrive next, each from a client that was started when the model had version u ≤ v. Training then is what
-it is in any round, from the model of version u. Who ends next, a clock says. In simulation that is
-virtual time, and the whole story is told in advance, event by event: a pure function of (seed, devices,
-numbers of local steps), of which nothing needs to be saved. Over a network it is the order in which
-answers come; that order is recorded, and with it the story is the same pure function again.
+Which client starts next depends on which client ends, never on weights: step v of the server
+aggregates the next K updates to arrive, each of a client that started from model version u ≤ v and
+trained as in any round. A clock says which client ends next. In simulation it runs on virtual time: all
+steps are a pure function of (seed, devices, numbers of local steps), and nothing needs to be saved. Over
+a network the order in which answers arrive is recorded, which makes the steps reproducible as well.
 
-A client is not started again while its update waits in the buffer: of one version it trains once.
-Updates that arrive at the same moment are taken in before anybody is started anew.
+A client does not start again while its update waits in the buffer: it trains once per version. Updates
+that arrive at the same moment are all received before another client starts.
 
-The models from which clients at work began are kept as long as they are needed (`Versions`), and updates count less,
-the staler they are (`StaleUpdates`).
+`Versions` keeps models from which clients still train; `StaleUpdates` scales updates by their staleness.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ MOST_LOST_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The updates that one server step takes in."""
+    """The updates that one server step aggregates."""
 
-    # of the model that each client began from, by client, in increasing order of ids
+    # model version from which each client started, by increasing client id
     versions: dict[int, int]
-    durations: dict[int, float]  # how long each was at work, in seconds
+    durations: dict[int, float]  # training time of each client, in seconds
     seconds: float  # the time of the step
-    in_flight: frozenset[int]  # versions from which somebody is still at work
+    in_flight: frozenset[int]  # versions from which a client still trains
 
     def staleness(self, present: int) -> float:
         """Return the mean number of server steps between start and arrival."""
@@ -59,22 +57,22 @@ class ServerStep:
 
 
 class Arrivals:
-    """The steps of a run's server, worked out as far as they are asked for.
+    """The steps of an asynchronous server, computed on first access.
 
     Args:
-        clock: says who ends next.
-        num_clients: how many there are.
-        concurrency: at work at any time, in [1, num_clients].
-        buffer_size: updates per step, in [1, num_clients].
-        seed: of who is started.
+        clock: says which client ends next.
+        num_clients: number of clients.
+        concurrency: clients that train at any time, in [1, num_clients].
+        buffer_size: updates per server step, in [1, num_clients].
+        seed: seed of the choice of clients to start.
 
     Raises:
         ConfigurationError: if there are too few clients.
 
     Example:
         >>> from fl_lightning.client.clocks import VirtualClock
-        >>> from fl_lightning.client.devices import Fate
-        >>> clock = VirtualClock(lambda client, start: Fate(1, 1.0 + 2.0 * client, False))
+        >>> from fl_lightning.client.devices import WorkResult
+        >>> clock = VirtualClock(lambda client, start: WorkResult(1, 1.0 + 2.0 * client, False))
         >>> arrivals = Arrivals(clock, 2, 2, 1, 0)
         >>> [arrivals.step(number).versions for number in range(4)]
         [{0: 0}, {0: 1}, {1: 0}, {0: 2}]
@@ -138,7 +136,7 @@ class Arrivals:
             self._busy.add(client)
 
     def _drawn(self, wanted: int) -> list[int]:
-        """Return clients that are idle, uniformly at random, as many as wanted or as there are."""
+        """Draw idle clients uniformly at random, as many as wanted or available."""
         num_idle = self._num_clients - len(self._busy)
         if wanted >= num_idle:
             return [c for c in range(self._num_clients) if c not in self._busy] if num_idle else []
@@ -162,7 +160,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class ArrivingCohort(Cohort):
-    """The clients whose updates arrive, as a cohort; without arrivals nobody knows who it will be."""
+    """Cohort of the clients whose updates arrive; empty if arrivals are not simulated."""
 
     arrivals: Arrivals | None
     buffer_size: int
@@ -172,32 +170,32 @@ class ArrivingCohort(Cohort):
         return self.buffer_size
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the clients whose updates the step takes in, if they are known."""
+        """Return the ids of the clients whose updates the server step aggregates, if known."""
         known = {} if self.arrivals is None else self.arrivals.step(round_index).versions
         return np.array(list(known), np.int64)
 
 
 class StaleUpdates(Stage):
-    """Has updates count less, the staler they are."""
+    """Scales updates down by their staleness."""
 
     def __init__(self, rule: AsyncRule) -> None:
         self._rule = rule
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as the server takes them in, which are as stale as their start."""
+        """Return updates scaled by the staleness of their start."""
         start, updates = upload.start, upload.arrived
         drift = start.present.params - start.model.params if start.staleness else None
         deltas = self._rule.weighed(updates.deltas, start.staleness, drift)
         buffers = updates.buffers
         if buffers.numel():
-            # the present ones, with as much of these as counts: variances stay positive
+            # mixed with the current buffers, so that variances stay positive
             share = self._rule.weighed(buffers.new_ones(()), start.staleness, None)
             buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
         return (upload._replace(arrived=replace(updates, deltas=deltas, buffers=buffers)),)
 
 
 class KeptVersions(Stage):
-    """The versions of the global model from which clients are at work."""
+    """Stores the versions of the global model from which clients still train."""
 
     key = "versions"
 
@@ -207,7 +205,7 @@ class KeptVersions(Stage):
         self._present = 0
 
     def start(self, version: int, start: Start) -> Start:
-        """Return the start of clients that began with the model of a version, given the present one."""
+        """Return the start of clients that train from a version, given the current start."""
         if version == self._present:
             return start
         kept, present = self._models[version], start.present  # out of a checkpoint it is on the CPU
@@ -218,7 +216,7 @@ class KeptVersions(Stage):
         )
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Refuse other coordinates while clients are at work."""
+        """Raise if masks change while clients train."""
         if positions is not None and self._models:
             raise ConfigurationError(
                 "federation: asynchronous does not work with masks that change during the run: clients at "
@@ -227,18 +225,18 @@ class KeptVersions(Stage):
 
 
 class Versions(KeptVersions):
-    """The versions of the global model that an asynchronous run still needs."""
+    """Stores the versions of the global model that simulated clients still need."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()
         self._arrivals = arrivals
 
     def enter(self, run: Run) -> None:
-        """Learn whose optimizers they are, and how clients' work is drawn."""
+        """Receive the run's optimizer options and work plan."""
         self._local, self._plan = run.local, run.plan
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Keep the present version if it will be needed later, and forget what will not."""
+        """Store the current version if later steps need it, and drop versions that none needs."""
         version = self._present = round_index
         step = self._arrivals.step(version)
         if version in step.in_flight:
@@ -254,7 +252,7 @@ class Versions(KeptVersions):
         return self._plan.of(clients, [began.get(client, self._present) for client in clients])
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the older models from which clients began, those together that began alike."""
+        """Return the versions from which clients started, each with the clients that share it."""
         return [
             (self.start(version, start), work.where(work.rounds == version))
             for version in sorted(set(work.rounds.tolist()))
@@ -267,7 +265,7 @@ class Versions(KeptVersions):
         record.more["round/staleness"] = step.staleness(self._present)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the models that are kept, by version, and who arrived last."""
+        """Return the stored models by version, and the last arrivals."""
         return {
             "models": {version: dict(vars(model)) for version, model in self._models.items()},
             "options": dict(self._options),
@@ -277,7 +275,7 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Restore the kept models and the last arrivals."""
+        """Restore the stored models, and check that arrivals are the same."""
         if "present" not in state:
             raise ConfigurationError(
                 "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "
@@ -293,7 +291,7 @@ class Versions(KeptVersions):
         device = model.params.device  # checkpoints are read to the CPU
         kept = apply_to_collection(state["models"], Tensor, lambda tensor: tensor.to(device))
         self._models = {version: GlobalModel(**tensors) for version, tensors in kept.items()}
-        # of options, masks are where the parameters are; a learning rate is where it was
+        # masks lie on the device of the parameters, learning rates where they were
         self._options = apply_to_collection(
             dict(state.get("options", {})),
             Tensor,

@@ -1,4 +1,4 @@
-"""Clients that attack, to see what a defence is worth."""
+"""Simulated attackers, to test defences."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Attackers:
     """Which clients attack, and how: on their examples, on their updates or on both.
 
     Args:
-        fraction: of all clients, in [0, 1], rounded; always the same ones, drawn by the seed.
-        poison: what they train on instead of their examples, e.g. `LabelFlip`, `Trigger`.
-        forge: what they send instead of their updates, e.g. `SignFlip`, `ALIE`.
-        spared: clients that stay honest, e.g. the one that `FLTrust` trusts.
-        seed: of all that is drawn; the run's seed if None.
+        fraction: fraction of all clients that attack, in [0, 1]; the number of clients is rounded.
+        poison: change of the attackers' training examples, e.g. `LabelFlip`, `Trigger`.
+        forge: change of the attackers' updates, e.g. `SignFlip`, `ALIE`.
+        spared: clients that stay honest, e.g. the client that `FLTrust` trusts.
+        seed: seed of the choice of attackers and of all other draws; the run's seed if None.
 
     Raises:
         ConfigurationError: for a fraction out of range.
@@ -64,11 +64,11 @@ class Attackers:
 
     @property
     def traits(self) -> Traits:
-        """Nothing is proved with attackers; those who forge look at the updates of all clients."""
+        """Traits: attackers need a simulation and break privacy; forging needs single updates."""
         return _OF_FORGERY | _OF_ATTACKS if self.forge is not None else _OF_ATTACKS
 
     def choose(self, num_clients: int) -> list[int]:
-        """Return the attackers, increasing.
+        """Return the sorted ids of the attackers.
 
         Raises:
             ConfigurationError: if too few clients are left to choose from.
@@ -90,7 +90,7 @@ class Attackers:
         return chosen
 
     def enter(self, data: FederatedDataModule) -> None:
-        """Poison the attackers' training data, until `FederatedDataModule.poison` ends it."""
+        """Poison the attackers' training data, until `FederatedDataModule.poison` is called again."""
         if self.poison is None and self.forge is None:
             raise ConfigurationError(
                 "federation.attackers: give poison, forge or both, else nobody attacks"
@@ -99,10 +99,10 @@ class Attackers:
             data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))
 
     def wrap(self, aggregator: Aggregator, num_clients: int) -> Aggregator:
-        """Return an aggregator for which the attackers send something else.
+        """Return an aggregator that receives forged updates from the attackers.
 
         Raises:
-            ConfigurationError: if one of them is the client that the server trusts.
+            ConfigurationError: if the client that the server trusts is an attacker.
         """
         chosen = self.choose(num_clients)
         rule = aggregator

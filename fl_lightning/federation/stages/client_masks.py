@@ -1,12 +1,12 @@
-"""Clients that train a part of the model each: entries by a mask of their own, ranks of adapters.
+"""Clients that each train a part of the model: by masks of their own, or by adapters of different ranks.
 
-Masks are those of a Trainer's callback. With adapters of different ranks the server may change frozen weights:
+Masks come from a callback of the Trainer. With adapters, the server may change frozen weights:
 
-    down:     client i begins with the first r_i rows of A and columns of B; the rest is 0, and stays 0, as the
-              gradient of either is a product with the other
-    stepped:  W ← W + what the aggregator found for each layer
+    down:     client i starts from the first r_i rows of A and columns of B; the rest is 0, and stays 0, as
+              the gradient of either is a product with the other
+    stepped:  W ← W + the aggregator's change of each layer
 
-What is 0 does not travel, and is not counted.
+    Entries that are 0 are neither sent nor counted.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from fl_lightning.server.adapters import AdapterAggregator, Pair
 from fl_lightning.server.server import fedavg_optimizer
 from fl_lightning.updates.message import bytes_down, bytes_up
 
-# A client's mask, True where it may move; when it is asked for, the module holds what the client is sent
+# From a client to its mask, True where entries may change; the module then holds the client's start
 MaskOfClient: TypeAlias = Callable[[int], Mapping[str, Tensor]]
 OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 
 
 @runtime_checkable
 class HasClientMasks(Protocol):
-    """A callback that may know which entries each client may move.
+    """A callback that may give each client a mask of its own.
 
-    The optimizer's masks must allow all that any client may: the vectors of the run have these
-    coordinates. Of each client only its own travel.
+    The optimizer's masks must contain the masks of all clients: they define the coordinates of the
+    run's vectors. A client sends only the entries of its own mask.
     """
 
     def client_masks(self) -> MaskOfClient | None:
-        """Function from a client to its mask; None if all clients have the optimizer's."""
+        """Return a function from a client to its mask; None if all clients have the optimizer's."""
 
 
 def client_masks(trainer: Trainer) -> MaskOfClient | None:
-    """Function from a client to its mask; None if all clients have the optimizer's."""
+    """Return a function from a client to its mask; None if all clients have the optimizer's."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         masks = callback.client_masks() if isinstance(callback, HasClientMasks) else None
         if masks is not None:
@@ -62,7 +62,7 @@ def client_masks(trainer: Trainer) -> MaskOfClient | None:
 
 
 class MaskedClients(Stage):
-    """Has every client train under a mask of its own."""
+    """Trains every client under a mask of its own."""
 
     traits = OWN_MASKS
     one_at_a_time = "clients have masks of their own"
@@ -71,12 +71,12 @@ class MaskedClients(Stage):
         self._masks = masks
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains."""
+        """Receive the sequential engine."""
         self._local = run.local
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Find the client's mask, with the model in the module that it is sent."""
+        """Set the client's mask, found while the module holds the client's start."""
         if turn.counts:
             model = turn.start.present
             self._local.restore(model)
@@ -90,7 +90,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 class AdapterRounds(Stage):
-    """The clients' side of an aggregator of adapters, and the frozen weights that it changes."""
+    """Clients' side of an adapter aggregator, and its changes of frozen weights."""
 
     traits = NO_TRAITS  # the aggregator has them
 
@@ -112,7 +112,7 @@ class AdapterRounds(Stage):
         self.place(run.local.space, None)
 
     def _tiers(self, run: Run) -> list[int] | None:
-        """Place of each client in the aggregator's ranks, the slowest devices first; None without devices."""
+        """Return each client's index into the aggregator's ranks, slowest devices first; None without devices."""
         ranks, devices = self._aggregator.ranks, self._options.devices
         if ranks is None or not isinstance(devices, Devices):
             return None
@@ -158,13 +158,15 @@ class AdapterRounds(Stage):
             raise ConfigurationError(
                 f"{self._name} reads W + s B A, and DoRA scales its columns: leave use_dora out, or use Mean"
             )
-        if self._aggregator.changes_base and not layer.base_layer.weight.is_floating_point():
+        dtype = layer.base_layer.weight.dtype
+        if self._aggregator.changes_base and dtype not in (torch.float32, torch.float64):
             raise ConfigurationError(
-                f"{self._name} adds to the frozen weights, which are in 4 bits: leave four_bit out"
+                f"{self._name} adds small changes to the frozen weights, which {dtype} would round away: "
+                "load them in float32 (dtype: float32, without four_bit), or use Mean"
             )
 
     def _kept(self, model: GlobalModel, rank: int | None) -> Tensor | None:
-        """Coordinates that clients of a rank have, bool of shape (k,); None for all."""
+        """Return the coordinates that clients of a rank train, bool of shape (k,); None for all."""
         if rank is None or all(rank >= pair.rank for pair in self._aggregator.pairs):
             return None
         kept = torch.ones(1, len(model.params))
@@ -174,7 +176,7 @@ class AdapterRounds(Stage):
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the truncated models, one for each rank."""
-        # what changed the frozen weights last is sent as stacked factors
+        # the last change of the frozen weights is sent as stacked factors
         size = start.model.params.element_size()
         start = start._replace(num_bytes=start.num_bytes + size * self._aggregator.num_stacked)
         clients: dict[int | None, list[Any]] = {}
@@ -186,7 +188,7 @@ class AdapterRounds(Stage):
             if kept is not None:
                 smaller = GlobalModel(model.params * kept, model.buffers)
                 saved = 0
-                if not self._options.download:  # whose transforms count what they send themselves
+                if not self._options.download:  # its transforms count the bytes themselves
                     saved = bytes_down(model.params, model.buffers)
                     saved -= bytes_down(model.params, model.buffers, kept)
                 piece = start._replace(model=smaller, num_bytes=start.num_bytes - saved)
@@ -194,7 +196,7 @@ class AdapterRounds(Stage):
         return pieces
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Mark what clients of a rank send."""
+        """Mark the entries that clients of a rank send."""
         whole = upload.arrived
         kept = self._kept(upload.start.model, self._aggregator.rank_of(whole.client_ids[0]))
         if kept is None:

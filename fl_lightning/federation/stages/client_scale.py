@@ -1,4 +1,4 @@
-"""The fp16 gradient scale, which must not carry anything from one client to the next.
+"""The fp16 gradient scale, which must carry nothing from one client to the next.
 
 Every client starts from the scale that the round began with; the next round begins with the
 lowest scale at which a client of this round ended. So a client's result does not depend on who
@@ -18,34 +18,34 @@ from fl_lightning.federation.stage import Processes, Stage, Turn
 
 
 class ClientScale(Stage):
-    """Winds the scale back before each client."""
+    """Resets the gradient scale before each client."""
 
     def __init__(self, scale: GradientScale) -> None:
         self._scale = scale
         self._lowest: dict[str, Any] | None = None
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Begin the round with the present scale."""
+        """Remember the current scale as that of the round's start."""
         self._scale.start_round()
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Note where a client ended and wind back for the next."""
+        """Note the scale at which a client ended, then reset it."""
         if not turn.counts:
             yield
             return
         try:
             yield
         except BaseException:  # also an interruption, after which a checkpoint may follow
-            self._scale.wind_back()
+            self._scale.reset()
             raise
-        end = self._scale.present()
+        end = self._scale.state()
         if self._lowest is None or _rank(end) < _rank(self._lowest):
             self._lowest = end
-        self._scale.wind_back()
+        self._scale.reset()
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Merge how low the scale fell in every process."""
+        """Find the lowest scale over all processes."""
         ends = [end for end in processes.gather(self._lowest) if end is not None]
         self._lowest = min(ends, key=_rank, default=None)
 

@@ -1,4 +1,4 @@
-"""A correction at work in a run: terms from memories, memories from updates, their mean.
+"""Corrections such as SCAFFOLD in a run: gradient terms, client states and their mean.
 
     m ← m + 1/N Σ_{i in S} (m_i⁺ - m_i)        N: all clients,  S: those whose updates were accepted
 
@@ -56,13 +56,13 @@ class Corrector(Correcting, SpansNetwork):
     ) -> None:
         self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
-        self._change: Tensor | None = None  # of the last client that learnt
+        self._change: Tensor | None = None  # of the state of the last client that trained
         self.learns, self.traits = correction.remembers, correction.traits
         if correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and who remembers."""
+        """Check the optimizers, and receive the run's module, memory and local step."""
         for optimizer in run.optimizers:
             self.correction.check(run.module, optimizer)
         if any_maximises(run.optimizers):
@@ -77,7 +77,7 @@ class Corrector(Correcting, SpansNetwork):
         self._solver = LocalSolver(*run.optimizers, pull=self.correction.pull)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Forget what an unfinished round has learnt."""
+        """Begin new sums, without those of an unfinished round."""
         like = model.params
         self._device = like.device
         self._kept = like if self.correction.needs_mean else like.new_empty(0)
@@ -87,11 +87,11 @@ class Corrector(Correcting, SpansNetwork):
 
     @property
     def kind(self) -> str | None:
-        """Name of a correction with memories in checkpoints; None without."""
+        """Name of the correction in checkpoints; None if it has no client states."""
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return a client's term for this round."""
+        """Return the term that a client adds to its gradients in this round."""
         term = self.correction.term(self._recalled(client), self._mean)
         if term.pull != self.correction.pull:
             name = type(self.correction).__name__
@@ -103,7 +103,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Gives the module the logits with which this client trains."""
+        """Calibrates the module's logits for the client inside the block, for FedLC."""
         labels = partial(self._plan.labels, turn.work)
         logits = self.correction.calibrated(self._module, labels)
         if logits is None:
@@ -118,7 +118,7 @@ class Corrector(Correcting, SpansNetwork):
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Add to gradients and losses of local steps what this client adds."""
+        """Add the client's terms to gradients and losses of local steps inside the block."""
         if not turn.is_corrected:
             yield
             return
@@ -136,7 +136,7 @@ class Corrector(Correcting, SpansNetwork):
             self._step.term = self._step.contrast = None
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Update the correction's memory after a client's round; not if its optimizer took no step."""
+        """Compute a client's new state; without optimizer steps it stays as it is."""
         taken = update.optimizer_steps
         num_steps = update.num_steps if taken is None else taken
         has_stepped = num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
@@ -147,12 +147,11 @@ class Corrector(Correcting, SpansNetwork):
             with self._collector.listening_to(self._module):
                 return self._gradient(start.model, work)
 
-        outcome = Outcome(
-            start.model.params,
-            update.delta,
-            lambda: self._solver.travel(num_steps, self._local.space),
-            gradient,
-        )
+        def travel() -> Tensor | float:
+            self._local.check_one_rate()
+            return self._solver.travel(num_steps, self._local.space)
+
+        outcome = Outcome(start.model.params, update.delta, travel, gradient)
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
         return partial(self._remember, update.client_id, before, after)
@@ -165,22 +164,22 @@ class Corrector(Correcting, SpansNetwork):
             self._num_changes += 1
 
     def to_sites(self) -> Mapping[str, Tensor]:
-        """Return the mean of memories, where clients need it."""
+        """Return the mean of clients' states, if clients read it."""
         is_read = self.correction.needs_mean and self.correction.reads_mean
         return {"mean": self._mean} if is_read and self._mean is not None else {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Receive the mean."""
+        """Receive the mean of clients' states."""
         mean = told.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return the change of a client's memory, if it has learnt."""
+        """Return the change of a client's state, if it has changed."""
         change, self._change = self._change, None
         return {} if change is None else {"change": change}
 
     def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
-        """Add up what a client has learnt."""
+        """Add the change of a remote client's state to the sum."""
         if "change" in told:
             change = told["change"].to(self._device)
             if (change.shape, change.dtype) != (self._kept.shape, self._kept.dtype):
@@ -194,28 +193,28 @@ class Corrector(Correcting, SpansNetwork):
             self._num_changes += 1
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Count what travels besides the update."""
+        """Count the bytes of the change of a client's state."""
         num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
         return (upload._replace(num_bytes=num_bytes),)
 
     def _bytes_up(self, like: Tensor) -> int:
-        """Return the bytes that a client sends besides its update: the change of its memory."""
+        """Return the bytes of the change of a client's state, if it is sent."""
         rule = self.correction
         travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
         return _num_bytes(like) if travels else 0
 
     def _bytes_down(self, like: Tensor) -> int:
-        """Return the bytes that a client gets besides the model, shape (k,): the mean."""
+        """Return the bytes of the mean of clients' states, if it is sent."""
         rule = self.correction
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Send the mean of clients' correction states with the model, where clients need it."""
+        """Count the bytes of the mean of clients' states."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Extra bytes that a client uploads, and downloads, in a round because of its memory."""
+        """Return the extra bytes that a client uploads and downloads per round for its state."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -231,13 +230,13 @@ class Corrector(Correcting, SpansNetwork):
             self._mean = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Return the server's descent direction; to be called after `settle`."""
+        """Return the corrected descent direction of the server; to be called after `settle`."""
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Move memories to other coordinates; what is new is 0.
+        """Move client states to the new layout, with 0 in new coordinates.
 
-        Memories that are models are dropped: 0 is no weight that a model had.
+        States that are models are dropped: 0 would be no weight of that model.
         """
         if positions is None:
             return
@@ -256,24 +255,24 @@ class Corrector(Correcting, SpansNetwork):
         return None if vector is None else vector.to(self._device)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the mean; not the memories."""
+        """Return kind and mean; client states are saved apart."""
         if not self.correction.remembers:
             return None
         return {"kind": self.kind, "mean": self._mean}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Refuse the memories of another correction."""
+        """Raise if the checkpoint is of another correction."""
         check_same("correction", (state or {}).get("kind"), self.kind)
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
         """Restore what `state_dict` returned."""
         self.open(0, model)
-        state = state or {}  # nothing is saved of a correction without memories
+        state = state or {}  # nothing is saved of a correction without client states
         mean = state.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
     def round_state(self) -> dict[str, Any]:
-        """Return the sums of the open round; memories are kept apart."""
+        """Return the sums of the open round; client states are kept apart."""
         return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
 
     def load_round_state(self, state: dict[str, Any]) -> None:
@@ -287,7 +286,7 @@ def _num_bytes(like: Tensor) -> int:
 
 
 class StepCounts(Stage):
-    """Attaches to updates how many gradients they add up to, for aggregators that divide by it."""
+    """Attaches the effective number of gradient steps to updates, for aggregators that divide by it."""
 
     traits = NO_TRAITS
 
@@ -295,13 +294,14 @@ class StepCounts(Stage):
         self._pull = 0.0 if correction is None else correction.pull
 
     def enter(self, run: Run) -> None:
-        """Learn by which optimizer clients train."""
-        self._solver = LocalSolver(*run.optimizers, pull=self._pull)
-        # refuses what has no such number; after one step all momenta are alike
+        """Receive the clients' optimizers; raise if they have no effective number of steps."""
+        self._local, self._solver = run.local, LocalSolver(*run.optimizers, pull=self._pull)
+        # raises without such a number; two steps, as momentum does not matter in the first
         self._solver.effective_steps(2)
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Attach the number of local gradient steps to each update."""
+        """Attach the effective number of gradient steps to each update."""
+        self._local.check_one_rate()
         updates = upload.arrived
         taken = updates.optimizer_steps or [None] * len(updates.num_steps)
         pairs = zip(updates.num_steps, taken, strict=True)

@@ -1,4 +1,4 @@
-"""Simulated devices, and, where the server waits for nobody, who arrives when, in virtual time."""
+"""Simulated devices and virtual time, of synchronous and of asynchronous servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.client.clocks import Ended, RecordedArrivals, RecordedClock, VirtualClock, Visit
-from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.client.devices import Devices, Fleet, WorkResult
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.plan import WorkPlan
@@ -23,22 +23,22 @@ from fl_lightning.server.staleness import AsyncRule
 
 
 class SimulatedDevices(Stage):
-    """The devices of a server that waits for its cohort."""
+    """Simulated devices where the server waits for its cohort."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work that clients finish on their devices, without those whose update will not come."""
+        """Return the work that clients finish on their devices, without clients whose update is lost."""
         sending = []
         for client in work:
             steps = self._plan.batches_of_steps(client)
-            fate = self._fleet.fate(client.client_id, len(steps), draw=client.round_index)
-            record.durations[client.client_id] = fate.seconds
-            if fate.is_lost and steps:
+            result = self._fleet.result(client.client_id, len(steps), draw=client.round_index)
+            record.durations[client.client_id] = result.seconds
+            if result.is_lost and steps:
                 record.lost.append(client.client_id)
             else:
-                sending.append(client.head(sum(steps[: fate.num_steps])))
+                sending.append(client.head(sum(steps[: result.num_steps])))
         return GroupWork.of(sending)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -48,12 +48,12 @@ class SimulatedDevices(Stage):
 
 @dataclass(frozen=True)
 class VirtualTime:
-    """Simulated time of a run: devices, arrivals, staleness."""
+    """Simulated time of a run: its devices and arrivals, and the rule of an asynchronous server."""
 
     fleet: Fleet | None = None  # the clients' devices; None if time is not simulated
-    # how stale updates count; None if the server waits for its cohort
+    # weighs stale updates; None if the server waits for its cohort
     rule: AsyncRule | None = None
-    # who arrives when; None likewise, and where that is not simulated
+    # order of arrivals; None if the server waits for its cohort, or if clients are remote
     arrivals: Arrivals | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class VirtualTime:
         """Return the time of a run.
 
         Raises:
-            ConfigurationError: for a rule, and nobody who says who arrives when.
+            ConfigurationError: for an asynchronous rule without devices.
         """
         if rule is None:
             if not isinstance(devices, Devices) or elsewhere:
@@ -88,14 +88,14 @@ class VirtualTime:
             )
         fleet = Fleet(devices, len(num_steps), seed)
 
-        def fate_of(client: int, start: int) -> Fate:
-            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
+        def result_of(client: int, start: int) -> WorkResult:
+            return fleet.result(client, max(1, int(num_steps[client])), draw=start)
 
-        return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
+        return cls(fleet, rule, Arrivals(VirtualClock(result_of), *counts, seed))
 
     @property
     def cohort(self) -> ArrivingCohort | None:
-        """Whose updates arrive for each step of an asynchronous server."""
+        """Cohorts of an asynchronous server; None if the server waits for its cohort."""
         rule = self.rule
         return None if rule is None else ArrivingCohort(self.arrivals, rule.buffer_size)
 

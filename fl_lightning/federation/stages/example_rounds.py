@@ -1,9 +1,9 @@
-"""Differential privacy of examples at work in a run: clients' batches, their noise, what it costs.
+"""Differential privacy of examples in a run: clients' batches, noise and privacy cost.
 
-    local step:  batch by coins → Σ clip(∇ℓ_i) + noise → ÷ expected batch → the client's optimizer
+    local step:  Poisson batch → Σ clip(∇ℓ_i) + noise → ÷ expected batch size → the client's optimizer
 
-What the server gets is private by itself: nothing is done to the aggregate. A round counts as spent
-by everybody in its cohort the moment it opens, whether or not their updates arrive.
+Updates are private by themselves: the aggregate gets no noise. A round counts as spent for its whole
+cohort when it opens, whether or not updates arrive.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.privacy import warn_of_unprotected
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Turn
@@ -35,7 +36,7 @@ from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
 
-# What tells the words for a step's noise from those for its batch.
+# Key that separates the random stream of a step's noise from that of its batch.
 _NOISE = 1
 
 
@@ -63,12 +64,12 @@ class ExampleRounds(PrivateStage):
         self.draws = self
 
     def say_cost(self, trainer: Trainer) -> None:
-        """Say, before training, what the run will have cost, and what ε does not cover."""
+        """Log the run's privacy cost before training, and what ε does not cover."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
         warn_of_unprotected(trainer, self.privacy)
 
     def enter(self, run: Run) -> None:
-        """Make local steps take private gradients."""
+        """Make local steps use private gradients."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
             raise ConfigurationError(
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
@@ -81,22 +82,23 @@ class ExampleRounds(PrivateStage):
             run.step.loss,
             takes_index=takes_index(run.module.training_step),
             collector=self._collector,
+            ignore=NOT_THE_USERS,
         )
         run.step.examples = self.gradient
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Name the client whose steps come next."""
+        """Note the client whose steps come next."""
         self._whose = turn.work.client_id, turn.work.round_index
         yield
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Spend a round."""
+        """Count the round as spent."""
         self.ledger.check_open(round_index)
         self.ledger.count_round(round_index)
 
     def close(self, record: RoundRecord) -> None:
-        """Put what was spent into a round's record, and take out what may not be seen."""
+        """Record the privacy spent; remove numbers that no noise protects."""
         noise = self.ledger.mechanism.noise_of_gradients
         facts = {"privacy/clip_norm": self.privacy.clip_norm}
         if noise:
@@ -126,12 +128,12 @@ class ExampleRounds(PrivateStage):
         )
 
     def gradient(self, batch: Any, size: int, index: int) -> Tensor | None:
-        """Set the private gradient of a client's batch, and return the mean loss where it may be known.
+        """Set the private gradient of a client's batch; return the mean loss, None if logs may not have it.
 
         Args:
-            batch: ready for the training step; anything if it is empty.
-            size: examples in it.
-            index: number of the step in the client's round.
+            batch: a batch ready for the training step; ignored if it is empty.
+            size: examples in the batch.
+            index: index of the client's local step in the round.
         """
         client, round_index = self._whose
         mechanism, clip_norm = self.ledger.mechanism, self.privacy.clip_norm
@@ -160,7 +162,7 @@ class ExampleRounds(PrivateStage):
         return None if losses is None or self._collector is None else losses.mean()
 
     def _plain(self, batch: Any, size: int, index: int, scale: float) -> Tensor | None:
-        """Neither clip nor add noise: to the bit the gradient of a batch of the expected size."""
+        """Return the loss and set the plain gradient, scaled to a batch of the expected size."""
         loss = self._run.step.loss(batch, index) if size else None
         if loss is None:
             return None
@@ -174,7 +176,7 @@ def _to_steps(grid: Grid, draw: Draw, gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _set_gradients(space: Space, vector: Tensor) -> None:
-    """Make a vector, shape (k,), the gradients of what trains; 0 where entries are frozen."""
+    """Set the parameters' gradients from a vector, shape (k,); 0 where entries are frozen."""
     for param, index, part in space.entries(vector):
         part = part.to(param.dtype)
         if index is None:

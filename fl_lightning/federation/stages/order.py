@@ -1,11 +1,11 @@
-"""The stages of a run, in the one order that makes sense, and the aggregator that goes with them.
+"""The stages of a run, in their order, and the run's aggregator.
 
-devices, older models    who will send, and what they begin from
+devices, older models    whose updates will arrive, and from which model they start
 fp16 scale, masks, personal models, corrections    how clients train
 the user's own
-transport                what travels: compression, error feedback, bytes
-staleness                how the server weighs what arrives
-secure sums, privacy     what it may see; what it releases is made private before anything else
+transport                compression, error feedback, bytes
+staleness                how the server weighs updates
+secure sums, privacy     what the server may see; noise is added to the aggregate before anything else
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.server import as_aggregator
 
-# under which checkpoints hold what is no stage's
+# keys of a checkpoint's state that belong to no stage
 RUN_KEYS: set[str | None] = {
     *(
         "space",
@@ -85,13 +85,13 @@ def stages_of(
 
 
 def _before_steps(run: Run, options: Options, time: VirtualTime) -> list[Stage]:
-    """Stages that decide who trains, from which model, and which parts of it."""
+    """Return the stages that choose which clients train, from which model, and which parts of it."""
     stages: list[Stage] = []
     if time.arrivals is not None:
         stages.append(Versions(time.arrivals))
     elif time.fleet is not None:
         stages.append(SimulatedDevices(time.fleet, run.plan))
-    if run.scale.is_at_work:
+    if run.scale.is_active:
         stages.append(ClientScale(run.scale))
     if (masks := client_masks(run.trainer)) is not None:
         stages.append(MaskedClients(masks))
@@ -101,7 +101,7 @@ def _before_steps(run: Run, options: Options, time: VirtualTime) -> list[Stage]:
 
 
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
-    """Refuse what the user's own stages may not have."""
+    """Raise if a stage of the user's own has a key or a kind that is reserved."""
     ids = set(map(id, own))
     taken = RUN_KEYS | {stage.key for stage in stages if id(stage) not in ids}
     for stage in own:
@@ -125,7 +125,7 @@ def run_aggregator(
     """Return the aggregator of a run's updates.
 
     Raises:
-        ConfigurationError: for a rule that means nothing with their optimizer.
+        ConfigurationError: for an aggregator that does not fit the clients' optimizer.
     """
     aggregator, masks_differ = as_aggregator(given), client_masks(trainer) is not None
     if aggregator.protection is not None:

@@ -1,7 +1,7 @@
-"""Personalisation at work in a run: what a client begins with, trains by itself and keeps.
+"""Personalisation in a run: loading, training and storing clients' personal tensors.
 
-A client's own tensors are hosted in the module while it trains, and count from the round's end on,
-as its update does. The server sees nothing of them.
+A client's personal tensors are in the module while the client trains. New ones take effect when the
+server has stepped. The server never sees them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Masks = Mapping[str, Tensor]
 
 
 class Personaliser(KeepsTensors):
-    """Hosts clients' own tensors in the module of a fit.
+    """Loads clients' personal tensors into the module, trains and stores them.
 
     Attributes:
-        names: of the tensors that clients have for themselves.
+        names: names of the personal tensors.
     """
 
     key = "personal"
@@ -47,7 +47,7 @@ class Personaliser(KeepsTensors):
         self._mixture: Tensor | None = None
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains, and tell its sequential engine what is own."""
+        """Receive the run, and tell its sequential engine which tensors are personal."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory.clients, run.local
         self._step, self._plan, self._scale = run.step, run.plan, run.scale
@@ -70,12 +70,12 @@ class Personaliser(KeepsTensors):
 
     @property
     def kind(self) -> str | None:
-        """Name of the rule in checkpoints; None where clients keep nothing."""
+        """Name of the rule in checkpoints; None if no tensor is personal."""
         return type(self._rule).__name__ if self.names else None
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
-        """Loads this client's personal parameters inside the block, then the global ones."""
+        """Loads the client's personal tensors inside the block, and the global ones after it."""
         client, self._trained = turn.work.client_id, None
         if self.names and not self._rule.beside:
             self._local.host(self.own(client))
@@ -89,7 +89,7 @@ class Personaliser(KeepsTensors):
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Train the own part ahead of the shared steps, apart from them, or after them."""
+        """Train the personal tensors before, besides or after the steps on the shared ones."""
         if turn.counts and self._rule.own_epochs:
             self._train_ahead(turn)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
@@ -98,7 +98,7 @@ class Personaliser(KeepsTensors):
             self._train_after(turn)
 
     def _train_ahead(self, turn: Turn) -> None:
-        """Train a hosted client's own part alone."""
+        """Train the personal tensors alone, before the shared steps."""
         model, work, masks = turn.start.model, turn.work, turn.masks
         assert self._rule.own_epochs is not None
         epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
@@ -107,9 +107,9 @@ class Personaliser(KeepsTensors):
             self._local.host(self._train(model, epochs, seed, masks))
 
     def _train_after(self, turn: Turn) -> None:
-        """Train a client's copy of the model, if it has one, and note what it is to keep.
+        """Train a client's own copy of the model, if the rule has one, and note the tensors to store.
 
-        Its steps are those of the client's share: the same batches, draws and masks.
+        The copy takes the same steps as the shared model: the same batches, draws and masks.
         """
         self._trained, self._mixture = self._local.kept, None
         if not (self.names and self._rule.beside):
@@ -143,12 +143,12 @@ class Personaliser(KeepsTensors):
         masks: Masks | None,
         mixing: Mixing | None = None,
     ) -> Tensor:
-        """Return the own tensors after local steps of which nothing else is kept."""
+        """Return the personal tensors after local steps that leave nothing else behind."""
         steps = self._plan.steps(work)
-        metrics, scale = MetricStates(self._metrics), self._scale.present()
+        metrics, scale = MetricStates(self._metrics), self._scale.state()
         seed_global_generators(seed)
         try:
-            self._scale.wind_back()
+            self._scale.reset()
             with self._step.counts.of(work):
                 self._local.train(
                     model,
@@ -162,26 +162,26 @@ class Personaliser(KeepsTensors):
             raise ClientFailure(failure.client_id, located) from failure.__cause__
         finally:
             metrics.put_back()
-            self._scale.go_on_from(scale)
+            self._scale.restore(scale)
         return self._local.kept
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Store the personal parameters of a client whose update is used."""
+        """Store the personal tensors of a client whose update is used."""
         self._memory.put(MEMORY, client, own)
         if self._mixture is not None:
             self._memory.put(MIXTURE, client, self._mixture)
 
     def own(self, client: int) -> Tensor | None:
-        """Personal parameters of a client, shape (o,); None if it never took part."""
+        """Return a client's personal tensors, shape (o,); None if it never took part."""
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Kind and names of the personal parameters; the tensors are in the memory."""
+        """Return kind and names of the personal tensors; their values are client states."""
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Check a checkpoint's state: a copy keeps the parameters that trained when its run began."""
+        """Raise for another rule; a client's copy keeps the names that it had when the run began."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
             own = self.state_dict()

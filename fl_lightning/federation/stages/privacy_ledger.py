@@ -1,7 +1,7 @@
-"""The privacy budget of a run: its limit, its spending, and their report.
+"""The privacy budget of a run: its limit, spending and report.
 
-ε before training for all planned rounds; a round that would exceed the budget does not run; what was
-spent is in the checkpoint, and a run that is resumed counts on with the noise that it had.
+ε of all planned rounds is logged before training. A round that would exceed the budget does not run.
+Checkpoints hold the privacy spent; a resumed run keeps its noise multiplier.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fl_lightning.privacy.central import CentralGaussian
 from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted
 from fl_lightning.server.aggregator import Aggregator
 
-# Where no end is planned, rounds are counted up to here to find those that a budget allows.
+# Most rounds that are counted to find how many a budget allows, if no end is planned.
 _NO_END = 1_000_000
 
 M = TypeVar("M", bound=Accounted)
@@ -35,7 +35,7 @@ M = TypeVar("M", bound=Accounted)
 
 @dataclass(frozen=True)
 class Spent:
-    """Cost of a model's private fits so far; ``state`` is of the last one, which had ``rounds``."""
+    """Privacy cost of a model's fits so far; ``rounds`` and ``state`` are of the last fit."""
 
     epsilon: float = 0.0
     delta: float = 0.0
@@ -48,24 +48,24 @@ _SPENT: WeakKeyDictionary[LightningModule, Callable[[], Spent]] = WeakKeyDiction
 
 
 def spent_on(module: LightningModule) -> Spent:
-    """Return the cost of a module's fits in this process, and in those that its Trainers started."""
+    """Return the privacy cost of a module's fits in this process and in processes of its Trainers."""
     return _SPENT.get(module, Spent)()
 
 
 def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
-    """Remember the cost of a module's fits."""
+    """Remember the privacy cost of a module's fits."""
     _SPENT[module] = spent
 
 
 class PrivacyLedger(Generic[M]):
-    """Counts the rounds of one fit that were released.
+    """Counts the released rounds of one fit and their privacy cost.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
     Attributes:
-        mechanism: what is released.
-        released: rounds that count as released: all up to the last one of which anything was.
+        mechanism: the accounted mechanism.
+        released: number of rounds that count as released: all up to the last released one.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class PrivacyLedger(Generic[M]):
         return allowed
 
     def _if_known(self, rounds: int) -> float | None:
-        """Return ε without amplification; None if nothing amplifies, or draws are secret."""
+        """Return ε without amplification; None if nothing amplifies, or if cohorts are secret."""
         if self._privacy.secure_noise or not self.mechanism.amplifies:
             return None
         return self._earlier.unamplified + self.mechanism.epsilon_if_known(rounds)
 
     def announce(self, clip_norm: str) -> None:
-        """Say, before training, what the run will have cost."""
+        """Log the run's privacy cost before training."""
         privacy, mechanism = self._privacy, self.mechanism
         cost = "no end of rounds is planned"
         if self._end is not None:
@@ -137,7 +137,7 @@ class PrivacyLedger(Generic[M]):
         )
 
     def _rounding(self) -> str:
-        """Words on the steps to which numbers are rounded, and by how much that raises ε."""
+        """Return a clause on the grid to which sums are rounded, and by how much that raises ε."""
         noise, factor = self.mechanism.noise_multiplier, self.mechanism.rounding
         if not noise or self._end is None:
             return ""
@@ -147,7 +147,7 @@ class PrivacyLedger(Generic[M]):
         return f", in steps of {step:.2g}, which adds {max(0.0, with_it - without):.1g} to ε"
 
     def check_open(self, round_index: int) -> None:
-        """Refuse a round that would exceed the budget."""
+        """Raise if a round would exceed the budget."""
         if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
                 f"round {round_index} would exceed the privacy budget of "
@@ -155,7 +155,7 @@ class PrivacyLedger(Generic[M]):
             )
 
     def count_round(self, round_index: int) -> None:
-        """Count a round and those before it, of which some may have been broken off."""
+        """Count a round and all earlier ones as released, also those that were broken off."""
         self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def spent(self) -> dict[str, float]:
@@ -171,13 +171,13 @@ class PrivacyLedger(Generic[M]):
         return {name: value for name, value in facts.items() if math.isfinite(value)}
 
     def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
-        """Put what was spent into a round's record, and take out what may not be seen."""
+        """Record the privacy spent; remove numbers that no noise protects."""
         if not self._privacy.log_unprotected:
             record.withhold()
         record.privacy = dict(facts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the budget spent and the state on which later rounds depend."""
+        """Return the privacy spent and the settings on which later rounds depend."""
         return {
             "kind": type(self._privacy).__name__,
             "setting": str(self.mechanism),
@@ -191,13 +191,13 @@ class PrivacyLedger(Generic[M]):
         }
 
     def _terms(self) -> dict[str, str]:
-        """Return the options that a resumed run must have, but for the noise that may be found."""
+        """Return the options that a resumed run must share, without those of the noise multiplier."""
         free = {"noise_multiplier", "epsilon", "delta", "log_unprotected"}
         options = {name: repr(value) for name, value in vars(self._privacy).items()}
         return {name: options[name] for name in options.keys() - free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the spending of earlier rounds, with the noise that they had."""
+        """Restore the privacy spent in earlier rounds, and their noise multiplier."""
         if (reason := self._reason_against(state)) is not None:
             raise ConfigurationError(f"federation.privacy: {reason}, or start without ckpt_path")
         self._before, self._earlier = state.get("before", 0), Spent(*state.get("earlier", ()))
@@ -208,7 +208,7 @@ class PrivacyLedger(Generic[M]):
         self.mechanism.load_state_dict(state["mechanism"])
 
     def _reason_against(self, state: dict[str, Any]) -> str | None:
-        """Return why the rounds of a state cannot be counted with these; None if they can."""
+        """Return why rounds of a saved state cannot be counted with this run's; None if they can."""
         given = self._privacy.noise_multiplier
         saved, cohort = state["noise_multiplier"], state.get("cohort")
         same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
@@ -227,10 +227,10 @@ class PrivacyLedger(Generic[M]):
         return None
 
     def follow(self, earlier: Spent) -> None:
-        """Count what earlier fits of the model have cost, with other Trainers.
+        """Add the privacy cost of earlier fits of the model, with other Trainers.
 
-        Rounds that cost alike compose as one run, where cohorts are secret and thus new ones; else
-        ε and δ add up. A budget that allows no other round raises ConfigurationError.
+        Rounds of the same cost compose as one run if cohorts are secret, and thus newly drawn; otherwise ε
+        and δ add up. A budget that allows no further round raises ConfigurationError.
         """
         if (state := earlier.state) is None or not earlier.epsilon:
             return
@@ -263,12 +263,12 @@ class PrivacyLedger(Generic[M]):
 
 
 class PrivateStage(AroundFit):
-    """A stage that makes a run private: it counts what rounds cost, in this fit and in those before.
+    """A stage that makes a run private and counts its privacy cost, with that of earlier fits.
 
     Attributes:
-        ledger: what was spent.
-        aggregator: the fold over a round's updates; None where the server gets what is private by itself.
-        draws: draws clients' batches; None for passes over their shards.
+        ledger: the privacy budget and what was spent of it.
+        aggregator: aggregates a round's updates; None if updates are private by themselves.
+        draws: draws clients' batches; None for passes over shards.
     """
 
     key = "privacy"
@@ -278,18 +278,18 @@ class PrivateStage(AroundFit):
 
     @abstractmethod
     def say_cost(self, trainer: Trainer) -> None:
-        """Say, before training, what the run will have cost, and what ε does not cover."""
+        """Log the run's privacy cost before training, and what ε does not cover."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the privacy spent."""
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Restore what a checkpoint, or an earlier fit, has spent, see `PrivacyLedger.load_state_dict`."""
+        """Restore the privacy spent of a checkpoint or an earlier fit."""
         self.ledger.load_state_dict(state)
 
     def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
-        """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model."""
+        """Count the privacy spent by earlier fits of the same Trainer or of the same model."""
         if earlier is not None:
             self._count_earlier(trainer, next((s for s in earlier if type(s) is type(self)), None))
         note_spent(trainer.lightning_module, self.ledger.total)
@@ -313,12 +313,12 @@ class PrivateStage(AroundFit):
         self.load_state_dict(earlier.state_dict())
 
     def training_begins(self, trainer: Trainer) -> None:
-        """Log the promise and its limits; stop where no budget is left."""
+        """Log the privacy cost and its limits; stop if no budget is left."""
         self.say_cost(trainer)
         self.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
     def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
-        """Refuse learning rates that follow what has no noise; stop where nothing is left."""
+        """Raise if a learning rate follows a number without noise; stop if no budget is left."""
         if is_broken_off:
             self.close(record)
         check_monitors(trainer, record.unprotected_names())

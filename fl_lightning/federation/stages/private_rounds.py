@@ -1,18 +1,18 @@
-"""Differential privacy of clients at work in a run: clip norm, noise, and what it costs.
+"""Differential privacy of clients in a run: clip norm, noise and privacy cost.
 
-    round r:  clip norm S_r → (Σ clip(Δ) + noise) / qN → the server's step → ε after r + 1 rounds
+    round r:  clip norm S_r → (Σ clip(Δ) + noise) / qN → the server step → ε after r + 1 rounds
 
-Sum and noise are whole steps of a grid, see `Grid`; what is done with them afterwards costs nothing.
+Sum and noise are whole steps of a grid, see `Grid`; later processing costs no privacy.
 
-A round counts as released the moment its noise is drawn: where clients draw it, when the round opens,
-because they send one after the other. Of several processes the first draws.
+A round counts as released when its noise is drawn. If clients draw it, that is when the round opens,
+because they send one after the other. Of several processes, the first draws the noise.
 
     cohort of round r:  drawn from BLAKE2b(secret, "cohort", r), where its sampling amplifies
 
-Sampling amplifies privacy towards those who do not know who took part. So these cohorts do not follow from
-``federation.seed``, which is in checkpoints and configurations, but from 256 bits of the operating system that
-nobody keeps. Rounds are drawn independently, so that a resumed run draws from a new secret at the same ε.
-Over a network the secret is kept, see `kept_secret`.
+Sampling amplifies privacy only towards those who do not know which clients took part. Such cohorts are
+therefore not drawn from ``federation.seed``, which is in checkpoints and configurations, but from 256
+bits of the operating system that are not saved. Rounds are independent, so that a resumed run draws from
+a new secret at the same ε. Over a network the secret is saved, see `kept_secret`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fl_lightning.privacy.private_mean import PrivateMean
 from fl_lightning.server.aggregator import PrivateAggregator, TakesNoiseShares
 from fl_lightning.server.protected import NoiseShares
 
-# What tells the words for the count's noise from those for the sum's; halves of a client are whole steps.
+# Key of the random stream of the count's noise, and the count's grid: half a client is a whole step.
 _COUNT, _COUNT_STEP = 1, 2.0**-20
 
 
@@ -56,8 +56,8 @@ class PrivateRounds(PrivateStage):
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
     Attributes:
-        aggregator: the fold over the round's updates.
-        draws: None: clients' batches are as without privacy.
+        aggregator: aggregates the round's updates.
+        draws: None, as clients' batches are those of a run without privacy.
     """
 
     is_private = True
@@ -69,8 +69,8 @@ class PrivateRounds(PrivateStage):
         run: AccountedRun,
         ranks: Ranks,
         *,
-        exact: bool,  # have the same bits over any number of processes
-        # adds up what clients send with their noise; None for sums in the clear
+        exact: bool,  # bit-identical sums over any number of processes
+        # adds up updates with clients' noise; None for sums in the clear
         secure: TakesNoiseShares | None = None,
         has_memory: bool = False,
         at_sites: bool = False,
@@ -106,14 +106,14 @@ class PrivateRounds(PrivateStage):
         return shares
 
     def enter(self, run: Run) -> None:
-        """Draw cohorts whose sampling amplifies from a secret."""
+        """Set a secret seed for cohorts whose sampling amplifies privacy."""
         if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
             secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
             run.groups.seed = run.ranks.gather(secret)[0]
             self.hides_cohorts = True
 
     def say_cost(self, trainer: Trainer) -> None:
-        """Say, before training, what the run will have cost, and what ε does not cover."""
+        """Log the run's privacy cost before training, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
         warn_of_releases(
@@ -145,9 +145,9 @@ class PrivateRounds(PrivateStage):
                 mean.coins = partial(self._coins.stream, round_index)
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
-        """Return the aggregate with the round's noise, shape (k,): what is released.
+        """Return the noisy aggregate of a round, shape (k,), which is released.
 
-        None where clients add the noise, and there was none: nothing is to be released.
+        None if clients add the noise and no update arrived: nothing is released then.
         """
         mechanism, clip_norm = self._mechanism, self._clip_norm
         if self._privacy.clients_add_noise and not self.aggregator.num_replies:
@@ -184,7 +184,7 @@ class PrivateRounds(PrivateStage):
         return not self._privacy.clients_add_noise and self._mechanism.noise_multiplier > 0
 
     def _with_noise(self, total: Tensor, round_index: int) -> Tensor:
-        """Return a sum with a round's noise, in steps, shape (k,): everywhere the same."""
+        """Return a sum with a round's noise, in grid steps, shape (k,); the same in all processes."""
         grid, size = Grid.of(self._clip_norm, len(total)), len(total)
 
         def noise() -> Integers:
@@ -193,7 +193,7 @@ class PrivateRounds(PrivateStage):
         return self._mechanism.released(total, self._of_first(noise, total))
 
     def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
-        """Return whole numbers that the first process draws."""
+        """Return whole numbers that the first process draws, in all processes."""
         found = torch.zeros_like(like)
         if self._ranks.rank == 0:
             found = torch.from_numpy(numbers()).to(like.device)
@@ -201,7 +201,7 @@ class PrivateRounds(PrivateStage):
         return found
 
     def _count_noise(self, stddev: float, like: Tensor) -> float:
-        """Return the noise on the count of unclipped updates, whole numbers of `_COUNT_STEP`."""
+        """Return the noise on the count of unclipped updates, a multiple of `_COUNT_STEP`."""
         if not (self._has_server_noise and stddev):
             return 0.0
         draw = self._source.stream(self._round_index, _COUNT)
@@ -210,7 +210,7 @@ class PrivateRounds(PrivateStage):
         return float(drawn) * _COUNT_STEP
 
     def _count_unclipped(self, like: Tensor) -> None:
-        """Note the share of clipped updates, and have the clip norm follow it."""
+        """Note the fraction of clipped updates, and adapt the clip norm to it."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
         if self._privacy.log_unprotected and not self._at_sites:
             self._facts["privacy/clip_fraction"] = 1 - unclipped / replies if replies else 0.0
@@ -237,9 +237,9 @@ class PrivateRounds(PrivateStage):
 
 
 def kept_secret(trainer: Trainer) -> int:
-    """Return a new secret, or of a resumed run its old one, from a file for its owner alone.
+    """Return a run's secret seed, from a file that only its owner can read; new runs get a new one.
 
-    Over a network only: a site that has trained its clients of a round refuses another cohort of it.
+    Only over a network: a site refuses another cohort of a round that it has trained.
     """
     folder = own_run_folder(trainer)
     file = Path("." if "://" in folder else folder, "cohorts.secret")

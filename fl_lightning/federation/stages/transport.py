@@ -1,11 +1,10 @@
-"""Transforms of models on their way down and of updates on their way up, and the bytes of both.
+"""Transforms of models on the way down and of updates on the way up, and the bytes of both.
 
-x → download → x'        Δ → updates, with what a client kept from its last round → Δ'
+    x → download → x'        Δ (+ a client's error feedback) → updates → Δ'
 
-Rounds whose updates the server cannot read: what goes with them, and what they cost.
-
-Clients' metrics and buffers are no part of a secure sum: the first travel in clear beside it, which
-is said before training, models with the second are refused.
+`SecureRounds` is for aggregators that hide updates from the server. Metrics and buffers are no part of a
+secure sum: metrics are sent in clear beside it, as is logged before training; models whose clients change
+buffers are rejected.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _FEEDBACK = "error feedback"
 
 
 class Transport(Stage):
-    """Sends models and updates as they are.
+    """Sends models and updates without transforms.
 
     Attributes:
-        path: of updates.
-        broadcast: of models.
+        path: transforms of updates.
+        broadcast: transforms of models.
     """
 
     key = "updates"
@@ -54,12 +53,12 @@ class Transport(Stage):
 
     @staticmethod
     def of(updates: Sequence[Step], download: Sequence[Transform], seed: int) -> Transport:
-        """Return the stage, which does nothing in a round where nothing is transformed."""
+        """Return the stage of a run, without methods in a round if there are no transforms."""
         kind = TransformingTransport if updates or download else Transport
         return kind(updates, download, seed)
 
     def enter(self, run: Run) -> None:
-        """Learn whose clients remember what did not arrive, with error feedback."""
+        """Receive the client states, for error feedback."""
         self._run, self._memory = run, run.memory.clients
 
     @property
@@ -68,14 +67,14 @@ class Transport(Stage):
         return not self.path.is_empty
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Learn which tensors travel from here on; what is new of a memory is 0."""
+        """Receive the layout of the vectors; new entries of error feedback are 0."""
         if positions is not None and self.path.has_memory:
             self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
-        """Send a client's update, and have it keep what does not arrive."""
+        """Return a client's update as it arrives; store what did not arrive, with error feedback."""
         kept = self._memory.get(_FEEDBACK, update.client_id) if self.path.has_memory else None
         kept = None if kept is None else kept.to(update.delta.device)
         arrival = self.path.send(update, began, kept)
@@ -84,16 +83,16 @@ class Transport(Stage):
         return arrival
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return about how long messages are, without metrics."""
+        """Return about how many bytes a client uploads and downloads per round, without metrics."""
         up = self.path.typical_bytes(model.params, model.buffers.numel())
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
     def state_dict(self) -> list[str]:
-        """Return the paths of updates and of models."""
+        """Return the names of the transforms of updates and of models."""
         return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:
-        """Refuse a run in which something else happened."""
+        """Raise if the run had other transforms."""
         check_same("updates", state, self.state_dict())
 
 
@@ -110,7 +109,7 @@ class TransformingTransport(Transport):
         return [(start._replace(model=model, num_bytes=start.num_bytes + more), work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive: one by one, if transforms change them."""
+        """Return updates as they arrive; one by one if transforms change them."""
         return (upload,) if self.path.is_empty else self._one_by_one(upload)
 
     def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
@@ -124,10 +123,10 @@ class TransformingTransport(Transport):
 
 
 class SecureRounds(Stage):
-    """The part of a round around an aggregator that hides updates.
+    """Checks and byte counts around an aggregator that hides updates.
 
     Attributes:
-        aggregator: as given.
+        aggregator: the aggregator.
     """
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
@@ -136,7 +135,7 @@ class SecureRounds(Stage):
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Refuse a model of which more than the update would travel; say once what the server sees."""
+        """Raise if clients would send buffers in clear; log once what the server sees."""
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
@@ -154,24 +153,24 @@ class SecureRounds(Stage):
             rank_zero_info(f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear))
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Count no deltas: what travels instead is told by the aggregator when it is done."""
+        """Count the bytes without the deltas; the aggregator counts what is sent instead."""
         whole, arrived = bytes_up(upload.arrived), upload.arrived
         rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Extra bytes that a client uploads, and downloads, because its update is hidden."""
+        """Return about how many more bytes a client uploads and downloads to hide its update."""
         up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
         none = model.params[:0]  # of buffers as well; metrics are not counted
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
         return up + empty - dense, down
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
-        """Tell the aggregator whose updates will not come."""
+        """Tell the aggregator which clients' updates will not arrive."""
         self.aggregator.miss(record.skipped.keys() | set(record.lost))
 
     def close(self, record: RoundRecord) -> None:
-        """Put what the round has cost into its record."""
+        """Add the bytes and seconds of hiding updates to the record."""
         cost = self.aggregator.protection_cost
         absent = record.skipped.keys() | set(record.lost)
         record.total_bytes_up += sum(cost.bytes_up.values())

@@ -1,1 +1,1 @@
-"""A module's steps on one client's batches, and everything put back."""
+"""Steps of a module on one client's batches, after which everything is restored."""

@@ -1,6 +1,6 @@
-"""The metrics that a module logs on each client's examples.
+"""Evaluation per client: metrics that a module logs on each client's examples.
 
-What a client's model is evaluated on: examples that the client held out, or the common test set.
+A client's model is evaluated on examples that the client held out, or on the common test set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fl_lightning.federation.groups import limited
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 
-# With which names of metrics of clients' own models begin.
+# Prefix of the metrics of clients' personal models.
 PERSONAL = "personal/"
 
 
@@ -41,16 +41,16 @@ def evaluated_clients(
     models: PersonalModels | None,
     examples: ClientExamples | None = None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return clients' metrics by client, of the model that the module holds and of their own ones.
+    """Return metrics by client, of the model in the module and of clients' personal models.
 
     Args:
-        trainer: whose module, precision and device are used; of several processes each evaluates its share.
-        data: whose clients.
+        trainer: the Trainer of the module; each of several processes evaluates its share of the clients.
+        data: the data module with the clients.
         stage: ``validation`` or ``test``.
-        clients: which of them.
-        models: their own; None if there are none. Their metrics' names begin with ``personal/``.
-        examples: on which; if None, those that clients hold out for the stage. Of common ones only the
-            clients' own models are evaluated.
+        clients: ids of the clients.
+        models: personal models, whose metrics' names begin with ``personal/``; None without any.
+        examples: the examples; if None, those that clients hold out for the stage. On common examples only
+            personal models are evaluated.
     """
     found = dict[int, dict[str, Tensor]]()
     if examples is None or not examples.are_common:
@@ -76,24 +76,23 @@ def evaluate_clients(
 ) -> dict[int, dict[str, Tensor]]:
     """Return the metrics that the module logs on each client's examples, on the CPU.
 
-    Of several processes each evaluates its own share of the clients, unless told otherwise. Torchmetrics objects begin anew
-    with every client and have in the end the states that they had before. A client with so few
-    examples that step or metric fails on a batch of one is left out, with a warning.
+    Torchmetrics objects are reset for every client, and restored in the end. A client is left out, with a
+    warning, if step or metric fails on a last batch of one example.
 
     Args:
-        trainer: whose module is evaluated as it is, in eval mode.
-        data: whose clients.
-        stage: ``validation`` or ``test``: whose step and whose metrics.
-        clients: which of them, all if None; those without examples are left out.
-        having: has the module hold what is evaluated for a client; if None, that is what it holds.
-        examples: on which they are evaluated; if None, those that they hold out for this stage.
-        is_shared: whether processes share the clients; if not, each evaluates all that it is given.
+        trainer: the Trainer of the module, which is evaluated in eval mode.
+        data: the data module with the clients.
+        stage: ``validation`` or ``test``.
+        clients: ids of the clients, all if None; clients without examples are left out.
+        having: makes a context in which the module holds a client's model; None for the model as it is.
+        examples: the examples; if None, those that clients hold out for the stage.
+        is_shared: whether each process evaluates its share of the clients; if not, it evaluates all.
     """
     examples = examples or held_out_examples(data, stage)
     ids = (examples.clients if clients is None else clients).tolist()
     metrics = metrics_of(trainer.lightning_module)
     values = {}
-    # the clients' examples are no part of the module's own validation
+    # clients' examples are no part of the module's own validation
     with visiting(trainer, stage, mode="eval") as visit:
         for client in ids[trainer.global_rank :: trainer.world_size] if is_shared else ids:
             for metric in metrics:  # of the global set, of the client before, logged or not
@@ -130,9 +129,9 @@ class ClientExamples:
     """Examples by client.
 
     Attributes:
-        num_examples: how many there are for each client, shape (num_clients,).
-        batches: from a client to (batch, number of examples), one after the other.
-        are_common: whether they are the same ones for all clients.
+        num_examples: number of examples of each client, shape (num_clients,).
+        batches: from a client to an iterator over (batch, number of examples).
+        are_common: whether all clients have the same examples.
     """
 
     num_examples: npt.NDArray[np.int64]
@@ -141,7 +140,7 @@ class ClientExamples:
 
     @property
     def clients(self) -> npt.NDArray[np.int64]:
-        """The clients for which there are some, increasing."""
+        """Sorted ids of the clients with examples."""
         return np.flatnonzero(self.num_examples)
 
 
@@ -165,7 +164,7 @@ def common_test_examples(trainer: Trainer, data: FederatedDataModule) -> ClientE
     """Return the whole test set, limited by ``limit_test_batches``, for every client that trains.
 
     Raises:
-        ConfigurationError: if the data module has not one `DataLoader` for tests.
+        ConfigurationError: if the data module has no single `DataLoader` for tests.
     """
     loader = data.test_dataloader()
     loader = loader[0] if isinstance(loader, (list, tuple)) and len(loader) == 1 else loader
@@ -192,9 +191,9 @@ def chosen_clients(
     """Return the sorted ids of clients with examples; draw ``most`` of them if there are more.
 
     Args:
-        data: whose clients.
-        most: how many at most.
-        examples: on which they are evaluated; those that they hold out for validation if None.
+        data: the data module with the clients.
+        most: most clients.
+        examples: the examples; if None, those that clients hold out for validation.
 
     Example:
         >>> from fl_lightning.data import Digits

@@ -1,13 +1,13 @@
 """One local step under the Trainer's precision, device, clipping and the user's hooks.
 
-Two ways with one result, and a third for modules that step their optimizers by hand:
+Two ways with the same result, and a third for modules with manual optimization:
 
-- *lean*: zero_grad, ``training_step`` under the precision plugin's context, backward, step. Taken
-  where nothing else was asked for; it costs a few microseconds over bare PyTorch.
-  Some of it can be done faster, see `LightningStep.use`.
+- *lean*: zero_grad, ``training_step`` under the precision plugin's context, backward, step. Used if the
+  Trainer asks for nothing else; it costs a few microseconds more than plain PyTorch. `LightningStep.use`
+  makes parts of it faster.
 - *full*: Lightning's own chain through ``LightningModule.optimizer_step`` and the strategy, with
   gradient scaler, clipping, accumulation and every hook. It costs about 0.2 ms.
-- *by hand*: ``training_step`` does it all, by ``self.manual_backward`` and ``self.optimizers()``.
+- *by hand*: ``training_step`` does everything, by ``self.manual_backward`` and ``self.optimizers()``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_han
 from fl_lightning.federation.visits.visiting import batch_preparation, takes_index
 from fl_lightning.kernels import Forwards, direct_layers
 
-# Sets the gradients of a batch, given its size and its number, and returns the loss if it may be known.
+# Sets the gradients of (batch, size, index of the step); returns the loss, or None if it is private.
 PrivateGradients = Callable[[Any, int, int], Tensor | None]
 
 
@@ -44,18 +44,18 @@ class LightningStep:
     """A `LocalStep` on a module that is attached to a Trainer.
 
     Args:
-        trainer: whose strategy, precision plugin and clipping are used.
-        collector: learns the batch sizes.
-        accumulate: the number of batches that a full step accumulates.
+        trainer: the Trainer, whose strategy, precision plugin and clipping are used.
+        collector: is told the batch sizes.
+        accumulate: number of batches that a full step accumulates.
 
     Attributes:
-        trainer: the same.
-        counts: what it counts for the client.
-        term: what the present client adds to its gradients, or makes of them; None if nothing.
-        contrast: what it adds to its loss, given a batch; None if nothing.
-        examples: makes the gradients private; None where they are plain.
-        is_lean: whether steps are lean ones.
-        on_new_layout: is called when parameters may have got new memory.
+        trainer: the Trainer.
+        counts: counters of the client that trains.
+        term: changes the client's gradients, such as a correction's term; None for plain gradients.
+        contrast: from a batch to a term of the client's loss; None for the plain loss.
+        examples: computes private gradients; None for plain ones.
+        is_lean: whether steps are lean.
+        on_new_layout: called when parameters may have moved to new memory.
     """
 
     def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
@@ -83,7 +83,7 @@ class LightningStep:
         self.term: AddedTerm | Mixing | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
         self.examples: PrivateGradients | None = None
-        # by the other speedups, with each of which a graph is another one
+        # compiled steps by the other speedups, each with a graph of its own
         self._compiled: dict[frozenset[Speedup], Callable[..., Any]] = {}
         self.on_new_layout: Callable[[], None] = lambda: None
         self.is_lean = (
@@ -91,11 +91,11 @@ class LightningStep:
         )
 
     def use(self, speedups: Sequence[Speedup]) -> None:
-        """Use these speedups in lean steps from here on, and no others."""
+        """Use these speedups, and no others, in lean steps from now on."""
         if self._faster is not None:
             self._faster.close()
         if "direct_layers" in speedups and self._direct is None:
-            self._direct = direct_layers(self._module)  # a graph stays good for these only
+            self._direct = direct_layers(self._module)  # compiled graphs hold these forwards
         self._faster = (
             FasterStep(self._module, self._optimizer, speedups, self._direct) if speedups else None
         )
@@ -108,7 +108,7 @@ class LightningStep:
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Run one optimizer step and return the mean loss, detached."""
-        self._ended.clear()  # of a step that raised
+        self._ended.clear()  # left by a step that raised
         self.counts.step, self.counts.is_in_step = index, True
         try:
             if self.examples is not None:
@@ -148,8 +148,8 @@ class LightningStep:
         return loss.detach()
 
     def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Call ``training_step``, which steps its optimizers as often as it likes."""
-        if index == 0:  # later on gradients are its own affair; these are of the client before
+        """Call ``training_step``, which steps the optimizers itself."""
+        if index == 0:  # gradients of the client before; later the module handles its gradients
             for param in self._module.parameters():
                 param.grad = None
         batch = self._prepared(*sized_batch, index)
@@ -169,7 +169,7 @@ class LightningStep:
     def _private(
         self, examples: PrivateGradients, sized_batch: SizedBatch, index: int
     ) -> Tensor | None:
-        """Step on a noisy gradient, also for an empty batch."""
+        """Step on a private gradient, also for an empty batch."""
         self.forget_gradients()
         batch, size = sized_batch
         loss = examples(self._prepared(batch, size, index) if size else None, size, index)
@@ -183,7 +183,7 @@ class LightningStep:
         return loss
 
     def loss(self, batch: Any, index: int) -> Tensor | None:
-        """Return the training step's loss on a batch that is ready for it."""
+        """Return the training step's loss on a prepared batch."""
         return loss_of(self._output(batch, index))
 
     def forget_gradients(self) -> None:
@@ -193,18 +193,18 @@ class LightningStep:
 
     @property
     def scale(self) -> float:
-        """By what losses are multiplied before they go backward."""
+        """Factor by which losses are multiplied before the backward pass."""
         scaler = getattr(self._precision, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def backward(self, batch: Any, size: int, index: int, *, factor: float) -> None:
-        """Add the gradient of factor · loss to those that are there, and nothing else.
+        """Add the gradient of factor · loss to the parameters' gradients.
 
         Args:
-            batch: as it was read.
-            size: examples in it.
-            index: its number.
-            factor: of the loss.
+            batch: a batch as it was read.
+            size: examples in the batch.
+            index: index of the batch.
+            factor: factor of the loss.
         """
         self._collector.batch_size = size
         self.counts.batch = self.counts.step = index
@@ -215,7 +215,7 @@ class LightningStep:
             (loss * factor).backward()
 
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
-        """Return the batch as the training step takes it."""
+        """Return a batch as the training step takes it."""
         self._collector.batch_size = size
         self.counts.batch = index
         if self._prepare is not None:
@@ -232,7 +232,7 @@ class LightningStep:
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch, index))
-        # a plain tensor is what it nearly always is
+        # nearly always a plain scalar tensor
         loss = output if type(output) is Tensor and output.ndim == 0 else loss_of(output)
         if self.contrast is None or loss is None:
             return loss
@@ -241,7 +241,7 @@ class LightningStep:
 
     def _output(self, batch: Any, index: Any) -> Any:
         step, faster = self._module.training_step, self._faster
-        # batches of other sizes would want graphs of their own
+        # batches of other sizes would need graphs of their own
         is_full = self._collector.batch_size == self._batch_size
         if faster is not None and "compiled" in faster.speedups and is_full:
             key = frozenset(faster.speedups) - {"fused_optimizer"}
@@ -254,9 +254,9 @@ class LightningStep:
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
         sizes: list[int] = []
-        values: list[Tensor] = []  # of the function whose gradient is taken
+        values: list[Tensor] = []  # values of the function whose gradient is taken
         term = self.term
-        first = self.counts.batch + 1 if index else 0  # not every step before took as many
+        first = self.counts.batch + 1 if index else 0  # steps may have different numbers of batches
 
         @torch.enable_grad()
         def closure() -> Tensor | None:
@@ -282,7 +282,7 @@ class LightningStep:
             if term is not None:
                 share = len(batches) / self._accumulate  # an epoch's last step may have fewer
                 term.add(self.scale * share)
-                if isinstance(self._optimizer, LBFGS):  # which compares values along a line
+                if isinstance(self._optimizer, LBFGS):  # it compares values along a line
                     return value + term.value() * share
             return value
 
@@ -298,14 +298,14 @@ class LightningStep:
 
 
 def step_context(trainer: Trainer) -> StepContext:
-    """Return a function that makes the context of training steps; in full precision it does nothing."""
+    """Return a function that makes the precision context of a training step."""
     precision, names = trainer.precision_plugin, ("train_step_context", "forward_context")
     is_own = any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
     return precision.train_step_context if is_own else nullcontext
 
 
 def extra_work(trainer: Trainer) -> str | None:
-    """Reason why a step is more than forward, backward, clipping and step; None if it is not."""
+    """Return why a step is more than forward, backward, clipping and step; None if it is not."""
     if not trainer.lightning_module.automatic_optimization:
         return f"{type(trainer.lightning_module).__name__} steps its optimizers by hand"
     optimizer = trainer.optimizers[0]

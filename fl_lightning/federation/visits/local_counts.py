@@ -1,15 +1,15 @@
-"""Steps, batches and learning rates as a client counts them, where a module asks its Trainer.
+"""Counters of steps and batches that a module reads from its Trainer, per client.
 
-For Lightning an epoch is a round, a batch a group of clients and an optimizer step one of the server. A
-module means a client's. While a fit is federated its Trainer answers:
+To Lightning, an epoch is a round, a batch a group of clients, and an optimizer step one of the server. A
+module means the steps and batches of a client. In a federated fit its Trainer therefore returns:
 
     num_training_batches        batches of the client's round; planned ones in ``configure_optimizers``
     is_last_batch               true at the client's last batch
     estimated_stepping_batches  rounds · N, with N the planned local steps of a round
-    global_step                 rounds: said once if a training step reads it
+    global_step                 number of rounds; logged once if a training step reads it
 
-N is the number of local steps of the client that takes the most. `local_step` and `client_id` are for
-training steps. A learning-rate schedule with ``interval: step`` counts local steps in the same way.
+N is the largest number of local steps of a client. Training steps can call `local_step` and `client_id`.
+Learning-rate schedules with ``interval: step`` count local steps in the same way.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
 
 @dataclass
 class LocalCounts:
-    """Counters of the client that trains, as a Trainer shows them.
+    """Counters of the client that trains, as its Trainer shows them.
 
     Attributes:
-        planned_steps: local steps of a round by which schedules count, N.
-        planned_batches: of a client, until the fit starts; then 0.
-        work: of the client that trains; None while none does, or many do.
-        slots_round: round of clients that train at once; None while none do.
-        batch: the present one, from 0.
-        step: its present local step, from 0.
-        is_in_step: whether a local step is under way.
-        moved_to: local steps of the run up to which schedules are being moved; 0 if they are not.
-        reads_rounds: whether a local step has read ``global_step``, which is not told yet.
-        is_told: whether it has been told.
+        planned_steps: local steps of a round as schedules count them, N.
+        planned_batches: planned batches of a client until the fit starts; then 0.
+        work: work of the client that trains; None between clients and in slots.
+        slots_round: round of the clients that train in slots; None otherwise.
+        batch: index of the client's current batch, from 0.
+        step: index of the client's current local step in the round, from 0.
+        is_in_step: whether a local step is running.
+        moved_to: local step of the run to which schedules are being moved; 0 if they are not.
+        reads_rounds: whether a local step has read ``global_step``, which is not logged yet.
+        is_told: whether that has been logged.
     """
 
     planned_steps: int = 0
@@ -61,7 +61,7 @@ class LocalCounts:
 
     @contextmanager
     def of(self, work: ClientWork) -> Iterator[None]:
-        """Count a client's batches and steps inside this block; blocks may be inside one another."""
+        """Count a client's batches and steps inside this block; blocks may be nested."""
         before = self.work, self.batch, self.step
         self.work, self.batch, self.step = work, 0, 0
         try:
@@ -71,7 +71,7 @@ class LocalCounts:
 
     @contextmanager
     def of_slots(self, round_index: int) -> Iterator[None]:
-        """Count for clients that train at once inside this block."""
+        """Mark that clients train in slots inside this block."""
         self.slots_round = round_index
         try:
             yield
@@ -80,7 +80,7 @@ class LocalCounts:
             self.tell_of_rounds()
 
     def tell_of_rounds(self) -> None:
-        """Say once that ``global_step``, if a local step has read it, counts rounds."""
+        """Log once that ``global_step`` counts rounds, if a local step has read it."""
         if self.reads_rounds:
             self.reads_rounds, self.is_told = False, True
             rank_zero_info(
@@ -89,12 +89,12 @@ class LocalCounts:
             )
 
     def refuse_in_slots(self, name: str) -> None:
-        """Raise `CannotStack` for a step that reads what differs between clients of slots."""
+        """Raise `CannotStack` for a step that reads a value of a single client."""
         raise CannotStack(f"training_step reads {name}, which is one client's own")
 
 
 class _CountingTrainer(Trainer):
-    """A Trainer in a federated fit."""
+    """A Trainer in a federated fit, which counts per client."""
 
     local_counts: LocalCounts
 
@@ -132,13 +132,13 @@ class _CountingTrainer(Trainer):
 def count_locally(
     trainer: Trainer, planned_steps: int, planned_batches: int, cleanup: ExitStack
 ) -> None:
-    """Make a Trainer count as clients do until the fit is over.
+    """Make a Trainer count per client until the cleanup.
 
     Args:
-        trainer: whose module is about to build its optimizers.
-        planned_steps: local steps of a round by which schedules count.
-        planned_batches: of the client that has the most.
-        cleanup: gives the Trainer back as it was.
+        trainer: a Trainer whose module is about to build its optimizers.
+        planned_steps: local steps of a round as schedules count them.
+        planned_batches: largest number of batches of a client.
+        cleanup: restores the Trainer.
     """
     kind = type(trainer)
     trainer.local_counts = LocalCounts(planned_steps, max(1, planned_batches))  # type: ignore[attr-defined]
@@ -156,9 +156,9 @@ def counts_of(trainer: Trainer) -> LocalCounts:
 
 @contextmanager
 def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
-    """Count a client's batches and steps inside this block, outside of a fit as well.
+    """Count a client's batches and steps inside this block, also outside of a fit.
 
-    There nobody has planned rounds, and `local_step` begins at 0.
+    Outside of a fit no rounds are planned, and `local_step` begins at 0.
     """
     with ExitStack() as cleanup:
         if not isinstance(trainer, _CountingTrainer):
@@ -169,13 +169,13 @@ def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
 
 
 def note_step(trainer: Trainer, index: int) -> None:
-    """Note at which batch, and local step, a client is that is visited."""
+    """Set the batch and the local step of a client that is visited."""
     if isinstance(trainer, _CountingTrainer):
         trainer.local_counts.batch = trainer.local_counts.step = index
 
 
 def local_step(module: LightningModule) -> int | Tensor:
-    """Returns the number of the local step in the run, from 0; for training steps.
+    """Returns the index of the local step in the run, from 0; for training steps.
 
     Step k of a client in round r is N r + k, with N the planned local steps of a round. In central
     training it is ``global_step``. Where many clients train at once it is a tensor with one element.
@@ -204,10 +204,10 @@ def client_id(module: LightningModule) -> int | None:
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:
-    """Return the learning-rate schedules with ``interval: step``, which Lightning steps no more.
+    """Return N and a function that steps schedules with ``interval: step``; None without any.
 
     Raises:
-        ConfigurationError: for one that waits for a metric, or for a number of batches.
+        ConfigurationError: for a schedule that waits for a metric or has a frequency.
     """
     module, counts = trainer.lightning_module, counts_of(trainer)
     configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
@@ -228,7 +228,7 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
         config.frequency = sys.maxsize
 
     def advance(number: int) -> None:
-        counts.moved_to = number  # which is what the hook finds in central training
+        counts.moved_to = number  # the step that the hook sees in central training
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -1,6 +1,6 @@
-"""Clients' personal models, one at a time in the module, to be evaluated.
+"""Evaluation of clients' personal models, one at a time in the module.
 
-They are where a fit in this process or a saved state has them, or are made by a few local steps from the
+Personal tensors come from a fit in this process or a saved state, or from a few local steps on the
 global model.
 """
 
@@ -30,7 +30,7 @@ from fl_lightning.federation.checkpoints.files import saved_memory
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import visiting
 
-# Under which names clients remember what they have for themselves.
+# Names of the client states with personal tensors and with APFL's mixture.
 MEMORY = "personal"
 MIXTURE = "mixture"
 
@@ -39,10 +39,10 @@ class PersonalModels:
     """Puts personal models into a module that holds the global one.
 
     Args:
-        module: on its device.
-        names: of the tensors that clients have for themselves.
-        memory: where these are; a client that never took part has the global ones.
-        tune: fine-tunes the module for a client, in place; None for not.
+        module: the module, on its device.
+        names: names of the personal tensors.
+        memory: client states with their values; a client that never took part has the global ones.
+        tune: fine-tunes the module for a client, in place; None for no fine-tuning.
 
     Example:
         >>> module, memory = nn.Linear(1, 1), ClientMemory()
@@ -69,7 +69,7 @@ class PersonalModels:
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:
-        """Loads a client's model into the module inside this block."""
+        """Loads a client's personal model into the module inside this block."""
         before = [tensor.detach().clone() for tensor in self._changing]
         try:
             own = self._memory.get(MEMORY, client)
@@ -84,27 +84,27 @@ class PersonalModels:
                     tensor.copy_(value)
 
     def _mixed(self, client: int, own: Tensor) -> Tensor:
-        """Return a client's own tensors, mixed with the global ones if it has a mixture."""
+        """Return a client's personal tensors, mixed with the global ones if it has a mixture."""
         mixture = self._memory.get(MIXTURE, client)
         return own if mixture is None else torch.lerp(self._own.read(), own, float(mixture))
 
 
 @runtime_checkable
 class HasPersonalModels(Protocol):
-    """A callback that may know personal models."""
+    """A callback that may have personal models."""
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
-        """Return them; None if clients have nothing for themselves."""
+        """Return the personal models; None without any."""
 
     def personal_state(self) -> dict[str, Any]:
-        """Data that another process needs for `personal_models`; empty if none."""
+        """Return the data that another process needs for `personal_models`; empty without any."""
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Receive personal state after a fit in other processes."""
+        """Receive the data of `personal_state` after a fit in other processes."""
 
 
 def personal_models(trainer: Trainer) -> PersonalModels | None:
-    """Return the personal models that one of a Trainer's callbacks knows; None if there are none."""
+    """Return the personal models of a Trainer's callbacks; None without any."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, HasPersonalModels):
             return callback.personal_models(trainer)
@@ -118,14 +118,14 @@ def recalled_models(
     fitted: tuple[Sequence[str], ClientMemory] | None,
     saved: Mapping[str, Any],
 ) -> PersonalModels | None:
-    """Personal models of clients; None if there are none.
+    """Return clients' personal models from a fit or a saved state; None without any.
 
     Args:
-        trainer: whose module holds the global model.
-        personal: what the user asked for.
-        seed: of what fine-tuning draws.
-        fitted: names and memory of the fit in this process; None if there was none.
-        saved: a checkpoint's state, or that of `state_to_bring_home`, which then counts; or empty.
+        trainer: a Trainer whose module holds the global model.
+        personal: the option of the federation.
+        seed: seed of the draws of fine-tuning.
+        fitted: names and client states of a fit in this process; None without one.
+        saved: state of a checkpoint or of `state_to_bring_home`, which is preferred; empty without one.
     """
     if personal is None:
         return None
@@ -141,7 +141,7 @@ def recalled_models(
 
 
 def state_to_bring_home(names: Sequence[str], memory: ClientMemory) -> dict[str, Any]:
-    """Data that another process needs to evaluate personal models, unless it is large."""
+    """Return the data by which another process evaluates personal models; empty if it is large."""
     if not names:
         return {}
     if not memory.is_small:
@@ -160,13 +160,13 @@ _PURPOSE = "fine-tuning"
 
 
 class FineTuning:
-    """Fine-tunes the model on a client's examples; draws depend on seed and client alone.
+    """Fine-tunes the module on a client's examples; draws depend on seed and client alone.
 
     Args:
-        trainer: with its module on its device.
-        data: whose clients' training examples are used.
-        num_steps: per client, n ≥ 1.
-        seed: root seed.
+        trainer: a Trainer, with its module on its device.
+        data: the data module with clients' training examples.
+        num_steps: local steps per client, ≥ 1.
+        seed: root seed of the draws.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class FineTuning:
         self._num_steps, self._seed = num_steps, seed
 
     def __call__(self, client: int) -> None:
-        """Fine-tune the module as it is, in place; a client without examples changes nothing."""
+        """Fine-tune the module in place; a client without examples changes nothing."""
         shard = self._data.clients[client]
         if not len(shard):
             return
@@ -205,10 +205,10 @@ class FineTuning:
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:
-    """Return a new optimizer as the module configures it, at the rate without its schedule.
+    """Return a new optimizer as the module configures it, with its initial learning rate.
 
     Raises:
-        ConfigurationError: if it configures none.
+        ConfigurationError: if the module configures none.
     """
     made: Any = module.configure_optimizers()
     while made and not isinstance(made, Optimizer):
@@ -217,6 +217,6 @@ def made_optimizer(module: LightningModule) -> Optimizer:
         raise ConfigurationError(
             f"FineTuned: {type(module).__name__}.configure_optimizers returns no optimizer"
         )
-    for group in made.param_groups:  # a warm-up has begun by making the schedule
+    for group in made.param_groups:  # making a schedule with warm-up has changed the rate
         group["lr"] = group.get("initial_lr", group["lr"])
     return made

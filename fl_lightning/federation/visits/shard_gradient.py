@@ -2,17 +2,16 @@
 
     ∇F_i(x) = Σ_b n_b/n ∇f_b(x),    n = Σ_b n_b
 
-b: the batches of one pass; where the data's loader has ``drop_last``, full ones only, as in training.
-Random draws (dropout, augmentation) are the client's own for this pass, keyed by seed, round and
-client.
+b: the batches of one pass; with the loader's ``drop_last``, full batches only, as in training. Random
+draws (dropout, augmentation) are keyed by seed, round and client.
 
-Clients' losses on the present global model, for samplers that choose by them.
+Clients' losses on the current global model, for cohorts that are chosen by loss:
 
     F_k(x) = Σ_b n_b loss(x; b) / Σ_b n_b            over the batches b of client k's shard
 
-The loss is what ``training_step`` returns, with the module in eval mode and, if the data set knows
-how, without augmentation. Layers that are a client's own are its own here as well. Of several processes
-each measures its share.
+The loss is that of ``training_step``, with the module in eval mode and, if the data set supports it,
+without augmentation. Personal layers are those of the client. Each of several processes measures its
+share of the clients.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
-# A scale at which fp16's gradients overflow is lowered so much before the next try.
+# Factor by which a scale is lowered at which fp16 gradients overflow.
 _LOWER = 16.0
 
 
 class ShardGradient:
-    """Computes it in the module that clients train in.
+    """Computes the gradient of a client's whole shard, in the module that clients train.
 
     Args:
-        module: with the training step.
+        module: the module.
         local: the sequential engine.
-        step: gives gradients.
-        plan: knows the clients' shards.
+        step: computes gradients of batches.
+        plan: builds the batches of clients' shards.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ShardGradient:
         self._size = 0  # of the batch at work
 
     def __call__(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Return it, shape (k,); afterwards the module holds the global model.
+        """Return the gradient at a model, shape (k,); afterwards the module holds that model.
 
         Raises:
             ClientFailure: if a step raised, or the gradient is not finite.
@@ -86,7 +85,7 @@ class ShardGradient:
                 local.restore(model)
 
     def _finite(self, model: GlobalModel, shard: ClientWork) -> Tensor:
-        """Return the gradient at the largest scale, of a loss before it goes backward, that fits."""
+        """Return the gradient, with the largest loss scale at which it is finite."""
         seed = derive_seed(shard.root_seed, "shard gradient", shard.round_index, shard.client_id)
         scale = self._step.scale
         while True:
@@ -116,7 +115,7 @@ class ShardGradient:
         return zeros
 
 
-# Has the module hold a client's model.
+# From a client to a context in which the module holds the client's model.
 Having = Callable[[int], AbstractContextManager[None]]
 
 
@@ -127,10 +126,10 @@ def refresh_losses(
     seed: int,
     having: Having | None = None,
 ) -> None:
-    """Put the losses that a cohort asks for into what is known of clients; before it draws.
+    """Measure the losses of a cohort's candidates and store them in the population.
 
-    To be called by all processes, with the global model in the module; ``having`` as in
-    `measured_losses`.
+    To be called by all processes before the cohort is drawn, with the global model in the module;
+    ``having`` as in `measured_losses`.
     """
     clients = cohort.candidates(trainer.current_epoch, population, seed)
     if not len(clients):
@@ -150,14 +149,14 @@ def measured_losses(
     seed: int,
     having: Having | None = None,
 ) -> dict[int, float]:
-    """Return clients' mean losses on what the module holds; without those that have no example.
+    """Return clients' mean losses with the module's model, without clients that have no example.
 
     Args:
-        trainer: whose precision and device are used.
-        clients: whose.
-        max_batches: at most so many batches of each, None is all.
-        seed: of what a training step may draw.
-        having: has the module hold a client's own layers; None where there are none.
+        trainer: the Trainer of the module.
+        clients: ids of the clients.
+        max_batches: most batches of each client; None for all.
+        seed: seed of draws in training steps.
+        having: makes a context in which the module holds a client's personal layers; None without any.
     """
     if not len(clients):
         return {}

@@ -1,10 +1,9 @@
-"""A client's term on gradients where ``training_step`` steps the optimizers by hand.
+"""A correction's gradient term with manual optimization.
 
     closure, if there is one  →  ∇ ← ∇ + term, on the optimizer's own parameters  →  clip, step
 
-The term is added once per step of an optimizer: after its closure, ahead of the hook
-``on_before_optimizer_step``, as in automatic optimization. Where the module clips with
-``self.clip_gradients``, it is added ahead of that.
+The term is added once per step of an optimizer: after its closure and before the hook
+``on_before_optimizer_step``, as in automatic optimization, or before ``self.clip_gradients``.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class TermByHand:
-    """Adds one client's term to the gradients of each optimizer of a module.
+    """Adds a client's term to the gradients of each optimizer of a module.
 
     Args:
-        trainer: whose optimizers they are.
-        term: the client's.
-        scale: returns by what losses are multiplied before they go backward.
+        trainer: the Trainer of the optimizers.
+        term: the client's term.
+        scale: returns the factor by which losses are multiplied before the backward pass.
     """
 
     def __init__(self, trainer: Trainer, term: AddedTerm, scale: Callable[[], float]) -> None:
@@ -45,7 +44,7 @@ class TermByHand:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Add the term where optimizers step inside the block."""
+        """Add the term in each optimizer step inside the block."""
         self._is_inside = False
         step, clip = self._strategy.optimizer_step, self._module.clip_gradients
 
@@ -74,7 +73,7 @@ class TermByHand:
     def _before_plain_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Do the same for a step that does not come by way of Lightning."""
+        """Add the term in an optimizer step that bypasses Lightning."""
         if self._is_inside:
             return None
         itself, *others = args
@@ -85,12 +84,12 @@ class TermByHand:
         return (itself, self._with_term(optimizer, closure), *others), kwargs
 
     def _with_term(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that adds the term after the gradients, each time when it is called."""
+        """Return a closure that adds the term after each computation of the gradients."""
 
         def with_term() -> Any:
             value = closure()
             self._add(optimizer)
-            # which compares values along a line
+            # LBFGS compares values along a line
             if isinstance(optimizer, LBFGS) and isinstance(value, Tensor):
                 return value + self._of[optimizer].value()
             return value
@@ -104,13 +103,13 @@ class TermByHand:
             self._of[optimizer].add(self._scale())
 
     def _sample(self, optimizer: Optimizer) -> Tensor | None:
-        """Return one of the gradients: clipping keeps it, the next backward pass makes another."""
+        """Return a gradient tensor; clipping keeps the tensor, the next backward pass makes another."""
         params = self._of[optimizer].params
         return params[0].grad if params else None
 
 
 def outputs_by_hand(output: Any) -> dict[str, Any]:
-    """Return the output of a training step by hand, as Lightning gives it to hooks.
+    """Return the output of a training step in manual optimization, as Lightning gives it to hooks.
 
     Raises:
         ConfigurationError: for anything but a tensor, a dict or nothing.
@@ -131,7 +130,7 @@ def outputs_by_hand(output: Any) -> dict[str, Any]:
 
 
 def loss_by_hand(outputs: Mapping[str, Any]) -> Tensor | None:
-    """Return the loss that is reported, if there is one and it is one number.
+    """Return the loss that a training step reports; None unless it is a single number.
 
     Example:
         >>> import torch

@@ -1,10 +1,10 @@
-"""A visit: a module takes steps on some client's batches, and nothing is left of it.
+"""Visits: a module takes steps on a client's batches, and everything is restored.
 
-Who measures, tunes or rehearses in the module that trains asks for a visit, and writes down its own
-formula alone. What a visit puts back is said in one place, `visiting`.
+Code that measures, tunes or rehearses in the training module uses `visiting`, which lists what is
+restored.
 
-A batch goes the way that Lightning's loops would take it: conversion by the precision plugin, the hooks around the
-transfer that module or data module override, and the transfer itself.
+A batch is prepared as in Lightning's loops: conversion by the precision plugin, overridden hooks around
+the transfer, and the transfer itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fl_lightning.federation.hooks import BATCH_HOOKS, NOT_THE_USERS, overrides
 from fl_lightning.federation.visits.local_counts import note_step
 
 StepOf = Literal["train", "validation", "test"]
-# The name of such a step, and the precision plugin's context for it.
+# The name of each step, and of the precision plugin's context for it.
 _STEPS = {
     "train": ("training_step", "train_step_context"),
     "validation": ("validation_step", "val_step_context"),
@@ -39,19 +39,16 @@ _STEPS = {
 class Visit:
     """The steps of a module during a visit, as Lightning would take them.
 
-    A batch goes through the precision plugin, the hooks around its transfer and the transfer; the
-    step runs under the precision's context, and nothing else does.
-
     Args:
-        trainer: with its module on its device.
-        kind: of step.
-        logs: what ``self.log`` is.
-        before: the module at the visit's start; None if it is not to be put back.
+        trainer: the Trainer, with its module on its device.
+        kind: the kind of step.
+        logs: receives the module's ``self.log``.
+        before: the module's state at the visit's start; None if it will not be restored.
 
     Attributes:
-        module: that is visited.
-        logs: what the steps logged.
-        size: examples in the batch of the step at work, or of the last one.
+        module: the module.
+        logs: the values that steps logged.
+        size: examples in the current or last batch.
     """
 
     def __init__(
@@ -67,17 +64,17 @@ class Visit:
         self.logs, self.size = logs, 0
 
     def steps(self, batches: Iterable[SizedBatch]) -> Iterator[Any]:
-        """Run a step on every batch and yield what it returns.
+        """Run a step on every batch and yield its output.
 
         Args:
-            batches: as they are read, with their numbers of examples.
+            batches: batches as they were read, with their numbers of examples.
         """
         self.size = 0
         for index, (batch, self.size) in enumerate(batches):
             yield self.step(self.prepared(batch), index)
 
     def step(self, batch: Any, index: int) -> Any:
-        """Run one step on a prepared batch and return what it returns."""
+        """Run one step on a prepared batch and return its output."""
         self.logs.batch_size = self.size
         note_step(self._trainer, index)
         arguments = (batch, index) if self._takes_index else (batch,)
@@ -103,26 +100,25 @@ def visiting(
     logs: LogCollector | None = None,
     in_place: bool = False,
 ) -> Iterator[Visit]:
-    """Lets a Trainer's module run steps inside this block, and restores everything afterwards.
+    """Runs steps of a Trainer's module inside this block, and restores everything afterwards.
 
-    However the block ends, it puts back:
+    However the block ends, these are restored:
 
     - the mode of the module and of each of its parts,
     - the states of its torchmetrics objects; inside, they exchange nothing between processes,
-    - the gradients of its parameters, the very tensors; inside, there are none at first,
-    - the global generators of torch, NumPy and Python; inside, the block may seed them,
-    - ``module.log``; inside, it is ``logs``, and what is not collected there is forgotten,
+    - the gradients of its parameters, the same tensors; inside, there are none at first,
+    - the global generators of torch, NumPy and Python, which the block may seed,
+    - ``module.log``; inside, it is ``logs``, whose uncollected values are discarded,
     - parameters, their ``requires_grad`` and buffers, and the module's attributes (`Attributes`).
 
-    The precision's context surrounds single steps only. Visits may be inside one another.
+    The precision's context surrounds single steps only. Visits may be nested.
 
     Args:
-        trainer: with its module on its device.
-        kind: which step of the module is taken.
-        mode: of the module inside the block; None leaves it as it is.
-        logs: what the steps log to; None is one that nobody reads.
-        in_place: leave parameters, buffers and attributes as the steps made them: for those
-            who want that, or put it back themselves.
+        trainer: the Trainer, with its module on its device.
+        kind: the kind of step.
+        mode: mode of the module inside the block; None leaves it unchanged.
+        logs: receives the values that steps log; None for a new collector.
+        in_place: do not restore parameters, buffers and attributes.
 
     Raises:
         ConfigurationError: if the module keeps an iterator, which cannot be wound back.
@@ -163,7 +159,7 @@ _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
-    """Return the preparation of a batch before the training step, by hooks, precision and device; None without one."""
+    """Return the function that prepares batches for steps (hooks, precision, device); None if none is needed."""
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     precision, strategy = trainer.precision_plugin, trainer.strategy
     before = next(
@@ -187,7 +183,7 @@ def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
 
 
 def has_batch_hooks(trainer: Trainer) -> bool:
-    """Return whether module or data module act on batches before or after a step."""
+    """Return whether module or data module override hooks around batches."""
     owners = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     return any(overrides(owner, hook) for owner in owners for hook in BATCH_HOOKS)
 
