@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -87,13 +85,6 @@ class Arrays(Source):
         return Loaded(TensorRows([inputs, targets], columns), class_names=class_names)
 
 
-# errors of files that are cut off, damaged, of another format, or too large for the memory
-_UNREADABLE = (
-    *(OSError, EOFError, ValueError, AttributeError, NotImplementedError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-
-
 def _found(file: str | None, option: str, value: Any) -> Any:
     """Return the given array, or the array of this name in the file."""
     if not isinstance(value, str):
@@ -115,7 +106,7 @@ def _found(file: str | None, option: str, value: Any) -> Any:
             return stored[value]
     except ConfigurationError:
         raise
-    except _UNREADABLE as error:
+    except Exception as error:  # of zip, zlib, tokenizer, NumPy, memory: a header may say anything
         raise ConfigurationError(
             f"Arrays: {file} is no .npz of plain arrays ({error}): write it with numpy.savez"
         ) from error
