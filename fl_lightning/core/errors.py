@@ -1,4 +1,4 @@
-"""Exceptions, by the person who can fix the cause, and a hint for clients with one example."""
+"""Exceptions, checks of options' ranges, and a hint for clients with one example."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def raise_together(*checks: Callable[[], object]) -> None:
 
 
 def check_range(what: str, value: float | None, allowed: str, advice: str = "") -> None:
-    """Raise ConfigurationError if an option is out of its range, which is given in words.
+    """Raise ConfigurationError if an option is out of a range that is given in words.
 
     Args:
-        what: the option, after its owner, e.g. ``"QFedAvg: q"``.
-        value: its value; None is always allowed.
-        allowed: ``at least 1 client``, ``above 0``, ``greater than 0``, each with `` and finite`` if it
-            must be that; ``a finite number``; ``in [0, 1)``, ``from 1 to 8``.
-        advice: end of the sentence.
+        what: owner and name of the option, e.g. ``"QFedAvg: q"``.
+        value: value of the option; None is always allowed.
+        allowed: the range: ``at least 1 client``, ``above 0``, ``greater than 0``, ``a finite number``,
+            ``in [0, 1)``, ``from 1 to 8``. Infinity is out of range unless ``or inf`` allows it.
+        advice: end of the message.
 
     Example:
         >>> check_range("bits", 9, "from 1 to 8", ": fewer bits are shorter")
@@ -73,9 +73,10 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     high = bounds[1] if bounds[1:] else math.inf
     is_above = value > low if allowed.startswith(("above", "greater", "in (")) else value >= low
     is_below = value < high if allowed.endswith(")") else value <= high
-    is_finite = "finite" not in allowed or math.isfinite(value)
-    if not (is_above and is_below and is_finite):
-        raise ConfigurationError(f"{what} must be {allowed}, got {value}{advice}")
+    is_infinite = abs(value) == math.inf and not allowed.endswith(" or inf")
+    if is_infinite or not (is_above and is_below):
+        finite = " and finite" if is_infinite and "finite" not in allowed else ""
+        raise ConfigurationError(f"{what} must be {allowed}{finite}, got {value}{advice}")
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
@@ -113,7 +114,7 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
 
 
 class RoundFailure(RuntimeError):  # noqa: N818
-    """A round without a usable result, e.g. because too few clients replied."""
+    """A round that has no usable result, e.g. because too few clients replied."""
 
 
 class ProcessFailure(RuntimeError):  # noqa: N818

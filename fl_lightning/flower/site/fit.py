@@ -64,7 +64,7 @@ class AtSite(Callback):
         self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
         self._num_rounds, self._account, self._calibrates = num_rounds, account, calibrates
         self._cleanup = ExitStack()
-        self._moves: PutsMasks | None = None
+        self._applier: PutsMasks | None = None
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,7 +103,7 @@ class AtSite(Callback):
         """
         if self._calibrates is None:
             return None
-        self._moves = self._calibrates.what_moves(trainer)
+        self._applier = self._calibrates.mask_applier(trainer)
         while (order := self._desk.next_order()) is not None and order.kind == "calibrate":
             self._calibrate(trainer, order)
         mask = None if order is None else told_mask(order)
@@ -114,9 +114,9 @@ class AtSite(Callback):
 
     def _apply(self, trainer: Trainer, order: Order, mask: RunMask) -> None:
         """Load the model of an order into the module, and apply a mask."""
-        assert self._moves is not None
+        assert self._applier is not None
         hold_model(trainer.lightning_module, order.tensors)
-        self._moves.apply(mask.mask)
+        self._applier.apply(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
         """Answer an order to calibrate, unless scores would reveal hidden updates."""
@@ -131,7 +131,7 @@ class AtSite(Callback):
     def _follow_mask(self, trainer: Trainer, order: Order) -> None:
         """Apply the mask of an order, also to client state."""
         mask = told_mask(order)
-        if self._moves is None or mask is None:
+        if self._applier is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
         if mask != self._memory.mask:
             self._memory.check_mask(mask)

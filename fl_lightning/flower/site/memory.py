@@ -121,7 +121,7 @@ class PutsMasks(Protocol):
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
-    def what_moves(self, trainer: Trainer) -> PutsMasks:
+    def mask_applier(self, trainer: Trainer) -> PutsMasks:
         """Return the object that applies masks to a Trainer's module."""
 
     def answer(self, trainer: Trainer, order: Order) -> Done:

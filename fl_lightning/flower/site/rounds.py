@@ -176,7 +176,7 @@ class SiteRounds:
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         self.run.local.start_round(self.run.round_index)
-        self.run.local.round_start.take_by_step(options.get("by_step", ()))
+        self.run.local.round_start.set_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
         for stage in self._talking:
