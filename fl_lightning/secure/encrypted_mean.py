@@ -279,7 +279,7 @@ class EncryptedMean(HiddenUpdates):
         return values
 
     def close(self) -> Tensor:
-        """Have a client decrypt the sum, and return the mean.
+        """Return the mean, from the sum that a client decrypts.
 
         Raises:
             RoundFailure: if too few updates have arrived to hide each of them in the mean.
