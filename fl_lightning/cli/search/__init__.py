@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
@@ -44,7 +44,7 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.screen import markdown
 
-StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
+StrategyName = Literal["random", "evolution", "regularized_evolution", "predictor", "tpe", "nsga2"]
 _SIZES = ("params", "flops")
 _SCORES = (*PROXIES, *_SIZES, "accuracy")
 
@@ -52,10 +52,10 @@ _STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
     "random": lambda measure: strategies.RandomSearch(),
     "evolution": lambda measure: strategies.Evolution(),
     "regularized_evolution": lambda measure: strategies.RegularizedEvolution(),
+    "predictor": lambda measure: strategies.PredictorSearch(),
     "tpe": lambda measure: strategies.OptunaSearch("tpe"),
     "nsga2": lambda measure: strategies.OptunaSearch("nsga2", measure),
 }
-assert set(_STRATEGIES) == set(get_args(StrategyName))
 # from an architecture to the configuration that trains it
 Retraining = Callable[[Architecture], dict[str, Any]]
 
