@@ -163,8 +163,7 @@ class RunReport(Callback):
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
-        # a command that tests after the fit prints the path with those of all files
-        told = detail() if self.waits_for_test else {}
+        told = detail() if self.waits_for_test else {}  # that command prints the paths itself
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
 
     def _keep_provenance(self, **more: str) -> None:
