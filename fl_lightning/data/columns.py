@@ -146,10 +146,10 @@ def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
             value = np.asarray(_part(dataset[index], name))
             if value.ndim > 1:
                 raise TypeError(f"an array of shape {value.shape}")
-            values.append(value)
-        return _on_the_host(np.stack(values), option)
+            values.append(value[()])  # a scalar as such, so that a missing one is seen
     except (TypeError, ValueError, LookupError, StopIteration) as error:
         raise ConfigurationError(_refusal(dataset, name, option)) from error
+    return _on_the_host(values, option)
 
 
 def _part(item: Any, name: str | None) -> Any:
@@ -185,18 +185,34 @@ def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
         values = values.detach().cpu()
     elif not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
         values = list(values)
+    num_missing = 0
     try:
         array = np.asarray(values)
+        if array.dtype.kind in "OUmM":  # among strings, NaN would become the string "nan"
+            each = values if array.dtype.kind == "U" else array.ravel()
+            num_missing = sum(map(is_missing, each))
         if array.dtype == object:  # e.g. strings in a table
             array = np.asarray(array.tolist())
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
-    if not array.ndim or array.dtype.kind not in "biufSUMm":
+    if num_missing or not array.ndim or array.dtype.kind not in "biufSUMm":
         kinds = sorted({type(value).__name__ for value in np.atleast_1d(array).ravel()[:1000]})
+        got = ", ".join(kinds)
+        if num_missing:
+            got = f"{num_missing} missing (None or NaN): leave these examples out, or give them a value"
         raise ConfigurationError(
-            f"{option}: values must be numbers or strings, one per example, got {', '.join(kinds)}"
+            f"{option}: values must be numbers or strings, one per example, got {got}"
         )
     return array
+
+
+def is_missing(value: Any) -> bool:
+    """True if a value is None, not a finite number, or a missing value of pandas or NumPy."""
+    if isinstance(value, (float, np.floating)):
+        return not np.isfinite(value)
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
 
 
 def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
