@@ -180,29 +180,20 @@ def _refusal(dataset: Any, name: str | None, option: str) -> str:
     )
 
 
-def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
+def column_of(values: Any) -> npt.NDArray[Any]:
+    """Convert a column to an array of numbers or strings, or of objects if values are missing.
+
+    Example:
+        >>> column_of(["b", "a"]), column_of([1, 2])
+        (array(['b', 'a'], dtype='<U1'), array([1, 2]))
+    """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-    elif not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
-        values = list(values)
-    num_missing = 0
-    try:
-        array = np.asarray(values)
-        if array.dtype.kind in "OUmM":  # among strings, NaN would become the string "nan"
-            each = values if array.dtype.kind == "U" else array.ravel()
-            num_missing = sum(map(is_missing, each))
-        if array.dtype == object:  # e.g. strings in a table
-            array = np.asarray(array.tolist())
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
-    if num_missing or not array.ndim or array.dtype.kind not in "biufSUMm":
-        kinds = sorted({type(value).__name__ for value in np.atleast_1d(array).ravel()[:1000]})
-        got = ", ".join(kinds)
-        if num_missing:
-            got = f"{num_missing} missing (None or NaN): leave these examples out, or give them a value"
-        raise ConfigurationError(
-            f"{option}: values must be numbers or strings, one per example, got {got}"
-        )
+    if isinstance(values, (list, tuple)) and any(map(is_missing, values)):
+        return np.array(values, dtype=object)
+    array = np.asarray(values)
+    if array.dtype == object and not any(map(is_missing, array.ravel())):  # e.g. strings in a table
+        array = np.asarray(array.tolist())
     return array
 
 
@@ -213,6 +204,26 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, (np.datetime64, np.timedelta64)):
         return bool(np.isnat(value))
     return value is None or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
+    if not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
+        values = list(values)
+    try:
+        array = column_of(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
+    if array.dtype.kind in "OmM" and (missing := sum(map(is_missing, array.ravel()))):
+        raise ConfigurationError(
+            f"{option}: {missing} of {len(array)} values are missing (None or nan): leave these "
+            "examples out of the data, or give them a value"
+        )
+    if not array.ndim or array.dtype.kind not in "biufSUMm":
+        kinds = sorted({type(value).__name__ for value in np.atleast_1d(array).ravel()[:1000]})
+        raise ConfigurationError(
+            f"{option}: values must be numbers or strings, one per example, got {', '.join(kinds)}"
+        )
+    return array
 
 
 def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -232,21 +232,6 @@ class Targets:
         return torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
 
 
-def column_of(values: Any) -> npt.NDArray[Any]:
-    """Convert a column to an array of numbers or strings, or of objects if values are missing.
-
-    Example:
-        >>> column_of(["b", "a"]), column_of([1, 2])
-        (array(['b', 'a'], dtype='<U1'), array([1, 2]))
-    """
-    if isinstance(values, (list, tuple)) and any(map(is_missing, values)):
-        return np.array(values, dtype=object)
-    array = np.asarray(values)
-    if array.dtype == object and not any(map(is_missing, array.ravel())):
-        array = np.asarray(array.tolist())
-    return array
-
-
 def _check_present(values: npt.NDArray[Any], name: str) -> None:
     num_missing = sum(map(is_missing, values.ravel())) if values.dtype.kind in "fO" else 0
     if num_missing:
