@@ -127,8 +127,15 @@ class FitRounds:
         began, run = time.perf_counter(), self.run
         if run.ranks.size > 1:
             self._round.record, began = self._exchange.merge(self._round.record, self.server)
-        self._round.step()
         record = self._round.record
+        with (
+            self.clients.metrics_kept_apart()
+        ):  # ahead of the step: a metric of the module may fail
+            record.pooled = run.collector.collect_metrics()
+        self._round.step()
+        self._is_under_way = False
+        run.local.end_round(self.server.model)
+        run.groups.advance()  # only now: a round that failed is no finished one
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
             run.groups.population.note(  # for cohorts that choose by what it has shown of clients
@@ -137,11 +144,6 @@ class FitRounds:
                 losses=record.means.by_client("train/loss"),
                 durations=record.durations,
             )
-        with self.clients.metrics_kept_apart():
-            record.pooled = run.collector.collect_metrics()
-        self._is_under_way = False
-        run.local.end_round(self.server.model)
-        run.groups.advance()  # only now: a round that failed is no finished one
         record.seconds += time.perf_counter() - began
         self._round.close()
 

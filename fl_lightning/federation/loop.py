@@ -19,7 +19,6 @@ and its like of both loops), and ``_data_fetcher``, which begins anew in every r
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from typing import Any, Protocol
 
@@ -116,8 +115,6 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
         manual_loop = FederatedManualLoop(trainer, rounds)
         manual_loop.optim_step_progress = by_hand.optim_step_progress
         epoch_loop.manual_optimization = manual_loop
-        # a warning about single steps: a federation's checkpoint holds the round's global model
-        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 

@@ -149,7 +149,6 @@ class Round:
             )
         for stage in self.stages.having["settle"]:
             stage.settle(self.record, self._processes)
-        self.memory.commit()
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
         record.update_norm = float(self.server.close_round(change))
@@ -160,6 +159,7 @@ class Round:
             )
         for stage in having["stepped"]:
             stage.stepped(self.server.model.params)
+        self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
 
     def close(self) -> None:
         """Close the round in all stages, after the server step."""

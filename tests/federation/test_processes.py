@@ -167,7 +167,6 @@ COHORTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(
     ("cohort", "exact"), [*((name, True) for name in COHORTS), ("several each", False)]
 )
