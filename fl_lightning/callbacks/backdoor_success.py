@@ -1,12 +1,12 @@
-"""How well a backdoor works: how often an image with the trigger is taken for the attacker's class.
+"""Success rate of a backdoor: share of images with the trigger that are classified as the target.
 
     success = |{i : y_i ≠ target, argmax f(x_i with the patch) = target}| / |{i : y_i ≠ target}|
 
-over the images that are validated or tested. Accuracy does not see a backdoor: without the patch such
-a model does its work. Images of the target's own class do not count.
+over the validation or test images. Images of the target class do not count. Accuracy does not reveal a
+backdoor, because the model is right on images without the patch.
 
-Source: Bagdasaryan et al. 2020, How to Backdoor Federated Learning, whose backdoor accuracy it is;
-Wang et al. 2020, Attack of the Tails, leave out the target's own class as well.
+Sources: Bagdasaryan et al. 2020, How to Backdoor Federated Learning (backdoor accuracy); Wang et al.
+2020, Attack of the Tails (without images of the target class).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fl_lightning.data.client_examples import Trigger, is_pair
 class BackdoorSuccess(Callback):
     """Logs ``val/backdoor_success`` and ``test/backdoor_success``, fractions in [0, 1].
 
-    Every batch that is evaluated goes through the module once more, with the trigger. It works with
-    and without attackers: what it says without them is what the trigger does by itself.
+    Every evaluation batch passes through the module a second time, with the trigger. In a run without
+    attackers it measures the effect of the trigger on a clean model.
 
     Args:
-        trigger: that of the attackers; its ``share`` is of no account.
+        trigger: trigger of the attackers; its ``share`` is ignored.
 
     Raises:
-        ConfigurationError: in evaluation, for batches that are not pairs of images and labels, and
-            for modules whose ``forward`` does not return a score for every class.
+        ConfigurationError: during evaluation, if a batch is not a pair of images and labels, or the
+            module's ``forward`` does not return one score per class.
 
     Example:
         >>> class LastPixel(torch.nn.Module):
@@ -49,7 +49,7 @@ class BackdoorSuccess(Callback):
         self._counts = torch.zeros(2)
 
     def count(self, module: torch.nn.Module, batch: Any) -> Tensor:
-        """Number of images classified as the target, and of all that count, float64, shape (2,)."""
+        """Number of images classified as the target, and of images that count, float64, shape (2,)."""
         if not is_pair(batch):
             raise ConfigurationError(
                 f"BackdoorSuccess needs batches of images and labels, got {type(batch).__name__}"
@@ -59,7 +59,7 @@ class BackdoorSuccess(Callback):
         scores = module(self.trigger.change(images, labels)[0])
         if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
             raise ConfigurationError(
-                f"BackdoorSuccess needs a score for every class, shape (B, C), from "
+                f"BackdoorSuccess needs one score per class, shape (B, C), from "
                 f"{type(module).__name__}.forward(images): have it return the logits"
             )
         if self.trigger.target >= scores.shape[1]:
@@ -71,7 +71,7 @@ class BackdoorSuccess(Callback):
         return torch.stack([hits.sum(), others.sum()]).double().cpu()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         self._counts = torch.zeros(2, dtype=torch.float64)
 
     def on_validation_batch_end(
@@ -88,7 +88,7 @@ class BackdoorSuccess(Callback):
             self._counts += self.count(pl_module, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the fraction."""
+        """Log the success rate, if there are images that count."""
         counts = self._counts.to(pl_module.device)
         hits, others = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         if others:

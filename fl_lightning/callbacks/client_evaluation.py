@@ -1,11 +1,9 @@
-"""How the global model does for each client, and its own one: on the examples that it held out.
+"""Evaluation of the global model, and of personal models, on the held-out examples of every client.
 
-A mean over all examples hides who pays for it. Every client's metrics are those that the module
-itself logs in its validation or test step, over the examples that the client held out for validation or
-for tests; over clients they are reported as mean, standard deviation, worst decile and, of values that are not
-negative, Jain's index, each client counted once.
-Where clients have personal models (`Federation`'s ``personal``), these are evaluated on the same
-examples.
+A client's metrics are those that the module logs in its validation or test step, over the client's
+held-out validation or test examples. Over clients, each counted once, they are reported as mean, standard
+deviation, mean of the worst decile and, if no value is negative, Jain's fairness index. Personal models
+(`Federation`'s ``personal``) are evaluated on the same examples.
 """
 
 from __future__ import annotations
@@ -42,33 +40,32 @@ from fl_lightning.federation import (
 from fl_lightning.reports.evaluated_model import ModelOrigin
 from fl_lightning.reports.log_file import detail
 
-# Parts of the names of metrics of which less is better.
+# A metric is better if lower when its name contains one of these.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
 
 
 class ClientEvaluation(Callback):
-    """Evaluates the global model, and personal ones, on every client's held-out examples.
+    """Evaluates the global model, and personal models, on every client's held-out examples.
 
-    At the end of a fit and in ``validate`` on the clients' validation examples, in ``test`` on their test
-    examples. Needs ``FederatedDataModule(client_val_fraction=…, client_test_fraction=…)``; without
-    them there is nothing to evaluate on and one line says so. Writes ``clients/…`` metrics of the global model and ``personal/…`` ones of each
-    client's own (a client that never took part has the global one), a histogram over clients for
-    loggers that take one, and ``clients_<stage>.csv``, one row per client, beside the logs.
+    The end of a fit and ``validate`` use the clients' validation examples, ``test`` their test examples.
+    Set ``client_val_fraction`` and ``client_test_fraction`` of `FederatedDataModule`; otherwise clients
+    are not evaluated, and a message says so. Logs ``clients/…`` metrics of the global model,
+    ``personal/…`` metrics of personal models (a client that was never sampled uses the global model), and
+    a histogram over clients; writes ``clients_<stage>.csv`` with one row per client beside the logs.
 
     Args:
-        every_n_rounds: also after every n-th round's validation; 0 for the end only.
-        max_clients: evaluate at most so many clients, ≥ 1: where more hold out examples, always the
-            same ones, drawn by the data module's seed. Each costs about a millisecond.
-        common_test_set: in ``test``, evaluate clients' personal models on the data module's whole test
-            set instead of on each client's own test examples. (The global model's figures there are
-            those of ``test`` itself.)
-        local_models: after every round, or after every n-th with ``every_n_rounds``, also evaluate each
-            client's model as its local training left it, and the global model that came of them, on the
-            data module's whole test set. Costs a pass over the test set for every client of the round.
-            Writes ``local_models.csv``, a row a model and round, which a resumed run goes on with.
+        every_n_rounds: also evaluate after every n-th round; 0 evaluates at the end only.
+        max_clients: largest number of clients to evaluate, ≥ 1. If more have held-out examples, the same
+            ones are drawn every time, by the data module's seed. A client takes about a millisecond.
+        common_test_set: in ``test``, evaluate personal models on the data module's whole test set instead
+            of each client's test examples. (``test`` itself evaluates the global model on that set.)
+        local_models: after every round, or every n-th with ``every_n_rounds``, also evaluate each
+            client's model after local training, and the new global model, on the data module's whole test
+            set. Costs one pass over the test set per client of the round. Writes ``local_models.csv``
+            with one row per model and round; a resumed run appends to it.
 
     Attributes:
-        per_client: of the last evaluation, each client's metrics by their names; empty before.
+        per_client: metrics of each client in the last evaluation, by client and name; empty before.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class ClientEvaluation(Callback):
         if max_clients < 1:
             raise ConfigurationError(f"max_clients must be at least 1 client, got {max_clients}")
         self.every_n_rounds = every_n_rounds
-        local = ", and those of their local models on the common test set" if local_models else ""
+        local = ", and metrics of their local models on the common test set" if local_models else ""
         self.unprotected = f"the metrics of clients on their held-out examples{local}"
         self.max_clients = max_clients
         self.common_test_set = common_test_set
@@ -92,26 +89,26 @@ class ClientEvaluation(Callback):
         self._origin = ModelOrigin()
         self.per_client: dict[int, dict[str, float]] = {}
 
-    # charts of TensorBoard that need not have numbers in the first round
+    # charts of TensorBoard that may be empty in the first round
     late_charts = ("held-out examples, mean", "held-out examples, worst decile")
 
     @property
     def has_curves(self) -> bool:
-        """True if it evaluates during rounds, not only at the end."""
+        """True if clients are evaluated during the fit, not only at the end."""
         return self.every_n_rounds > 0 or self._local is not None
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember which model is evaluated."""
+        """Note the origin of the evaluated model."""
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Join the rounds of a fit, if clients' local models are evaluated."""
+        """Check the metrics that other callbacks monitor, and join the rounds for local models."""
         if stage == "fit":
             self._check_monitors(trainer)
             if self._local is not None:
-                self._local.take_part(trainer)
+                self._local.join(trainer)
 
     def _check_monitors(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -121,7 +118,7 @@ class ClientEvaluation(Callback):
             if monitor.startswith("clients/") and not is_there:
                 raise ConfigurationError(
                     f"{type(callback).__name__} monitors {monitor}, and ClientEvaluation has every_n_rounds="
-                    f"{self.every_n_rounds} (0 is at the end alone): set its every_n_rounds to 1"
+                    f"{self.every_n_rounds} (0 is only at the end): set its every_n_rounds to 1"
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,7 +139,7 @@ class ClientEvaluation(Callback):
         self._report(trainer, pl_module, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate in the ``validate`` command, not in a fit's own validations."""
+        """Evaluate in the ``validate`` command, but not in the validations of a fit."""
         if trainer.state.fn == "validate":
             self._report(trainer, pl_module, "validation")
 
@@ -168,10 +165,10 @@ class ClientEvaluation(Callback):
     def _evaluate(
         self, trainer: Trainer, stage: StepOf, examples: ClientExamples
     ) -> dict[int, dict[str, Tensor]]:
-        """Return this process's clients' metrics, of the global model and of their own ones."""
+        """Metrics of the global and personal models for the clients that this process evaluates."""
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         clients = chosen_clients(data, self.max_clients, examples)
-        if data.evaluated_by is not None:  # where their examples are
+        if data.evaluated_by is not None:  # remote clients evaluate by themselves
             return data.evaluated_by(stage, clients.tolist())
         models = personal_models(trainer)
         return evaluated_clients(trainer, data, stage, clients, models, examples)
@@ -183,14 +180,14 @@ class ClientEvaluation(Callback):
         examples: ClientExamples,
         found: dict[int, dict[str, Tensor]],
     ) -> None:
-        """Print and log the figures of all processes' clients."""
+        """Print, log and save the metrics of the clients of all processes."""
         shares = Ranks(trainer).gather(found)
         values = dict(sorted(pair for share in shares for pair in share.items()))
         self.per_client = {
             client: {name: float(value) for name, value in metrics.items()}
             for client, metrics in values.items()
         }
-        folder = run_folder(trainer)  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # a collective operation: every process must call it
         if not trainer.is_global_zero:
             return
         logs: dict[str, float] = {}
@@ -215,12 +212,12 @@ class ClientEvaluation(Callback):
 def _why_not(
     trainer: Trainer, data: FederatedDataModule, stage: StepOf, examples: ClientExamples
 ) -> str | None:
-    """Return why clients cannot be evaluated; None if they can."""
+    """Reason why clients cannot be evaluated, or None if they can."""
     if examples.are_common:
         if personal_models(trainer) is not None:
             return None
         return (
-            "on the common test set all clients have the figures of the global model, which test "
+            "on the common test set all clients have the metrics of the global model, which test "
             "reports (there are no personal models)"
         )
     if not len(examples.clients):
@@ -236,7 +233,7 @@ def _why_not(
 
 
 def _told(name: str, key: str, values: Tensor, *, higher_is_better: bool) -> dict[str, float]:
-    """Say a metric of all clients; return its figures, whose names begin with the key."""
+    """Print the statistics of a metric over clients, and return them with the key as prefix."""
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
     mean, std = float(values.mean()), float(values.std(correction=0))
     logs = {f"{key}_mean": mean, f"{key}_std": std, f"{key}_worst_decile": worst}
@@ -262,7 +259,7 @@ def _save(path: Path, values: Mapping[int, Mapping[str, float]], examples: Clien
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
-    """Return the mean over the tenth of the clients (at least one) that do worst.
+    """Mean over the worst tenth of the clients, at least one.
 
     Example:
         >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)
@@ -273,9 +270,9 @@ def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
 
 
 def jains_index(values: Tensor) -> Tensor:
-    """Return Jain's index (Σx)² / (n Σx²): 1 if all clients do alike, 1/n if one has everything.
+    """Jain's fairness index (Σx)² / (n Σx²) of values ≥ 0: 1 if all are equal, 1/n if one is not 0.
 
-    Source: Jain et al. 1984, A Quantitative Measure of Fairness, Section 3. For values ≥ 0.
+    Source: Jain et al. 1984, A Quantitative Measure of Fairness, Section 3.
 
     Example:
         >>> jains_index(torch.tensor([1.0, 1.0, 1.0])), jains_index(torch.tensor([0.0, 5.0]))

@@ -1,4 +1,4 @@
-"""The callbacks that a run has beside its federation, on the command line and in Python."""
+"""Callbacks that the command line adds to every run: overview, progress, logs, checkpoints, reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_lightning.reports.overview import PartitionReport, RunOverview
 from fl_lightning.reports.progress import RoundProgressBar
 from fl_lightning.reports.run_report import RunReport
 
-# of these one is enough, of any kind
+# kinds of callbacks of which a run needs one
 _ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, ResultsTable, RunReport)
 
 
@@ -24,18 +24,20 @@ def companions(
     is_federated: bool = True,
     report: bool = True,
 ) -> list[Callback]:
-    """Callbacks that the command line adds to a `Federation`, for a Trainer in Python.
+    """Callbacks that the command line adds to every run, for a Trainer in Python.
 
-    An overview before the first round, a bar of rounds, ``run.log``, the partition as picture and table,
-    every client's metrics at the end, ``last.ckpt`` after every round, a table of results and a report.
+    They show an overview before the first round and a progress bar of rounds, and write ``run.log``, the
+    partition as picture and table, every client's metrics at the end, ``last.ckpt`` after every round, a
+    table of results and a report.
 
     Args:
-        given: callbacks of your own, which come first; what one of them does already is left out.
-        log_level: of the least important messages that ``run.log`` keeps.
-        progress_bar: whether to show rounds; with False also tell the Trainer, by
-            ``enable_progress_bar``.
+        given: your own callbacks, which come first and replace callbacks of the same kind.
+        log_level: lowest level of the messages in ``run.log``.
+        progress_bar: whether to show a progress bar of rounds; if False, set the Trainer's
+            ``enable_progress_bar`` to False as well.
         checkpoint: whether to save ``last.ckpt``.
-        is_federated: whether there is a `Federation`; without it nothing is said of clients.
+        is_federated: whether the run has a `Federation`; if False, the callbacks about clients are left
+            out.
         report: whether to write ``report.html`` at the end of a fit.
 
     Example:
@@ -58,7 +60,7 @@ def companions(
         watchers.append(RunReport())
     done = [kind for kind in _ONE_EACH for old in given if isinstance(old, kind)]
     news = [new for new in watchers if not isinstance(new, tuple(done))]
-    # which tells what the others have found
+    # tables and reports come last, because they show metrics of the other callbacks
     return sorted(
         [*given, *news], key=lambda callback: isinstance(callback, ResultsTable | RunReport)
     )
@@ -67,8 +69,7 @@ def companions(
 def every_round_checkpoint() -> ModelCheckpoint:
     """Return a callback that overwrites ``last.ckpt`` at the end of every round.
 
-    A killed run loses no more than the round it was in. (``save_last`` alone saves only when the
-    callback saves another checkpoint as well.)
+    (``save_last`` alone saves only when the callback saves another checkpoint as well.)
     """
     return ModelCheckpoint(
         filename="last", enable_version_counter=False, save_on_train_epoch_end=True

@@ -1,6 +1,6 @@
-"""Clients' models as local training left them, on the common test set, round by round.
+"""Evaluation of clients' local models after local training, on the common test set, in every round.
 
-local model of client k = what it was sent - Δ_k,  with what it has for itself, if anything
+local model of client k = model at the start of the round - Δ_k,  with personal parameters if it has any
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fl_lightning.federation import (
 from fl_lightning.reports.progress import federation_of
 
 TABLE = "local_models.csv"
-GLOBAL = "global"  # in the column of clients
+GLOBAL = "global"  # in the column of clients, for the global model
 
 
 class KeptLocalModels(Stage):
-    """Keeps the local models of a round, in memory, until the next one begins."""
+    """Keeps the local models of a round in memory until the next round begins."""
 
     traits = Stage.traits | Traits(
         needs={Trait.SIMULATION: "evaluates the models of simulated clients"}
@@ -48,18 +48,18 @@ class KeptLocalModels(Stage):
         self._run: Run | None = None
 
     def enter(self, run: Run) -> None:
-        """Keep the module that local models are loaded into."""
+        """Note the run, whose module local models are loaded into."""
         self._run = run
 
     def open(self, round_index: int, model: object) -> None:
-        """Forget those of the round before."""
+        """Drop the local models of the previous round."""
         self.models.clear()
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Keep the clients' local models before their updates are sent."""
+        """Keep the clients' local models, before their updates are compressed."""
         model = upload.start.model
         for update in upload.made:
-            # clients may keep their buffers, or send some of them
+            # clients may keep all buffers, or send a part
             has_buffers = update.buffers.numel() == model.buffers.numel()
             buffers = update.buffers if has_buffers else model.buffers
             self.models[update.client_id] = (model.params - update.delta, buffers.clone())
@@ -83,47 +83,47 @@ class KeptLocalModels(Stage):
 
 
 class LocalModels:
-    """Evaluates local models, and the global one after them, and keeps the figures in a table.
+    """Evaluates local models and the new global model, and writes their metrics to a table.
 
     Args:
-        every_n_rounds: how often, ≥ 1.
+        every_n_rounds: number of rounds between two evaluations, ≥ 1.
     """
 
     def __init__(self, every_n_rounds: int) -> None:
         self._every = every_n_rounds
         self._kept = KeptLocalModels()
 
-    def take_part(self, trainer: Trainer) -> None:
-        """Ask a fit's federation for local models.
+    def join(self, trainer: Trainer) -> None:
+        """Add the stage that keeps local models to the federation of a fit.
 
         Raises:
-            ConfigurationError: if there is no federation, or no data with clients.
+            ConfigurationError: if there is no federation, or the data have no clients.
         """
         federation = federation_of(trainer)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if federation is None or not isinstance(data, FederatedDataModule):
             raise ConfigurationError(
-                "ClientEvaluation(local_models=True) evaluates what clients of a federation have trained: "
-                "add a Federation, or leave local_models out"
+                "ClientEvaluation(local_models=True) evaluates models that clients of a federation have "
+                "trained: add a Federation, or leave local_models out"
             )
         self._kept = KeptLocalModels()
         federation.add(self._kept)
 
     def begin(self, trainer: Trainer) -> None:
-        """Set the test set up, and learn where the table is."""
+        """Set up the test set, and choose the path of the table."""
         trainer.datamodule.setup("test")  # type: ignore[attr-defined]
-        folder = Path(run_folder(trainer))  # which processes agree on: all must ask
+        folder = Path(run_folder(trainer))  # a collective operation: every process must call it
         keeps = trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._path = folder / TABLE if keeps else None
 
     def report(self, trainer: Trainer) -> None:
-        """Evaluate the models of the round that has ended, if it is an n-th one."""
+        """Evaluate the models of the round that has ended, in every n-th round."""
         number = trainer.current_epoch + 1
         if number % self._every:
             return
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         examples = common_test_examples(trainer, data)
-        # the same set for every client, also for those that have no examples left to train
+        # the common test set serves every client, also one without training examples
         found = self._evaluated(trainer, examples, sorted(self._kept.models), local=True)
         clients = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
         if not trainer.is_global_zero:
@@ -167,12 +167,12 @@ class LocalModels:
 
 
 def _write(path: Path, number: int, rows: list[dict[str, Any]]) -> None:
-    """Write a round's rows behind those of the rounds before; later ones are trained again."""
+    """Write a round's rows after those of earlier rounds; rows of later rounds are dropped."""
     import pandas  # half a second to import
 
     table = pandas.DataFrame(rows)
     if path.exists():
-        before = pandas.read_csv(path, dtype=str)  # as text, whose digits stay
+        before = pandas.read_csv(path, dtype=str)  # as text, so that digits do not change
         table = pandas.concat([before[before["round"].astype(int) < number], table])
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

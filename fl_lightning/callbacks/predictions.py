@@ -1,4 +1,4 @@
-"""Predictions of ``predict`` in a file: a table, or PyTorch's format for other shapes."""
+"""Predictions of ``predict`` as a file: a CSV table, or a PyTorch file for other shapes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fl_lightning.federation import own_run_folder
 
 
 class Predictions(Callback):
-    """Writes the predictions of one data loader or several into the run's folder.
+    """Writes the predictions for all data loaders into the run's folder.
 
-    Where every batch's prediction is a tensor of one or two axes, as are classes and probabilities,
-    ``predictions.csv`` has a row for each example in the loader's order: the loader's number, the row's
-    number in it, the columns. Otherwise ``predictions.pt`` holds a list of batches for each loader, which
-    ``torch.load`` reads. Several processes write a file each. A file that is there stays: the next is
+    If every batch's prediction is a tensor of one or two axes, e.g. classes or probabilities,
+    ``predictions.csv`` has one row per example, in the loader's order: number of the loader, number of
+    the row in the loader, prediction. Otherwise ``predictions.pt`` has a list of batches per loader, for
+    ``torch.load``. Each process writes its own file. An existing file is not overwritten: the next one is
     ``predictions_1.csv``.
 
     Attributes:
-        path: of the file; None before it is written.
+        path: path of the file; None before it is written.
     """
 
     path: Path | None = None
@@ -37,7 +37,7 @@ class Predictions(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the predictions of an earlier run."""
+        """Drop the predictions of an earlier run."""
         self._loaders, self.path = {}, None
 
     @override
@@ -50,14 +50,14 @@ class Predictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep a batch's prediction in RAM, if there is one."""
+        """Keep a batch's prediction in memory, if there is one."""
         if outputs is None:
             return
         self._loaders.setdefault(dataloader_idx, []).append(move_data_to_device(outputs, "cpu"))
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write them all, if there are any."""
+        """Write the predictions, if there are any."""
         if not self._loaders or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         process = f"_process_{trainer.global_rank}" if trainer.world_size > 1 else ""

@@ -1,4 +1,4 @@
-"""Retention: the metrics of a fine-tuned model on data of the earlier task."""
+"""Retention: metrics of a fine-tuned model on the task that it was pretrained on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fl_lightning.federation import ClientExamples, StepOf, evaluate_clients, li
 
 
 class Retention(Callback):
-    """Logs ``retention/val/…`` and ``retention/test/…``: the module's own metrics on an earlier task.
+    """Logs ``retention/val/…`` and ``retention/test/…``: the module's metrics on an earlier task.
 
-    Whenever the run validates or tests its new task, the same model also runs its validation or test step
-    on the earlier task's validation or test set. The run's other metrics do not change.
+    Every validation or test of the new task is followed by one on the validation or test set of the
+    earlier task. Other metrics of the run do not change.
 
     Args:
-        data: data module of the earlier task, e.g. the one that the model was pretrained on. At most as
-            many of its batches are used as ``limit_val_batches`` or ``limit_test_batches`` allow.
+        data: data module of the earlier task, e.g. of the pretraining. ``limit_val_batches`` and
+            ``limit_test_batches`` also limit its batches.
 
     Raises:
-        ConfigurationError: in evaluation, if the data module has not one `DataLoader` for it.
+        ConfigurationError: during evaluation, if the data module does not return one `DataLoader`.
 
     Example:
         >>> from fl_lightning.data import Digits
@@ -38,7 +38,7 @@ class Retention(Callback):
         self.data = data
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set up the earlier task's data; one process downloads them."""
+        """Set up the earlier task's data; only one process downloads files."""
         if trainer.is_global_zero:
             self.data.prepare_data()
         trainer.strategy.barrier()
@@ -55,7 +55,7 @@ class Retention(Callback):
     def _evaluate(self, trainer: Trainer, stage: StepOf, loader: Any, limit: float) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"Retention: {type(self.data).__name__} must have one DataLoader for {stage}, got "
+                f"Retention: {type(self.data).__name__} must return one DataLoader for {stage}, got "
                 f"{type(loader).__name__}"
             )
 

@@ -1,9 +1,8 @@
-"""Checks beside the parser: of values without a meaning that it, Lightning and PyTorch accept.
+"""Checks of option values that the parser, Lightning and PyTorch accept although they cannot work.
 
-A learning rate that is no number, a step of 0 rounds, or a negative number of warm-up rounds ends in a model
-of NaNs or in a division by zero, some rounds later. Lightning and PyTorch refuse other values themselves, and
-classes of this package check their own options. Variables of the environment for options inside classes are
-refused as well: the parser would not read them.
+Examples are a learning rate of NaN, a schedule with a step of 0 rounds, or a negative number of warm-up rounds:
+the run would end with a model of NaNs or a division by zero, some rounds later. Classes of this package check
+their own options. Environment variables for options inside classes are refused: the parser ignores them.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
 
 
 def is_spec(value: Any) -> bool:
-    """Return whether a value describes an object, by its class and options."""
+    """Return whether a value names a class to build, as a mapping with ``class_path``."""
     return isinstance(value, dict | Namespace) and isinstance(value.get("class_path"), str)
 
 
 def imported(class_path: str) -> Any:
-    """Return the class or function of an import path; None if there is none."""
+    """Import a class or function by its dotted path; None if the path leads to nothing."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)
@@ -68,10 +67,10 @@ def imported(class_path: str) -> Any:
 
 
 def check_environment(parser: Any, environ: Mapping[str, str]) -> None:
-    """Refuse variables that stand for an option inside a class: the parser reads whole classes only.
+    """Raise if an environment variable is meant for an option inside a class, which the parser does not read.
 
     Raises:
-        ConfigurationError: with what to set instead.
+        ConfigurationError: naming the variable to set instead.
     """
     dests = [action.dest for action in parser._actions]
     known = {f"{parser.env_prefix}_{dest}".upper().replace(".", "__"): dest for dest in dests}
@@ -88,10 +87,10 @@ def check_environment(parser: Any, environ: Mapping[str, str]) -> None:
 
 
 def check_values(configuration: Any) -> None:
-    """Refuse values that mean nothing, of the Trainer's options, of seeds, and of PyTorch's classes.
+    """Check numbers among the Trainer's options, the seeds, and the options of PyTorch's classes.
 
     Raises:
-        ConfigurationError: naming every such option by its path in the YAML.
+        ConfigurationError: naming the YAML path of every option whose value cannot work.
     """
     trainer = configuration.get("trainer") or {}
     if not isinstance(trainer, Namespace | Mapping):

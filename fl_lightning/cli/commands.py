@@ -1,4 +1,4 @@
-"""The commands, the code behind each, and fits that are resolved or run for another command.
+"""Runs the command that a command line names, and fits on behalf of other commands.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
 ``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``
@@ -23,7 +23,7 @@ from fl_lightning.cli.runs import RunConfig, console
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.optuna_extra import optuna_for
 
-# modules that take seconds to import: each has a function of its command's name
+# modules that take seconds to import; the function that runs a command has the command's name
 _HOMES = {
     "report": "fl_lightning.reports.run_report",
     "compare": "fl_lightning.experiments.compare",
@@ -33,15 +33,15 @@ _HOMES = {
     "export": "fl_lightning.cli.export",
     "network": "fl_lightning.cli.network",
 }
-# whose words after -- are options of a fit
+# commands of which words after -- are options of a fit
 _WITH_FITS = ("compare", "sweep", "search", "network")
 
 
 def parser_of(command: str) -> Parser:
-    """Return the parser of one of our commands.
+    """Return the parser of one of this package's own commands; imports the command's module.
 
     Args:
-        command: ``report``, ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+        command: ``report``, ``export``, ``compare``, ``sweep``, ``search``, ``latency`` or ``network``.
     """
     if command == "sweep":
         optuna_for("a sweep", "sweep")
@@ -55,10 +55,10 @@ def parser_of(command: str) -> Parser:
 
 
 def run_command(args: ArgsType) -> None:
-    """Run a command; a setting that cannot work ends it with one sentence.
+    """Run a command; a configuration error ends the process with one sentence.
 
     Args:
-        args: words of the command line, as the door gives them on.
+        args: words of the command line, in which configurations and classes have their whole paths.
     """
     ended_with_a_sentence(lambda: _run(args))
 
@@ -84,7 +84,7 @@ def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
 
     Raises:
-        ConfigurationError: if they are refused.
+        ConfigurationError: if the parser refuses an option.
     """
     said, refused = StringIO(), StringIO()
     try:
@@ -98,10 +98,10 @@ def resolve(words: Sequence[str]) -> str:
 
 
 def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
-    """Run ``fit`` with callbacks of ours, in a process that has just begun.
+    """Run ``fit`` with additional callbacks, in a worker process.
 
     Raises:
-        ConfigurationError: for a setting that cannot work, whoever refuses it.
+        ConfigurationError: for a setting that cannot work, whichever library refuses it.
     """
     with console():
         try:
@@ -116,7 +116,7 @@ def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
 
 
 def validate(words: Sequence[str], callback: Callback) -> None:
-    """Run ``validate`` with a callback of ours, which leaves nothing on the disk."""
+    """Run ``validate`` with an additional callback, without saving the configuration."""
     run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 
@@ -130,10 +130,10 @@ def run_lightning(
     """Run one of Lightning's subcommands.
 
     Args:
-        args: of the command line.
-        callbacks: of ours.
-        cli: what runs it.
-        keeps_configuration: whether the configuration is saved beside checkpoints.
+        args: the words of the command line.
+        callbacks: additional ones, ahead of those of the configuration.
+        cli: class of the command line that runs it.
+        keeps_configuration: whether ``config.yaml`` is saved in the run's folder.
     """
     cli(
         args=args,

@@ -1,4 +1,4 @@
-"""The configurations in the box: found by name, listed with a line each, copied to be edited."""
+"""The command ``configs``: lists the packaged configurations, and copies one to be edited."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from fl_lightning.core.errors import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# by folder, what runs the files in it
+# folder of configurations: command and option that run a file in it
 _COMMANDS = {"experiments": "compare --config", "sweeps": "sweep --search"}
 _OPTIONS = ("--config", "-c", "--search", "-s")
 _USAGE = """\
 usage: fl-lightning configs [copy NAME [FILE]]
 
-Without more it lists the configurations that --config takes by name; copy
-writes one to FILE (NAME.yaml in this folder if it is left out), to be edited."""
+Lists the configurations that --config takes by name. With copy it writes one
+to FILE (default: NAME.yaml in this folder), to be edited."""
 
 
 def folder() -> Path:
-    """Folder of the configurations: inside the installed package, or beside it in a checkout."""
+    """Folder of the packaged configurations: in the package, or beside it in a checkout."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of the configurations in the box, those without a subfolder first.
+    """Return the names of the packaged configurations, those without a subfolder first.
 
     Example:
         >>> names()[0], "algorithms/fedprox" in names()
@@ -40,12 +40,12 @@ def names() -> list[str]:
 
 
 def with_paths(words: Sequence[str]) -> list[str]:
-    """Return a command line whose configurations are files.
+    """Replace the names of packaged configurations in a command line by the paths of their files.
 
-    A file goes before a name in the box.
+    An existing file takes precedence over a packaged configuration of the same name.
 
     Raises:
-        ConfigurationError: if there is neither, with names that are close.
+        ConfigurationError: if neither exists; suggests a name that is close.
 
     Example:
         >>> with_paths(["fit", "--config=quickstart"])[1].endswith("configs/quickstart.yaml")
@@ -66,7 +66,7 @@ def run(words: Sequence[str]) -> str:
     """Run ``fl-lightning configs`` and return its output.
 
     Raises:
-        ConfigurationError: if the words or the file cannot be.
+        ConfigurationError: if the words are not understood, or the file to write exists.
     """
     if not words:
         return "\n".join(_listed())
@@ -87,7 +87,7 @@ def run(words: Sequence[str]) -> str:
 
 
 def _with_whole_paths(source: Path) -> str:
-    """Return the text, its paths to other files in the box by name or whole."""
+    """Return a configuration's text, with absolute paths to other packaged files."""
     text = source.read_text(encoding="utf-8")
     return re.sub(
         r"\.\./[\w./]+\.yaml", lambda found: str((source.parent / found[0]).resolve()), text
@@ -131,7 +131,7 @@ def _path(name: str) -> str:
     named = _named(name)
     if named is not None:
         return str(named)
-    said = "a folder" if path.is_dir() else "neither a file nor a configuration in the box"
+    said = "a folder" if path.is_dir() else "neither a file nor a configuration of the package"
     raise ConfigurationError(f"config: {name!r} is {said}. {_close_to(name)}")
 
 
@@ -144,4 +144,4 @@ def _close_to(name: str) -> str:
     plain = name.removeprefix("configs/").removesuffix(".yaml")
     close = difflib.get_close_matches(plain, names(), n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}fl-lightning configs lists those in the box."
+    return f"{hint}fl-lightning configs lists those of the package."

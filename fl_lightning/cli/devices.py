@@ -1,9 +1,9 @@
-"""How many processes a run on the command line has, where that is left to it.
+"""Number of processes of a run with ``trainer.devices: auto``.
 
-Lightning's ``devices: auto`` means all GPUs, and one process on a CPU. Here it means the processes that
-torchrun, SLURM or MPI have started, which are one run: by Lightning each would train all by itself. If
-none were started, it means all physical cores of a federation on CPUs: clients train independently, so
-that a process of one thread for each core is nearly as many times as fast as one.
+Lightning's ``auto`` means all GPUs, or one process on a CPU. Here it means, first, the processes that torchrun,
+SLURM or MPI have started (under plain Lightning, each of them would train everything by itself). Otherwise a
+federation on CPUs gets one process of one thread for each physical core: clients train independently, so n
+processes are nearly n times as fast as one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ENVIRONMENTS = (
 
 
 def asks_for_several(trainer: Mapping[str, Any]) -> bool:
-    """Return whether a Trainer with these settings would have several processes.
+    """Return whether a Trainer with these options would run several processes.
 
     Example:
         >>> asks_for_several({"accelerator": "cpu", "devices": "2", "num_nodes": 1})
@@ -57,11 +57,10 @@ def asks_for_several(trainer: Mapping[str, Any]) -> bool:
 def automatic_processes(
     trainer: Mapping[str, Any], federation: Federation, data: Any, num_threads: int | None
 ) -> int:
-    """Number of processes of a fit on CPUs if the user leaves it open, else 1.
+    """Number of processes of a fit on CPUs if the configuration leaves it open, else 1.
 
-    As many as there are usable cores, and no more than clients in a round. One where the processes
-    could not be forked or come from elsewhere (torchrun, SLURM), and where several threads were
-    asked for.
+    It is the number of usable cores, at most the number of clients in a round. It is 1 if processes
+    cannot be forked, if torchrun or SLURM has started processes, or if ``num_threads`` is above 1.
     """
     if not _is_open(trainer) or (num_threads or 1) > 1 or not _starts_its_own():
         return 1
@@ -95,19 +94,19 @@ def _is_open(trainer: Mapping[str, Any]) -> bool:
 
 
 def _starts_its_own() -> bool:
-    """Return whether processes can be started from here, and nobody else has started some."""
+    """Return whether this process can fork, and was not started by torchrun, SLURM or MPI itself."""
     taken = "LOCAL_RANK" in os.environ or any(e.detect() for e in _ENVIRONMENTS)
     return not taken and sys.platform == "linux" and can_fork()
 
 
 @dataclass(frozen=True)
 class Started:
-    """Processes that were started from outside.
+    """Processes of one run that a launcher such as torchrun has started.
 
     Attributes:
-        by: which program started them.
-        total: how many there are.
-        per_node: how many of them are on each machine.
+        by: name of the launcher.
+        total: number of processes.
+        per_node: number of processes on each machine.
     """
 
     by: str
@@ -115,15 +114,16 @@ class Started:
     per_node: int
 
 
-# How many there are, and how many on this machine; the first name that is set counts.
+# Environment variables with the total number of processes, and with the number on this machine; the first
+# variable that is set counts.
 _TORCHRUN = ("WORLD_SIZE",), ("LOCAL_WORLD_SIZE",)
-# of the job's step: a batch script is one process, whatever its job has room for
+# of the job step: the batch script itself is one process, however many tasks its job has
 _SLURM = ("SLURM_STEP_NUM_TASKS",), ("SLURM_STEP_NUM_NODES",)
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def started(environ: Mapping[str, str] = os.environ) -> Started | None:
-    """Processes that were started together with this one, None if it was started alone.
+    """Return the processes that a launcher started together with this one; None without a launcher.
 
     Example:
         >>> started({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
@@ -152,11 +152,11 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 
 def take_what_was_started(trainer: Any) -> None:
-    """Set the devices and nodes of a Trainer to the processes that were started from outside.
+    """Set ``devices`` and ``num_nodes`` in a Trainer's options to the processes that a launcher has started.
 
     Raises:
-        ConfigurationError: if other numbers of processes are set than were started, or they could not
-            find each other.
+        ConfigurationError: if the options ask for another number of processes than were started, or
+            mpi4py is missing under mpirun.
     """
     found = started()
     if found is None or trainer["plugins"] or trainer["fast_dev_run"]:

@@ -1,8 +1,8 @@
-"""Errors of the command line: one sentence with path, value, allowed values and remedy.
+"""Errors of the command line: one sentence with the option's path, its value, the allowed values and a remedy.
 
-A setting that cannot work may be found by the parser (a misspelt key, an unknown class), by a class that
-refuses its arguments while the parser builds it, or by the run at its start. Each ends with one sentence
-on standard error and a code other than 0, without a traceback.
+A wrong setting is found by the parser (a misspelt key, an unknown class), by a class that refuses its arguments,
+or by the run when it starts. In each case the process ends with one sentence on standard error and a non-zero
+code, without a traceback.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
     *(RoundFailure, ProcessFailure),
 )
-# what constructors raise over an option; anything else is a bug, which needs its traceback
+# errors by which constructors refuse an option; any other error is a bug and keeps its traceback
 _OF_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, AssertionError)
 _OF_OURS = (ValueError, ImportError, MisconfigurationException)
-# a full disk, a folder that is read-only or no folder at all
+# errors of a full disk, a read-only folder, or a path that is no folder
 _STORAGE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
     *(errno.ENOTDIR, errno.EEXIST),
@@ -52,19 +52,19 @@ _STORAGE = (
 # "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
 _IS_BUILDING: ContextVar[bool] = ContextVar("is_building", default=False)
-# of the command, for what factories build later
+# configuration of the command, for the errors of objects that factories build later
 _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """A constructor's error on its way through the parser, which would change an `Exception`."""
+    """A constructor's error while the parser builds objects; not an `Exception`, which the parser would reword."""
 
     def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
         super().__init__(str(error))
         self.kind, self.options, self.error = kind, options, error
 
     def as_error(self, configuration: Any) -> Exception:
-        """Return a sentence with the option's path in the configuration; a bug as it is."""
+        """Return the error with the option's path in the configuration; a bug is returned unchanged."""
         text = next(
             (str(e) for e in causes(self.error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None
         )
@@ -81,13 +81,13 @@ class Refusal(BaseException):
         return ConfigurationError(shortened(self._placed(text, place) if place else text))
 
     def _is_of(self, spec: Namespace) -> bool:
-        """True if a namespace describes the refused object."""
+        """Return whether a namespace names the refused class with the refused options."""
         name = spec.get("class_path")
         given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
         is_kind = (
             self.options.keys() == given.keys() if name is None else imported(name) is self.kind
         )
-        plain = (int, float, str, bool, type(None))  # else it was built from what is given
+        plain = (int, float, str, bool, type(None))  # other values were built from the given ones
         return is_kind and all(
             repr(given.get(option)) == repr(value)
             for option, value in self.options.items()
@@ -103,7 +103,7 @@ class Refusal(BaseException):
 
 
 def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
-    """Return a sentence with the whole path of the first option that it names; unchanged if it names none."""
+    """Replace the first option that a sentence names by the option's whole path, if it names one."""
     if text.startswith(f"{inside}."):
         return text
     option = next((word for word in re.findall(r"\w+", text) if word in options), None)
@@ -114,7 +114,7 @@ def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
     return f"{inside}{joint}{text}"
 
 
-# what is allowed, or the option's name, where Lightning does not say it
+# words ahead of Lightning's own message, where that lacks the option's name or the allowed values
 _DEVICES = "devices must be auto, -1 for all, at least 1, or a list of different ones: "
 _ADDED = {
     "No supported gpu": "accelerator must be cpu or auto on this machine: ",
@@ -127,11 +127,11 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
     """Build a Trainer.
 
     Args:
-        build: does it.
-        options: of the Trainer.
+        build: function that builds it.
+        options: the Trainer's options.
 
     Raises:
-        ConfigurationError: naming the option that Lightning refuses, and its value.
+        ConfigurationError: naming the option that Lightning refuses, and the option's value.
     """
     try:
         return build()
@@ -147,13 +147,13 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
-    """Build an object for the parser; a class's refusal passes through all types that are tried."""
+    """Build an object for the parser; an error of its constructor is not taken for a failed type of a union."""
     return _built(kind, kind, args, options)
 
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
     try:
-        # inside unions of protocols the parser lets some values pass
+        # inside unions of protocols the parser accepts some values of the wrong kind
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
             for value in filter(is_spec, options.values()):
                 _build_anew(value)
@@ -161,7 +161,7 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
         return build(*args, **options)
     except Exception as error:
         if isinstance(error, TypeError) and not _takes(kind, args, options):
-            raise  # another type of a union is meant
+            raise  # the options are those of another type of a union
         refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
         if _IS_BUILDING.get():
             raise refusal from error
@@ -180,7 +180,7 @@ def _takes(kind: Any, args: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _build_anew(spec: Any) -> None:
-    """Raise the error of a class that the parser could not build, and has passed on as text."""
+    """Build the object that a mapping describes, to raise the error that the parser has swallowed."""
     given = dict_to_namespace(dict(spec))
     kind, options = imported(given.class_path), vars(given.get("init_args") or given)
     if kind is not None:
@@ -191,7 +191,7 @@ add_instantiator(_build, object)  # type: ignore[arg-type]
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser with errors that fit on a screen."""
+    """Lightning's parser, with each error as one sentence."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -203,7 +203,7 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
-        """Register a builder of models or data modules, whose refusals pass as those of other classes."""
+        """Register a function that builds models or data modules; their errors are reported like those of other classes."""
         takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters
 
         def build(
@@ -247,7 +247,7 @@ class Parser(LightningArgumentParser):
 
 
 def explain(error: BaseException) -> str | None:
-    """Return a sentence for a mistake in the settings, None for any other error.
+    """Return a sentence for an error that the user can mend; None for any other error.
 
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
@@ -264,7 +264,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _of_checkpoint(error: BaseException) -> str | None:
-    """Return a sentence for a checkpoint that is missing, damaged or another model's."""
+    """Return a sentence for a checkpoint that is missing, damaged, or of another model; else None."""
     text = str(error)
     if isinstance(error, FileNotFoundError) and "heckpoint" in text:
         return f"ckpt_path: {text} Give the path of a .ckpt file, or last."
@@ -280,7 +280,7 @@ def _of_checkpoint(error: BaseException) -> str | None:
 
 
 def _by_text(error: BaseException) -> str | None:
-    """Return a sentence for errors of PyTorch and Lightning that are known by their text."""
+    """Return a sentence for errors of PyTorch and Lightning that are recognised by their text; else None."""
     text = str(error)
     if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
         return f"the optimizer refuses one of its options: {text}"
@@ -290,7 +290,7 @@ def _by_text(error: BaseException) -> str | None:
 
 
 def bug_behind(error: BaseException) -> str:
-    """Traceback of a module's error on a client's examples; empty for all other errors."""
+    """Return the traceback of an error that the user's module raised while a client trained; else empty."""
     failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
     cause = None if failure is None else failure.__cause__
     if isinstance(cause, ProcessTraceback):

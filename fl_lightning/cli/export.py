@@ -1,6 +1,6 @@
-"""The command ``fl-lightning export``: take the model out of a checkpoint, without its data.
+"""The command ``fl-lightning export``: saves the model of a checkpoint in a format that other programs read.
 
-The module is made from the configuration that its run left beside the checkpoint.
+The module is built from the ``config.yaml`` that the run has saved beside the checkpoint; no data are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_lightning.federation import CONFIG, check_checkpoint, run_of
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint of a run.")
     parser.add_argument(
         "--adapter",
@@ -59,7 +59,7 @@ def export(given: Any) -> None:
 
 
 def trained_module(checkpoint: Path) -> LightningModule:
-    """Return the module of a checkpoint, made from its run's configuration.
+    """Return the module of a checkpoint, built from the run's configuration, in evaluation mode.
 
     Raises:
         ConfigurationError: if there is no such checkpoint, or no configuration of its run.

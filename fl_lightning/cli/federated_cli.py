@@ -1,4 +1,4 @@
-"""Lightning's command line with a ``federation:`` block; without the block the same files train centrally."""
+"""Lightning's command line with a ``federation:`` block; without the block, the same files train centrally."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from fl_lightning.cli.runs import (
     RunConfig,
     console,
     forget_early_messages,
+    how_to_resume,
     in_columns,
     report_whereabouts,
-    way_on,
     write_atomically,
 )
 from fl_lightning.cli.yaml_files import interpolating, loader
@@ -84,8 +84,8 @@ class FederatedCLI(LightningCLI):
             `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. Any by
             ``class_path`` if None.
         options: further ones of `LightningCLI`, whose defaults here are ours. Without ``args`` it reads the
-            command line of the process, and mistakes end it with a sentence. With ``run=False`` model, data
-            and Trainer are built for a fit, and nothing runs.
+            command line of the process, and a configuration error ends the process with one sentence. With
+            ``run=False`` model, data and Trainer are built for a fit, and nothing runs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FederatedCLI(LightningCLI):
         self._source = datamodule_class
         if datamodule_class is None or issubclass(datamodule_class, FederatedDataModule):
             self._source = None
-        else:  # the option source takes any class
+        else:  # the option ``source`` accepts any class
             options.pop("subclass_mode_data", None)
         ours: dict[str, Any] = {
             "save_config_callback": RunConfig,
@@ -127,12 +127,12 @@ class FederatedCLI(LightningCLI):
 
     @property
     def _settings(self) -> Any:
-        """Options of the subcommand; of ``run=False``, which has none, all."""
+        """Options of the subcommand; with ``run=False``, which has no subcommand, all options."""
         return self.config.get(str(self.config.get("subcommand")), self.config)
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add options beyond Lightning's; `add_arguments_to_parser` is for classes of your own."""
+        """Add this package's options to Lightning's; override `add_arguments_to_parser` to add your own."""
         super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
@@ -148,7 +148,7 @@ class FederatedCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and refuse values that Lightning would accept or fail on later."""
+        """Parse the command line, and check values that Lightning accepts but that cannot work."""
         super().parse_arguments(parser, args)
         own = self._parser(self.config.get("subcommand"))
         if isinstance(own, Parser) and own.default_env:
@@ -158,8 +158,8 @@ class FederatedCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the model's options from a checkpoint to evaluate, as Lightning does.
 
-        A fit has those it was given, which are compared with the run's: else what differs would be
-        replaced without a word.
+        A fit keeps the options it was given: Lightning would silently replace those that differ from the
+        checkpoint's. They are compared with the run's configuration instead.
         """
         is_fit = self.config.get("subcommand") == "fit"
         given = None if is_fit else self._settings.get("ckpt_path")
@@ -169,7 +169,7 @@ class FederatedCLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        """Set the threads; find the run that ``--ckpt_path`` means; build all."""
+        """Set the number of threads, find the run that ``--ckpt_path`` names, and build all objects."""
         config = self._settings
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
@@ -183,7 +183,7 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the federation and its companions to the Trainer's callbacks."""
+        """Build the Trainer, with the federation and the callbacks of every run."""
         federation = self._get(self.config_init, "federation")
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []
@@ -223,7 +223,7 @@ class FederatedCLI(LightningCLI):
     def _companions(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
-        """Return the callbacks of every run, but for those that the configuration brings itself."""
+        """Return the callbacks of every run, except those that the configuration has already."""
         own = self._settings
         self._results = ResultsTable(
             waits_for_test=self.subcommand is not None and own.test_after_fit,
@@ -240,7 +240,7 @@ class FederatedCLI(LightningCLI):
         return [callback for callback in found if callback not in given]
 
     def _add_report(self, options: Any) -> None:
-        """Add the callback that keeps the rounds and makes the report, after the test if there is one."""
+        """Add the callback that records rounds and writes the report, unless the configuration has one."""
         has_one = any(isinstance(each, RunReport) for each in options["callbacks"])
         if self.subcommand != "predict" and not has_one:
             waits = self.subcommand is not None
@@ -248,7 +248,7 @@ class FederatedCLI(LightningCLI):
             options["callbacks"].append(report)
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Set ``devices: auto`` of a fit to all cores if clients train on CPUs."""
+        """Set ``devices: auto`` to one process per core if clients train on CPUs; choose the strategy."""
         if self._is_fit:
             num_threads = self._settings.num_threads
             count = automatic_processes(options, federation, self.datamodule, num_threads)
@@ -266,22 +266,22 @@ class FederatedCLI(LightningCLI):
 
     @property
     def _is_fit(self) -> bool:
-        """True if the Trainer is to fit, as that of ``run=False`` may."""
+        """True if the Trainer is built for a fit, also with ``run=False``."""
         return self.subcommand in (None, "fit")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Fit as the Trainer does; when interrupted, say how to go on."""
+        """Fit the model; if it is interrupted, print how to resume."""
         folders = checkpoint_folders(self.trainer)
         try:
             self.trainer.fit(*args, **kwargs)
         except Interrupted as stop:
-            raise Interrupted(stop.signum, way_on(folders)) from stop
+            raise Interrupted(stop.signum, how_to_resume(folders)) from stop
         forget_early_messages()
         if self._interruption.is_asked:  # during the last round
-            raise Interrupted(signal.SIGINT, way_on(folders))
+            raise Interrupted(signal.SIGINT, how_to_resume(folders))
 
     def after_fit(self) -> None:
-        """Test the last model and say where everything is."""
+        """Test the last model, and print the paths of checkpoints, logs and report."""
         data = self.datamodule
         self._results.keep(self.trainer)
         is_wanted = self._settings.test_after_fit
@@ -290,7 +290,7 @@ class FederatedCLI(LightningCLI):
         if is_wanted and has_test and has_data:
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
-            if is_wanted:  # what waited for a test has not been told yet
+            if is_wanted:  # the table and the report have waited for this test
                 self._results.report(self.trainer)
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RunReport) and callback.waits_for_test:
@@ -298,24 +298,24 @@ class FederatedCLI(LightningCLI):
         report_whereabouts(self.trainer)
 
     def after_predict(self) -> None:
-        """Say where the predictions are."""
+        """Print the path of the predictions."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Predictions) and callback.path is not None:
                 print(f"\n{in_columns(f'predictions: {shown_path(str(callback.path))}')}")
 
     def validate(self, **kwargs: Any) -> None:
-        """Validate as the Trainer does; the table is ours, and so it is with `test`."""
+        """Validate the model; `ResultsTable` prints the metrics instead of Lightning, as in `test`."""
         self.trainer.validate(**{**kwargs, "verbose": False})
 
     def test(self, **kwargs: Any) -> None:
-        """Test as the Trainer does."""
+        """Test the model."""
         self.trainer.test(**{**kwargs, "verbose": False})
 
 
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run something on a tidy screen.
+    """Run a function; end the process with one sentence, instead of a traceback, if the user can mend the error.
 
-    What a user can mend ends it with a sentence and code 1, Ctrl-C and SIGTERM with a shell's code.
+    The exit code is 1 for such errors, and the shell's usual one for Ctrl-C and SIGTERM.
     """
     try:
         with interruptible(), console():

@@ -1,10 +1,10 @@
-"""Help, all of which is said before PyTorch is imported, at most 80 characters a line.
+"""Help texts, at most 80 characters a line, printed without importing PyTorch.
 
-``--help`` of every command; ``--federation.help``, the options of the block in groups; and
-``--federation.correction.help``, the classes that an option takes. The texts of docstrings and of the
-commands' own options stand in ``help.json``, which ``python docs/command_help.py`` writes: the parser,
-which knows them, takes seconds to import. With a class's name after it, the parser shows that class's own
-options; the class may be anybody's. It also shows all options of a fit: ``fit --help all``.
+They are ``--help`` of every command; ``--federation.help``, the options of the block in groups; and
+``--federation.correction.help``, the classes that an option accepts. Texts from docstrings are stored in
+``help.json``, which ``python docs/command_help.py`` writes, because the parser takes seconds to import.
+The parser itself answers ``--federation.correction.help FedProx``, the options of one class, and
+``fit --help all``, all options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OF_LIGHTNING = {
 }
 OURS = {
     "init": "Make a project to start from: a module, data, a YAML, a test.",
-    "configs": "List the configurations in the box, or copy one.",
+    "configs": "List the configurations of the package, or copy one.",
     "report": "Make a run's report.html again, also while it trains.",
     "export": "Take adapters or weights out of a checkpoint.",
     "compare": "Many runs from one file: variants x seeds, a table and a figure.",
@@ -42,7 +42,7 @@ to begin with:
   fl-lightning fit --federation.aggregator.help   what one of them takes
   fl-lightning init my_project                    your own module and data"""
 
-# ours, as the parser of a fit has them
+# the options that this package adds to Lightning's subcommands
 OPTIONS = {
     "federation": "Train over many clients. Without this block training is central.",
     "test_after_fit": "Test the last model when fit ends, if the data module has a test set.",
@@ -54,7 +54,7 @@ OPTIONS = {
     "error.",
 }
 _WHAT = {
-    "--config NAME": "A configuration in the box (fl-lightning configs) or a file. Several are layered, later "
+    "--config NAME": "A configuration of the package (fl-lightning configs) or a file. Several are layered, later "
     "ones win.",
     "--federation.help": "The options of the federation, in groups.",
     "--model.PATH VALUE": "Any option by its path in the YAML, as in --model.init_args.optimizer.init_args.lr "
@@ -79,7 +79,7 @@ _ALL = {
     "--log_level LEVEL": OPTIONS["log_level"],
     "--seed_everything N": "Seed of all draws, 0 if not given.",
 }
-# of the federation block, those that most people set first
+# options of the federation block by group, the most common ones first
 GROUPS = {
     "what most people set": (
         *("cohort", "local_epochs", "local_steps", "correction", "aggregator"),
@@ -95,7 +95,7 @@ _ASKED = re.compile(r"--(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+)\.help")
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the help that a command line asks for and that needs no PyTorch; None if there is none.
+    """Return the help that a command line asks for; None if it asks for none, or the parser has to answer.
 
     Example:
         >>> help_for(["fit", "--help"]).splitlines()[0]
@@ -124,7 +124,7 @@ def help_for(words: Sequence[str]) -> str | None:
 
 
 def help_of_all() -> str:
-    """Help of all commands, as ``fl-lightning --help`` shows it."""
+    """Return the list of all commands, which ``fl-lightning --help`` prints."""
     return "\n".join(
         [
             "usage: fl-lightning COMMAND [OPTIONS]",
@@ -142,7 +142,7 @@ def help_of_all() -> str:
 
 
 def run_help(command: str) -> str:
-    """Return the options of one of Lightning's commands that people use."""
+    """Return the help of one of Lightning's subcommands: the options that most people need."""
     return "\n".join(
         [
             f"usage: fl-lightning {command} --config NAME [OPTIONS]",
@@ -161,7 +161,7 @@ def run_help(command: str) -> str:
 
 
 def without_all(words: Sequence[str]) -> list[str]:
-    """Return a command line for the parser, to which ``--help all`` is ``--help``.
+    """Replace ``--help all`` in a command line by the parser's own ``--help``.
 
     Example:
         >>> without_all(["fit", "--help", "all"])
@@ -172,7 +172,7 @@ def without_all(words: Sequence[str]) -> list[str]:
 
 
 def block_help() -> str:
-    """Return the options of the federation block."""
+    """Return the help of the federation block's options, in groups."""
     options = contents()["federation"]["options"]
     lines: list[str] = []
     for title, names in GROUPS.items():
@@ -191,7 +191,7 @@ def _option(option: Mapping[str, Any]) -> str:
 
 
 def classes_help(block: str, option: str) -> str:
-    """Return a line for each class that an option takes.
+    """Return the help of an option that accepts classes: a line for each class.
 
     Example:
         >>> print(classes_help("federation", "asynchronous"))  # doctest: +ELLIPSIS
@@ -224,7 +224,7 @@ def classes_help(block: str, option: str) -> str:
 
 
 def in_columns(texts: Mapping[str, str], width: int) -> Iterator[str]:
-    """Yield lines of two columns: names, in a column of the given width, and texts."""
+    """Yield lines with two columns: names, in a column of the given width, and their texts."""
     for name, text in texts.items():
         first, *more = textwrap.wrap(text, 77 - width, break_on_hyphens=False) or [""]
         if len(name) >= width:  # on a line of its own

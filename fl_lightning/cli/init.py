@@ -1,4 +1,4 @@
-"""``fl-lightning init``: a project to start from, whose files are one's own."""
+"""The command ``fl-lightning init``: writes the files of a new project."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _USAGE = "\n".join(
     [
         "usage: fl-lightning init FOLDER [--template images|text|tabular|llm]",
         "",
-        "Makes a folder with a module, a data module, a YAML, a test and a README, all of",
-        "which run as they are:",
+        "Makes a folder with a module, a data module, a YAML, a test and a README that",
+        "run unchanged. Templates:",
         *(f"  {name.ljust(8)}  {line}" for name, line in TEMPLATES.items()),
     ]
 )
@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> str:
     make(target, template)
     return "\n".join(
         [
-            f"{target} is made: its README.md says what is what.",
+            f"{target} is ready; its README.md describes the files.",
             f"  cd {target}",
             "  fl-lightning fit --config config.yaml",
             "  pytest",

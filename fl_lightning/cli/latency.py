@@ -1,7 +1,6 @@
-"""The command ``fl-lightning latency``: measure how long a space's networks take on this device.
+"""The command ``fl-lightning latency``: measures the latency of a search space's networks on this device.
 
-``search`` shares with it the options that say which networks it is about, and the check of files before
-time is spent on results that cannot be saved.
+The options that name the networks, and the check that a result can be saved, also serve ``search``.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.named import NAMES, named_space
 from fl_lightning.nas.spaces.space import SearchSpace
 
-# beyond, a table is of little use for a constraint
+# a table with a larger relative error, or a smaller rank correlation, is of little use for a constraint
 _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     add_networks(parser)
     parser.add_argument("--out", type=str, required=True, help="The JSON file to write.")
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda or cuda:1.")
@@ -124,11 +123,11 @@ class Networks:
 
 
 def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
-    """Give a parser the options.
+    """Add the options that name networks to a command's parser.
 
     Args:
-        parser: of a command.
-        required: whether there is no other way to name networks.
+        parser: parser of the command.
+        required: whether ``--space`` must be given; false if the command has another way to name networks.
     """
     parser.add_argument(
         "--space",
@@ -156,10 +155,10 @@ def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
 
 
 def networks_of(given: Any) -> Networks:
-    """Return the networks that parsed options mean, and set the threads.
+    """Return the networks that parsed options name; also set the number of threads.
 
     Raises:
-        ConfigurationError: if the space is none, or has no cells to set.
+        ConfigurationError: if there is no such space, or cells are set in a space without cells.
     """
     space = named_space(given.space)
     options = {name: int(given[name]) for name in ("in_channels", "num_classes")}
@@ -176,12 +175,12 @@ def networks_of(given: Any) -> Networks:
 
 
 def check_writable(option: str, path: Path, *, is_folder: bool = False) -> None:
-    """Refuse a file, or a folder, that cannot be written; nothing is left behind.
+    """Raise if a file or folder cannot be written; nothing is left on the disk.
 
     Args:
-        option: that names it.
-        path: of it; folders above it may be missing.
-        is_folder: whether it is a folder.
+        option: name of the option, for the message.
+        path: path of the file or folder; folders above it may be missing.
+        is_folder: whether the path is that of a folder.
 
     Raises:
         ConfigurationError: with the reason.

@@ -1,8 +1,8 @@
-"""Entry point of the command line: answers that need no PyTorch come before its import.
+"""Entry point of the command line; whatever can be answered without PyTorch is answered before its import.
 
-Help, the version, the configurations in the box, what an option takes, files for another command, mistyped
-paths, options and classes take a fraction of a second. A configuration's name becomes a path here, and a
-class's short name its whole one; then `fl_lightning.cli.commands` runs the command.
+Help, the version, lists of configurations and classes, and errors such as a missing file or a misspelt option
+take a fraction of a second. Names of packaged configurations become paths here, and short class names become
+import paths; then `fl_lightning.cli.commands` runs the command.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _OPTION = re.compile(r"--federation\.(?!init_args|help)(?P<name>\w+).*")
 
 
 def main(args: Any = None) -> None:
-    """Run the command line; a setting that cannot work ends it with one sentence.
+    """Run the command line; a configuration error ends the process with one sentence.
 
     Args:
-        args: words of the command line, those of the process if None; or what else Lightning's command
-            line takes as its arguments.
+        args: words of the command line; those of the process if None. A mapping goes to Lightning's
+            command line unchanged.
     """
     words = sys.argv[1:] if args is None else args
     if not isinstance(words, list):
@@ -57,7 +57,7 @@ def main(args: Any = None) -> None:
 
 
 def _answer(words: Sequence[str]) -> str | None:
-    """Return the answer to a command line that needs no PyTorch; None to others."""
+    """Return the output of a command that needs no PyTorch; None for other commands."""
     if words and words[0] == "--version":
         from fl_lightning import __version__
 
@@ -100,10 +100,10 @@ def _run(words: Any) -> None:
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Refuse a command line that no parser is needed for.
+    """Raise for errors in a command line that can be found without the parser.
 
     Raises:
-        ConfigurationError: with what to type instead.
+        ConfigurationError: with the words to type instead.
     """
     if [*words] in [[name] for name in OF_LIGHTNING]:
         raise ConfigurationError(
@@ -130,7 +130,9 @@ def _check_options(words: Sequence[str]) -> None:
     for match in filter(None, map(_OPTION.fullmatch, words)):
         if match["name"] not in known:
             close = difflib.get_close_matches(match["name"], known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "--federation.help lists what is."
+            hint = (
+                f"Did you mean {close[0]!r}?" if close else "--federation.help lists the options."
+            )
             raise ConfigurationError(
                 f"federation.{match['name']}: {match['name']!r} is not accepted by Federation. {hint}"
             )
@@ -145,7 +147,7 @@ def _check_search(path: Path, keys: Sequence[Any]) -> None:
 
 
 def _check_kind(command: str, path: Path, keys: Sequence[Any]) -> None:
-    """Refuse a file of another command."""
+    """Raise if a configuration file is meant for another command."""
     if "space" in keys:
         raise ConfigurationError(
             f"{path} describes a search: use fl-lightning sweep --search {path}"

@@ -1,12 +1,12 @@
 """Short names of classes: ``correction: FedProx`` means ``class_path: fl_lightning.FedProx``.
 
-Every class that `fl_lightning.core.public_names` lists has one. Options of the ``federation`` block, on
-the command line and in YAML, and in YAML those of `FederatedDataModule`, get whole paths before the parser
-sees them. Other blocks are somebody else's: an option of their own data module may well take the text
-``IID``. What an option takes is in ``help.json``, which ``python docs/command_help.py`` writes.
+Every class that `fl_lightning.core.public_names` lists has a short name. Short names are replaced by import
+paths before the parser sees them, in the ``federation`` block and in the options of `FederatedDataModule`. In
+other blocks they are left alone: an option of a user's own data module may accept the text ``IID``. The classes
+that each option accepts are listed in ``help.json``, which ``python docs/command_help.py`` writes.
 
-A misspelt class is found here as well, in the text of the module that should have it: the parser knows
-only after it has imported everything.
+Misspelt class names are found here too, by reading the source of the named module, which is faster than
+importing it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ _KNOWN = ("fl_lightning", "lightning", "pytorch_lightning", "torch", "torchmetri
 
 @cache
 def contents() -> dict[str, dict[str, Any]]:
-    """Return the file: by block, its ``options`` and the ``classes`` that they take; pages of help."""
+    """Return the content of ``help.json``: each block's ``options`` and their ``classes``, and pages of help."""
     content: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
 
 def classes_of(block: str, option: str) -> dict[str, Any] | None:
-    """Classes that an option takes, None if it takes none.
+    """Return the classes that an option accepts; None if it accepts no class.
 
     Returns:
-        ``classes``, a line of text by import path; ``any`` and ``bases``, what else it takes.
+        A mapping: ``classes`` has a line of text for each import path, ``any`` and ``bases`` describe
+        classes of other libraries.
     """
     found: dict[str, Any] | None = contents().get(block, {}).get("classes", {}).get(option)
     return found
 
 
 def paths(block: str, option: str) -> Mapping[str, str]:
-    """Return the import paths of the classes that an option takes, by their short names.
+    """Return the import paths of the classes that an option accepts, by short name.
 
     Example:
         >>> paths("federation", "correction")["FedProx"]
@@ -66,10 +67,10 @@ def paths(block: str, option: str) -> Mapping[str, str]:
 
 
 def whole(words: Sequence[str], *, data: bool = False) -> list[str]:
-    """Return a command line whose classes have their whole paths.
+    """Replace short class names in a command line by import paths.
 
     Args:
-        words: of the command line.
+        words: words of the command line.
         data: whether the options ``--data.…`` are those of `FederatedDataModule`.
 
     Example:
@@ -90,7 +91,7 @@ def whole(words: Sequence[str], *, data: bool = False) -> list[str]:
 
 
 def expanded(content: Any) -> Any:
-    """Content of a file with whole names.
+    """Replace short class names in the content of a YAML file by import paths.
 
     Example:
         >>> expanded({"federation": {"correction": "FedProx"}})
@@ -139,10 +140,10 @@ def _class_paths(content: Any) -> Any:
 
 
 def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
-    """Refuse a class that no module defines, and a short name that is none.
+    """Raise if a class does not exist in the module that is named, or a short name is misspelt.
 
     Raises:
-        ConfigurationError: with the name that was probably meant.
+        ConfigurationError: suggests the name that was probably meant.
     """
     given = [*_values(words), *(found for file in files for found in _class_names(file))]
     modules = {match["module"] for _, name in given if (match := _CLASS.fullmatch(name))}
@@ -167,7 +168,7 @@ def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of a file that may be classes, and the options that they stand at."""
+    """Yield the path and the text of each option in a file's content whose value may name a class."""
     if isinstance(content, dict):
         for name, value in content.items():
             inner = path if name == "class_path" else f"{path}.{name}".lstrip(".")
@@ -180,7 +181,7 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def no_such_class(path: str, module: str, name: str) -> str:
-    """Return a sentence for a class of an option that its module does not define."""
+    """Return the error message for a class that does not exist in the named module."""
     close = get_close_matches(name, names_in(module) or (), n=1)
     hint = f"Did you mean {module}.{close[0]}? " if close else ""
     return f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
@@ -198,17 +199,17 @@ def _check_short(path: str, name: str) -> None:
 
 
 def where_listed(path: str) -> str:
-    """Sentence that says where the classes of an option are listed."""
+    """Return a sentence that names the command listing the classes of an option."""
     block, _, inside = path.replace(".init_args", "").partition(".")
     option = re.split(r"\W", inside)[0]
     if classes_of(block, option) is None:
-        return "See --help for what there is."
-    return f"--{block}.{option}.help lists what there is."
+        return "See --help for the options."
+    return f"--{block}.{option}.help lists the classes."
 
 
 @cache
 def names_in(module: str) -> frozenset[str] | None:
-    """Names of classes in a module's text, which is not imported; None if the text does not tell.
+    """Return the class names in a module's source, without importing it; None if the source may not name all.
 
     Example:
         >>> "Adam" in names_in("torch.optim"), "Adamm" in names_in("torch.optim")

@@ -1,7 +1,7 @@
-"""A message of the parser as one sentence: path, value, allowed values, a suggestion.
+"""Turns a message of the parser into one sentence: path, value, allowed values, a suggestion.
 
-A message of jsonargparse is a tree: an option, the types that were tried for it, what each of them said of
-the value, which may again be about an option. The useful part is a leaf far inside:
+A message of jsonargparse is a tree: an option, the types that were tried for it, and the error of each type,
+which may again be about an option. The useful part is a leaf far inside:
 
     Parser key "federation":
       Does not validate against any of the Union subtypes
@@ -11,7 +11,7 @@ the value, which may again be about an option. The useful part is a leaf far ins
               Expected a <class 'float'>. Got value: abc
         - Expected a <class 'NoneType'>
 
-The deepest leaves are those of the option that was meant; each says one reason.
+The deepest leaves belong to the option that the user meant; each gives one reason.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fl_lightning.cli.names import no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
 
 MOST_CHARACTERS = 500
-# written without class_path in the YAML: their options stand directly below the option's name
+# classes written without class_path in the YAML: their options stand directly below the option's name
 BARE = ("Federation", "Attackers")
-# from the top of the tree to a place in it: indentation, option, class; one of the last two is None
+# path in the tree of a message: for each level its indentation, option and class, one of the latter None
 Way = tuple[tuple[int, str | None, str | None], ...]
 
-# What the parser says, line by line: levels of the tree, frames of it, a value, and reasons.
+# Lines of a parser's message: levels of the tree, lines without content, a value, and reasons.
 _LEVEL = re.compile(
     r'Parser key "(?P<key>[^"]+)":\s*|'
     r"Problem with given class_path '(?P<class_path>[^']+)':\s*|"
-    # what is said of an option of the callable, and not of the callable itself
+    # a reason about an option of the callable, not about the callable itself
     r"Type .* expects a function or a callable class: (?=Parser key |Option '|Key \"|the following arguments)"
 )
 _FRAME = re.compile(
@@ -84,13 +84,13 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Complaint:
-    """Complaint of the parser about one option.
+    """Error of the parser about one option.
 
     Attributes:
-        path: of the option in the YAML.
-        class_path: of the class whose option it is; empty if it is none's.
-        reasons: what the types said that were tried, each once.
-        given: the value as the parser shows it; None if it does not.
+        path: path of the option in the YAML.
+        class_path: import path of the class that has the option; empty without a class.
+        reasons: errors of the types that were tried, each once.
+        given: the value as the parser shows it; None if it does not show it.
     """
 
     path: str
@@ -99,13 +99,13 @@ class Complaint:
     given: str | None
 
     def inside(self, option: str) -> str:
-        """Return the path of an option of the class."""
+        """Return the YAML path of an option of the class."""
         is_bare = self.class_path.rpartition(".")[2] in ("", *BARE)
         return f"{self.path}{'' if is_bare else '.init_args'}.{option}".lstrip(".")
 
 
 def complaint(message: str) -> Complaint:
-    """Return the complaint in a parser's message: its deepest leaf, which names the option.
+    """Return the deepest leaf of a parser's message, which names the option.
 
     Example:
         >>> lines = ['Parser key "trainer.max_epochs":', "  Errors:", "    - Expected a <class 'int'>"]
@@ -118,7 +118,7 @@ def complaint(message: str) -> Complaint:
     deepest = max(leaves, key=len)
     classes = [class_path or "" for _, key, class_path in deepest if key is None]
     class_path = classes[-1] if classes else ""
-    # the parser names the class of a factory only behind its complaint
+    # the parser names the class of a factory only after its reasons
     factory = re.search(r"Got value: .*class_path['\"]?[=:] ?['\"](?P<name>[\w.]+)", message)
     if classes and not class_path and factory:
         class_path = factory["name"]
@@ -127,7 +127,7 @@ def complaint(message: str) -> Complaint:
 
 
 def _tree(message: str) -> tuple[dict[Way, list[str]], dict[Way, str]]:
-    """Reasons at each place of a message's tree, and the values there."""
+    """Return the reasons at each place of a message's tree, and the values there."""
     leaves: dict[Way, list[str]] = {}
     values: dict[Way, str] = {}
     stack: list[tuple[int, str | None, str | None]] = []
@@ -165,7 +165,7 @@ def _path(way: Way, values: Mapping[Way, str]) -> str:
 
 
 def _index(given: str | None, class_path: str | None) -> str:
-    """Index of the entry of a list that names a class, as ``[1]``; empty if it is not known."""
+    """Return the index of the list entry that names a class, such as ``[1]``; empty if unknown."""
     try:
         entries = ast.literal_eval(given or "")
     except (ValueError, SyntaxError):
@@ -199,7 +199,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
             return shortened(said)
     plain = " ".join(found.reasons).strip(" .")
     where = f"{found.path}: " if found.path and found.path not in plain else ""
-    return f"{shortened(f'{where}{plain}')}. See --help for what there is."
+    return f"{shortened(f'{where}{plain}')}. See --help for the options."
 
 
 def _unknown_option(found: Complaint) -> str | None:
@@ -207,7 +207,7 @@ def _unknown_option(found: Complaint) -> str | None:
     if match is None:
         return None
     option, owner = match["option"], found.class_path.rpartition(".")[2]
-    advice = "See --help for what there is."
+    advice = "See --help for the options."
     if owner == "Optimizer":  # the base of all: no class was named
         advice = "Say of which class it is: class_path: torch.optim.SGD, …"
     elif owner:
@@ -250,7 +250,7 @@ _NAMED = re.compile(r"(?:.*class_path['\"]?[=:] ?['\"])?(?P<path>[\w.]+)")
 
 
 def _unfinished_class(found: Complaint) -> str | None:
-    """Methods that a class lacks for its base or a protocol; one that has none of a protocol's is no try."""
+    """Name the methods that a class lacks for its base class, or for a protocol that it has part of."""
     for reason in found.reasons:
         unlike, named = _UNLIKE.search(reason), _NAMED.match(found.given or "")
         path = (unlike and unlike["path"]) or (named and named["path"]) or ""
@@ -315,7 +315,7 @@ def _wrong_type(found: Complaint) -> str | None:
 
 
 def _allowed(reasons: Sequence[str]) -> list[str]:
-    """Values that are allowed, in words; null last."""
+    """Return the allowed values in words, null last."""
     words = []
     for match in filter(None, map(_ALLOWED.match, reasons)):
         if match["choices"]:
@@ -338,14 +338,14 @@ def _shown(value: str | None) -> str:
 
 
 def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
-    """Return a suggestion for a misspelt name, or all the names if they are not too many."""
+    """Return a suggestion for a misspelt name; without a close one, all names if they are few."""
     longer = [other for other in names if other.startswith(name)]
     close = longer or difflib.get_close_matches(name, names, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
     if len(names) > most:
-        return "See --help for what there is."
-    return f"There are {', '.join(names)}." if names else "There is no option at all."
+        return "See --help for the options."
+    return f"There are {', '.join(names)}." if names else "The class has no options."
 
 
 def _options_of(class_path: str) -> list[str]:
@@ -358,6 +358,6 @@ def _options_of(class_path: str) -> list[str]:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a text on one line, without its middle if it is long."""
+    """Return a text on one line; of a long text the middle is left out."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"

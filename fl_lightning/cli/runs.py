@@ -1,7 +1,7 @@
-"""The screen of a command, the files of a run, and its message when a signal ends it.
+"""The console output of a command, the files of a run, and the message after an interruption.
 
-Messages are laid out, warnings are a sentence, and other libraries' own are left out. Until a run has its
-log file, messages wait to be written into it.
+Log messages are laid out in two columns, a warning is one sentence, and deprecation warnings of other libraries
+are hidden. Messages logged before the log file is open are kept and written into it later.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fl_lightning.reports.run_report import REPORT, RunReport
 
 
 class RunConfig(SaveConfigCallback):
-    """Saves the configuration in the run's folder, whatever the logger, where it says which run it is."""
+    """Saves the configuration as ``config.yaml`` in the run's folder, whatever the logger."""
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         path = Path(own_run_folder(trainer), CONFIG)
         if stage != "fit" and path.exists():
-            return  # of the run whose model is evaluated
+            return  # it is the configuration of the run whose model is evaluated
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
         unfinished.write_text(self.parser.dump(self.config, skip_none=False))
@@ -55,13 +55,13 @@ def write_atomically(trainer: Trainer) -> None:
     """Replace the checkpoint writer of central fits by one that no kill can interrupt half-way."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return  # writes them in its own way
+        return  # other strategies write checkpoints in their own way
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def way_on(folders: Iterable[Path]) -> str:
-    """Return in words which checkpoint a fit that was interrupted has left, and how to go on."""
+def how_to_resume(folders: Iterable[Path]) -> str:
+    """Return a sentence that names the last checkpoint of an interrupted fit and the options that resume it."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
         return "without a checkpoint: start again without ckpt_path"
@@ -72,7 +72,7 @@ def way_on(folders: Iterable[Path]) -> str:
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Describe the model of each reported checkpoint, by path, the last one first."""
+    """Describe the best and the last checkpoint of a fit, by path, the last one first."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -89,8 +89,8 @@ def saved_models(trainer: Trainer) -> dict[str, str]:
 
 
 def report_whereabouts(trainer: Trainer) -> None:
-    """Print where checkpoints and logs are, and how to look at them."""
-    folder = run_folder(trainer)  # which processes agree on: all must ask
+    """Print the paths of checkpoints, logs and report, and the next commands."""
+    folder = run_folder(trainer)  # a collective call: every process has to make it
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
@@ -118,7 +118,7 @@ def report_whereabouts(trainer: Trainer) -> None:
 
 
 def in_columns(line: str) -> str:
-    """Return a line in two columns, as wide as the terminal; without a terminal unchanged."""
+    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged."""
     if not is_terminal(sys.stdout):
         return line
     label, _, text = line.partition(":")
@@ -134,7 +134,7 @@ _EXPECTED_WARNINGS = (
     # compare reads every variant's configuration with this command line
     "LightningCLI's args parameter is intended to run from within Python",
 )
-# who tells its own programmers what will change, which is nothing that a user could mend
+# libraries whose deprecation warnings are for programmers; the user cannot mend what they warn of
 _OTHERS = (
     r"(lightning|lightning_utilities|torch|torchvision|torchmetrics|timm|jsonargparse|tensorboard|"
     r"numpy|scipy|sklearn|matplotlib|google|tqdm|datasets|transformers|peft)(\.|$)"
@@ -143,7 +143,7 @@ _OTHERS = (
 
 @contextmanager
 def console() -> Iterator[None]:
-    """Lay messages and warnings of a command out alike, and keep the first ones for the log file."""
+    """Within this context, lay out log messages and warnings, and keep early ones for the log file."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
@@ -165,7 +165,7 @@ def console() -> Iterator[None]:
 
 
 def forget_early_messages() -> None:
-    """Drop messages so far: a process of this one has written them into its log file."""
+    """Discard the messages kept so far, which a child process has written into its log file."""
     EarlyMessages.taken_from(LOGGERS)
 
 

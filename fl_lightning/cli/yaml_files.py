@@ -1,6 +1,6 @@
-"""YAML on the command line and for its parser: within bounds, with short names of classes and references.
+"""Loaders of YAML for the parser: limited in size and depth, with short class names and ``${references}``.
 
-What may be wrong with it is in `fl_lightning.core.yaml_files`.
+The limits are those of `fl_lightning.core.yaml_files`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 
 def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a command line names and that can be read twice, with their options."""
+    """Yield the options of a command line that name configuration files, with the files' paths; pipes are left out."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         path = Path(value if is_one else following)
-        if name in _FILES and path.is_file():  # what a pipe says can be read once
+        if name in _FILES and path.is_file():  # a pipe can be read only once
             yield name, path
 
 
 def check_word(word: str) -> None:
-    """Refuse a word of the command line whose value has no end, as YAML in a file.
+    """Raise if a value on the command line is YAML that exceeds the limits, such as one that contains itself.
 
     Raises:
-        ConfigurationError: with the option.
+        ConfigurationError: naming the option.
     """
     name, is_one, value = word.partition("=")
     text = value if is_one and name.startswith("--") else word
@@ -48,7 +48,7 @@ def check_word(word: str) -> None:
 
 
 def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader for the parser, within bounds and with whole names of classes."""
+    """Return a YAML loader that enforces the limits and replaces short class names by import paths."""
 
     def load_expanded(text: str) -> Any:
         check_text(text)

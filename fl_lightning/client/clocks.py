@@ -1,6 +1,6 @@
-"""When clients end that are at work all the time: in virtual time, or in the order on record.
+"""Order in which clients finish in asynchronous training: by virtual time, or as recorded in a file.
 
-The record of a run over a network is a table, so that its order of arrival can be simulated.
+A run over a network writes a table of arrivals; a simulation can replay the order in that table.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, final
 
-from fl_lightning.client.devices import Fate
+from fl_lightning.client.devices import WorkResult
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 
-# (client, number of the start) -> what becomes of its work
-FateOf = Callable[[int, int], Fate]
+# Maps a client and the number of its start to the result of its work.
+ResultOf = Callable[[int, int], WorkResult]
 
 
 class Visit(NamedTuple):
-    """A client at work.
+    """A client that has started and not yet finished.
 
     Attributes:
-        client: who.
-        version: of the model that it began from.
-        number: of the start, counted from 0.
+        client: client id.
+        version: version of the model from which the client started.
+        number: number of this start, counted from 0 over the run.
     """
 
     client: int
@@ -36,13 +36,13 @@ class Visit(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a client's work.
+    """A client that has finished.
 
     Attributes:
-        client: who.
-        version: of the model that it began from.
-        seconds: how long it was at work.
-        is_lost: whether nothing has come of it.
+        client: client id.
+        version: version of the model from which the client started.
+        seconds: duration of the work.
+        is_lost: whether the server got no update.
     """
 
     client: int
@@ -52,28 +52,28 @@ class Ended(NamedTuple):
 
 
 class VirtualClock:
-    """Time that is worked out.
+    """Clock of virtual time: a client finishes after the duration that its device needs.
 
     Args:
-        fate_of: how long a client takes, and whether its update arrives.
+        result_of: returns the duration of a client's work, and whether its update arrives.
 
     Attributes:
-        now: the time, in seconds.
+        now: virtual time in seconds.
     """
 
-    def __init__(self, fate_of: FateOf) -> None:
-        self._fate_of = fate_of
-        self._at_work: list[tuple[float, int, Ended]] = []  # by when they end
+    def __init__(self, result_of: ResultOf) -> None:
+        self._result_of = result_of
+        self._at_work: list[tuple[float, int, Ended]] = []  # a heap, by time of the end
         self.now = 0.0
 
     def start(self, visit: Visit) -> None:
-        """Work out when a client will end."""
-        fate = self._fate_of(visit.client, visit.number)
-        ended = Ended(visit.client, visit.version, fate.seconds, fate.is_lost)
-        heapq.heappush(self._at_work, (self.now + fate.seconds, visit.number, ended))
+        """Start a client's work, and compute when it ends."""
+        result = self._result_of(visit.client, visit.number)
+        ended = Ended(visit.client, visit.version, result.seconds, result.is_lost)
+        heapq.heappush(self._at_work, (self.now + result.seconds, visit.number, ended))
 
     def wait(self) -> list[Ended]:
-        """Advance time to the next client that ends, and return the clients that end then."""
+        """Advance to the next time at which a client finishes, and return the clients that finish then."""
         self.now = self._at_work[0][0]
         ended = []
         while self._at_work and self._at_work[0][0] == self.now:
@@ -82,14 +82,15 @@ class VirtualClock:
 
 
 class RecordedClock:
-    """Time that has passed: clients end in the order on record, and then as somebody says.
+    """Clock that replays recorded arrivals, and then asks a function for the next client.
 
     Args:
-        record: in the order in which they ended; what is said later is added.
-        go_on: says who ends next of those at work, when nobody is left on record.
+        record: arrivals in order; later ones are appended.
+        next_ended: returns the next client to finish, given the clients at work; called when the record
+            is used up.
 
     Attributes:
-        record: so far.
+        record: all arrivals so far and recorded ones still to come.
 
     Example:
         >>> clock = RecordedClock([Ended(1, 0, 2.0)], lambda at_work: Ended(at_work[0].client, 0, 3.0))
@@ -99,8 +100,10 @@ class RecordedClock:
         ([1, 0], 3.0)
     """
 
-    def __init__(self, record: Iterable[Ended], go_on: Callable[[Sequence[Visit]], Ended]) -> None:
-        self.record, self._go_on = list(record), go_on
+    def __init__(
+        self, record: Iterable[Ended], next_ended: Callable[[Sequence[Visit]], Ended]
+    ) -> None:
+        self.record, self._next_ended = list(record), next_ended
         self._place = 0
         self._at_work: dict[int, tuple[Visit, float]] = {}
         self.now = 0.0
@@ -113,23 +116,22 @@ class RecordedClock:
         """Return the clients that finish next.
 
         Raises:
-            ConfigurationError: if by the record it is somebody who is not at work.
+            ConfigurationError: if the record names a client that is not at work.
         """
         if self._place == len(self.record):
-            self.record.append(self._go_on([visit for visit, _ in self._at_work.values()]))
+            self.record.append(self._next_ended([visit for visit, _ in self._at_work.values()]))
         ended = self.record[self._place]
         self._place += 1
         visit, began = self._at_work.pop(ended.client, (None, 0.0))
         if visit is None or visit.version != ended.version:
             raise ConfigurationError(
                 f"the recorded order of arrival does not fit: client {ended.client} is not at work from "
-                f"version {ended.version}. Take seed, asynchronous and num_clients of the run that wrote it"
+                f"version {ended.version}. Use seed, asynchronous and num_clients of the run that wrote it"
             )
         self.now = max(self.now, began + ended.seconds)
         return [ended]
 
 
-# Says who ends next.
 Clock = VirtualClock | RecordedClock
 
 FILE = "arrivals.csv"
@@ -139,13 +141,13 @@ _COLUMNS = ["round", "client", "version", "seconds", "lost"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordedArrivals:
-    """Clients whose updates arrive in the order on record, so that a run over a network is simulated.
+    """Replays the order in which updates arrived in an earlier run over a network.
 
     Args:
-        file: ``arrivals.csv`` in the folder of that run.
+        file: path of ``arrivals.csv`` in the folder of the earlier run.
 
     Raises:
-        ConfigurationError: if it cannot be read.
+        ConfigurationError: if the file cannot be read.
     """
 
     is_recorded: ClassVar[bool] = True
@@ -160,24 +162,24 @@ class RecordedArrivals:
         self.arrivals()
 
     def arrivals(self) -> list[Ended]:
-        """Arrivals of the record, in order."""
+        """Return the recorded arrivals in order."""
         try:
             with Path(self.file).open(newline="") as file:
                 return [_read(row) for row in csv.DictReader(file)]
         except (OSError, KeyError, ValueError) as error:
             raise ConfigurationError(
-                f"devices: {self.file} is no record of arrivals ({error!r}): take the {FILE} that a run over "
+                f"devices: {self.file} is no record of arrivals ({error!r}): use the {FILE} that a run over "
                 "a network has written"
             ) from None
 
 
 def write_arrivals(path: Path, ended: Sequence[Ended], buffer_size: int) -> None:
-    """Write the arrivals, and the round in which each counted, to a file.
+    """Write a table of arrivals, with the round in which each update counted.
 
     Args:
-        path: of the table.
-        ended: in order.
-        buffer_size: updates per round.
+        path: path of the table.
+        ended: arrivals in order.
+        buffer_size: number of updates per round.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")

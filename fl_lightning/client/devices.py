@@ -1,11 +1,11 @@
-"""The outcome of a client's work on its device, in virtual time.
+"""Simulated devices: the virtual time of a client's local steps, deadlines, and lost updates.
 
     t_k = latency + K_k s_k exp(jitter ε)            ε ~ N(0, 1) of this client and round
-    late (t_k > deadline):  it sends the ⌊(deadline - latency) / (t_k / K_k)⌋ steps it managed, or
+    late (t_k > deadline):  the client sends its first ⌊(deadline - latency) / (step time)⌋ steps, or
                             nothing
-    lost:                   with probability drop_rate it sends nothing at all
+    lost:                   with probability drop_rate the client sends nothing
 
-Nothing waits: the times are computed, so that accuracy can be told over simulated wall-clock time.
+No process waits: times are computed, so that accuracy can be plotted over simulated time.
 Partial work counts as in FedProx (Li et al. 2020, 1812.06127, section 3), by ``num_steps`` in FedNova.
 s_k: seconds for a local step, drawn once in a run (`Speeds`).
 """
@@ -25,13 +25,13 @@ from fl_lightning.core.traits import Trait, Traits
 
 
 @dataclass(frozen=True)
-class Fate:
-    """The outcome of a client's work.
+class WorkResult:
+    """Result of a client's local steps on its device.
 
     Attributes:
-        num_steps: local steps that it takes.
-        seconds: virtual time until the server has its update, or stops waiting for it.
-        is_lost: whether nothing comes.
+        num_steps: number of local steps that the client completes.
+        seconds: virtual time until the server has the update, or stops waiting for it.
+        is_lost: whether the server gets no update.
     """
 
     num_steps: int
@@ -55,16 +55,16 @@ _OF_DEADLINES = Traits(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Clients' devices: how fast they are, how reliable, and how long the server waits for them.
+    """Speed and reliability of the clients' devices, and the deadline of a round.
 
     Args:
         speeds: seconds for a local step of each client.
-        latency: seconds that a client's round takes besides, ≥ 0: download and upload.
+        latency: seconds for download and upload in each client's round, ≥ 0.
         jitter: standard deviation of the logarithm of a client's speed over rounds, ≥ 0.
         drop_rate: probability that a client's update never comes, in [0, 1).
-        deadline: seconds after which the server goes on, > latency; None waits for everybody.
-        late: what a client does that cannot finish in time: ``partial``, send the steps that it
-            managed, or ``drop``, send nothing. One that cannot take a single step sends nothing.
+        deadline: seconds after which the server stops waiting, > latency; None waits for all clients.
+        late: treatment of a client that cannot finish in time: ``partial`` sends the steps that it
+            completed, ``drop`` sends nothing. A client without a completed step sends nothing.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -73,8 +73,10 @@ class Devices:
         >>> from fl_lightning.client.devices import GivenSpeeds
         >>> devices = Devices(speeds=GivenSpeeds([1.0, 3.0]), deadline=10.0)
         >>> fleet = Fleet(devices, num_clients=2, seed=0)
-        >>> fleet.fate(0, num_steps=5, draw=0), fleet.fate(1, num_steps=5, draw=0)
-        (Fate(num_steps=5, seconds=5.0, is_lost=False), Fate(num_steps=3, seconds=9.0, is_lost=False))
+        >>> fleet.result(0, num_steps=5, draw=0)
+        WorkResult(num_steps=5, seconds=5.0, is_lost=False)
+        >>> fleet.result(1, num_steps=5, draw=0)
+        WorkResult(num_steps=3, seconds=9.0, is_lost=False)
     """
 
     is_recorded: ClassVar[bool] = False
@@ -111,9 +113,9 @@ class Fleet:
     """The devices of a run's clients.
 
     Args:
-        devices: what they are like.
-        num_clients: how many.
-        seed: root seed of their draws.
+        devices: speeds, reliability and deadline.
+        num_clients: number of all clients.
+        seed: root seed of the random draws.
     """
 
     def __init__(self, devices: Devices, num_clients: int, seed: int) -> None:
@@ -121,13 +123,13 @@ class Fleet:
         self._seconds = devices.speeds.seconds_per_step(num_clients, seed)
         self._seed = seed
 
-    def fate(self, client: int, num_steps: int, draw: int) -> Fate:
-        """Duration and fate of a client's work.
+    def result(self, client: int, num_steps: int, draw: int) -> WorkResult:
+        """Return the duration of a client's work, and whether the update arrives.
 
         Args:
-            client: who.
-            num_steps: local steps that it was asked for, ≥ 1.
-            draw: tells this piece of its work from others, e.g. the round.
+            client: client id.
+            num_steps: planned local steps, ≥ 1.
+            draw: number that distinguishes the random draws of this work, e.g. the round.
         """
         devices = self.devices
         step, is_lost = float(self._seconds[client]), False
@@ -140,21 +142,22 @@ class Fleet:
             # what fits but for rounding does fit
             managed = math.floor((devices.deadline - devices.latency) / step * (1 + 1e-12))
             if devices.late == "drop" or not managed:
-                return Fate(0, devices.deadline, is_lost=True)
+                return WorkResult(0, devices.deadline, is_lost=True)
             num_steps, seconds = managed, devices.latency + managed * step
-        if is_lost:  # the server waits as long as it would for anybody
-            return Fate(0, seconds if devices.deadline is None else devices.deadline, is_lost=True)
-        return Fate(num_steps, seconds, is_lost=False)
+        if is_lost:  # the server does not know this, and waits as long as for other clients
+            waited = seconds if devices.deadline is None else devices.deadline
+            return WorkResult(0, waited, is_lost=True)
+        return WorkResult(num_steps, seconds, is_lost=False)
 
 
 Seconds = npt.NDArray[np.float64]
 
 
 class Speeds(Protocol):
-    """Speeds of the clients' devices."""
+    """A distribution of step times over the clients' devices."""
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return seconds > 0 for a local step, shape (num_clients,); a pure function."""
+        """Return the seconds of a local step on each device, > 0, shape (num_clients,); a pure function."""
 
 
 @final
@@ -165,9 +168,9 @@ class LogNormalSpeeds:
     Source of the shape: measured phones, e.g. Lai et al. 2022, FedScale (2105.11367), figure 2.
 
     Args:
-        median: seconds for a step of the device in the middle, > 0.
-        sigma: standard deviation of the logarithm, ≥ 0. 0 makes all alike; with 1 one device in six
-            takes more than 2.7 times the median.
+        median: median of the step time in seconds, > 0.
+        sigma: standard deviation of the step time's logarithm, ≥ 0. With 0 all devices are equal; with
+            1, one device in six takes more than 2.7 times the median.
 
     Example:
         >>> LogNormalSpeeds(median=2.0, sigma=0.0).seconds_per_step(3, seed=0)
@@ -197,11 +200,11 @@ class LogNormalSpeeds:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpeedTiers:
-    """Devices of a few kinds.
+    """Devices of a few kinds, each with its step time.
 
     Args:
-        seconds: for a step, by kind, each > 0.
-        shares: how many of the clients are of each kind, in proportion, each ≥ 0; alike if None.
+        seconds: step time of each kind, each > 0.
+        shares: relative number of clients of each kind, each ≥ 0; equal numbers if None.
 
     Example:
         >>> sorted(SpeedTiers(seconds=[1.0, 4.0], shares=[3, 1]).seconds_per_step(4, seed=0).tolist())
@@ -221,7 +224,7 @@ class SpeedTiers:
             )
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return seconds for a local step, shape (num_clients,); shares hold but for rounding."""
+        """Return seconds for a local step, shape (num_clients,); shares are rounded to whole clients."""
         shares = np.ones(len(self.seconds)) if self.shares is None else np.array(self.shares)
         edges = np.cumsum(shares) / shares.sum() * num_clients
         kinds = np.searchsorted(edges, np.arange(num_clients) + 0.5)
@@ -232,11 +235,11 @@ class SpeedTiers:
 @final
 @dataclass(frozen=True)
 class GivenSpeeds:
-    """Devices that were measured.
+    """Devices with given step times, e.g. measured ones.
 
     Args:
-        seconds: for a step, of each client in turn, each > 0; repeated where there are
-            several times as many clients.
+        seconds: step time of each client in turn, each > 0; repeated if the number of clients is a
+            multiple of the list's length.
 
     Example:
         >>> GivenSpeeds([1.0, 3.0]).seconds_per_step(4, seed=0)

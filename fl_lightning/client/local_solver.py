@@ -1,11 +1,11 @@
-"""How much gradient a client's steps add up to: FedNova's ‖a‖₁.
+"""Number of gradients that a client's local steps add up to: FedNova's ‖a‖₁.
 
     Δ = η Σ_t a_t g_t,      ‖a‖₁ = Σ_t a_t
 
 For K plain steps ‖a‖₁ = K; with momentum ρ it is [K - ρ(1 - ρ^K)/(1 - ρ)]/(1 - ρ), with a pull μ
-towards the start [1 - (1 - ημ)^K]/(ημ). It is how far K steps go under a gradient of 1, divided by
-η; so we take these steps, on one number, which also covers dampening, Nesterov's momentum and all
-of them together. Weight decay counts as part of the gradient.
+towards the start [1 - (1 - ημ)^K]/(ημ). In general ‖a‖₁ is the distance of K steps under a gradient of
+1, divided by η. We take these steps on one number, which also covers dampening, Nesterov's momentum
+and any combination. Weight decay counts as part of the gradient.
 
 Source: Wang et al. 2020, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization", section 4.1 and appendix.
@@ -25,16 +25,16 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
-# How many steps every optimizer takes, or each of them.
+# Number of steps of all optimizers, or one number for each optimizer.
 Steps = int | Sequence[int]
 
 
 class LocalSolver:
-    """The clients' optimizers, as far as they add up gradients.
+    """Computes ‖a‖₁ from the options of the clients' optimizers.
 
     Args:
         optimizers: one or several; their options are read at every call.
-        pull: of the correction, ≥ 0.
+        pull: strength of the correction's pull towards the start, ≥ 0.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -46,10 +46,10 @@ class LocalSolver:
         self._optimizers, self._pull = optimizers, pull
 
     def effective_steps(self, num_steps: Steps) -> float:
-        """Return ‖a‖₁ of a number of local steps, of each optimizer or of all.
+        """Return ‖a‖₁ for a number of local steps of all optimizers, or of each.
 
         Raises:
-            ConfigurationError: if the optimizer is not SGD, or its parameter groups differ in it.
+            ConfigurationError: if the optimizer is not SGD, or ‖a‖₁ differs between parameter groups.
         """
         sizes = {steps for _, steps in self._by_group(num_steps)}
         if len(sizes) > 1:
@@ -69,7 +69,7 @@ class LocalSolver:
         return [lr * steps for lr, steps in self._by_group(num_steps)]
 
     def travel(self, num_steps: Steps, space: Space) -> Tensor | float:
-        """Return η ‖a‖₁ of every coordinate, shape (k,), or a number that all have.
+        """Return η ‖a‖₁ of every coordinate, shape (k,), or one number if it is the same for all.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
@@ -78,7 +78,7 @@ class LocalSolver:
         groups = [group for each in self._optimizers for group in each.param_groups]
         of_param: dict[int, float] = {}
         for travel, group in zip(travels, groups, strict=True):
-            for p in group["params"]:  # what two optimizers move goes both ways
+            for p in group["params"]:  # a parameter of two optimizers is moved by both
                 of_param[id(p)] = of_param.get(id(p), 0.0) + travel
         parts = [
             (view.numel(), of_param.get(id(tensor), 0.0))
@@ -120,10 +120,10 @@ def _distance(
     """Distance that SGD moves in a number of steps under a gradient of 1, divided by η.
 
     Args:
-        num_steps: how many, ≥ 1.
+        num_steps: number of steps, ≥ 1.
         momentum: ρ.
-        dampening: of what comes new into the momentum, but for the first step.
-        nesterov: look ahead.
+        dampening: share of each new gradient that the momentum leaves out, except in the first step.
+        nesterov: use Nesterov's momentum.
         pull: η μ.
     """
     distance = velocity = 0.0

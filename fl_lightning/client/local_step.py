@@ -1,4 +1,4 @@
-"""A client's local step, and the one of a LightningModule without a Trainer."""
+"""The type of a client's local step, and the local step of a LightningModule without a Trainer."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from fl_lightning.core.errors import ConfigurationError
 
 # A batch and the number of examples in it.
 SizedBatch = tuple[Any, int]
-# One optimizer step on one batch, or on several whose gradients are accumulated, given its number
-# in the client's round. Returns the mean loss, detached; None if the training step skipped it.
+# Takes one optimizer step on one batch, or on several with accumulated gradients, given the number of the
+# step in the client's round. Returns the mean loss, detached; None if the training step skipped the batch.
 LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
 
 
 class PlainStep:
     """The local step of a LightningModule in full precision, without a Trainer.
 
-    The module's ``training_step`` gives the loss; its ``self.log`` must be ``collector``'s, see
+    The module's ``training_step`` returns the loss; ``self.log`` must be that of ``collector``, see
     `LogCollector.listening_to`.
 
     Args:
         module: the LightningModule.
-        optimizer: steps once per local step.
-        collector: learns the batch sizes.
-        accumulate: the number of batches that a full step accumulates, by which losses are divided.
+        optimizer: optimizer that steps once per local step.
+        collector: collector of logged values, which gets the batch sizes.
+        accumulate: number of batches that a full step accumulates, by which losses are divided.
 
     Attributes:
-        term: what a client adds to its gradients; None if nothing.
-        contrast: what it adds to its loss, given a batch; None if nothing.
+        term: term added to the gradients, or None.
+        contrast: function from a batch to a term added to the loss, or None.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PlainStep:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Loss in a ``training_step``'s result: a tensor, a dict with one, or None.
+    """Return the loss in a result of ``training_step``: a tensor, a dict with the key ``loss``, or None.
 
     Raises:
         ConfigurationError: for anything else.

@@ -5,8 +5,8 @@
 Source: McMahan et al. 2017, Algorithm 1, ClientUpdate. The delta is the pseudo-gradient of
 Reddi et al. 2021 with the sign that lets the server optimizer descend it.
 
-The loop is lean: the model, the optimizer and their memory are reused from client to client, and
-nothing leaves the device before the client is done.
+The model, the optimizer and their memory are reused from client to client, and no value leaves the device
+before the client has finished.
 """
 
 from __future__ import annotations
@@ -41,31 +41,30 @@ class LocalTrainer:
     """Trains clients one after the other in one module.
 
     Args:
-        module: the model; between clients it holds whatever the last one left, see `restore`.
-        optimizers: over the module's parameters, one or several; their state starts empty for
+        module: the model; between clients it holds the state after the last client, see `restore`.
+        optimizers: one or several optimizers over the module's parameters; their state starts empty for
             every client.
-        step: what one local step does.
-        collector: learns what it logs.
-        schedules: of learning rates, see `RoundStart`.
-        by_step: those that count local steps; None if none does.
-        by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
-            freeze parameters for a while.
-        ignore: names of attributes of the module that are no client's, see `Attributes`.
+        step: function that takes one local step.
+        collector: collector of the values that the step logs.
+        schedules: learning-rate schedules, see `RoundStart`.
+        by_step: schedules that count local steps, or None.
+        by_hand: whether the local step itself steps the optimizers, any number of times, and may freeze
+            parameters temporarily.
+        ignore: names of attributes of the module that are not restored, see `Attributes`.
 
     Attributes:
-        space: layout of the parameters that train and are shared.
-        buffers: layout of the state that is shared, see `GlobalModel`.
-        state_names: of what is in it; None, which stands for all floating-point buffers, until
-            `settle_state`.
-        keeps_lists: whether the module keeps what the last client appended to its lists, as the client's
-            update is used; then `show_lists` shows it.
-        own: layout of the tensors that every client has for itself, see `keep_own`.
-        kept: what they were when the last client was done, shape (o,).
+        space: layout of the trainable shared parameters.
+        buffers: layout of the shared state, see `GlobalModel`.
+        state_names: names of the tensors in the shared state; None until `settle_state`, which stands for
+            all floating-point buffers.
+        keeps_lists: whether items that the last client appended to the module's lists are kept for
+            `show_lists`, because the client's update is used.
+        own: layout of the personal tensors, see `keep_own`.
+        kept: personal tensors of the last client after its training, shape (o,).
         round_start: options of the optimizers, also by local step.
-        homes: where the tensors of the module are.
-        masks: the optimizers', of which `space` is made; ``are_new`` if they were set since then.
-        counts_steps: whether updates tell how many steps the optimizers took, see
-            `ClientUpdate.optimizer_steps`; plain means have no use for it.
+        homes: record of the module's tensors and their memory.
+        masks: masks of the optimizers, which define `space`.
+        counts_steps: whether updates contain `ClientUpdate.optimizer_steps`; plain means do not need it.
 
     Example:
         >>> from torch import nn
@@ -112,7 +111,7 @@ class LocalTrainer:
         self.round_start = RoundStart(self._optimizers, schedules, by_step)
         self._step = step
         self._holds: GlobalModel | None = None
-        self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
+        self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
         self.counts_steps = True
         self.keep_own(())
 
@@ -120,9 +119,9 @@ class LocalTrainer:
         """Make tensors personal: every client keeps its own.
 
         Args:
-            names: of parameters and buffers.
-            beside: whether they are a copy of shared ones; if not, they are no part of what is
-                shared, and the global model's are those of the module as it is now.
+            names: names of parameters and buffers.
+            beside: whether the personal tensors are a second model besides the shared one; if not, they
+                are no part of the shared model, and the global model keeps the module's current values.
         """
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         self.own = Space({name: tensors[name] for name in names})
@@ -134,7 +133,7 @@ class LocalTrainer:
         self.start_round()
 
     def settle_state(self, names: Sequence[str]) -> None:
-        """Define the clients' state: these buffers and frozen parameters, and no others."""
+        """Set the names of the buffers and frozen parameters that form the clients' shared state."""
         self.state_names, self._holds = list(names), None
         self.buffers = self._state_space()
         self.start_round()
@@ -146,46 +145,40 @@ class LocalTrainer:
 
     @property
     def integer_start(self) -> dict[str, Tensor]:
-        """The integer buffers that every client of the round begins with, by name."""
+        """Integer buffers with which every client of the round starts, by name."""
         named = self._module.named_buffers()
         names = [name for name, buffer in named if not is_number(buffer)]
         return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
 
     @property
     def own_start(self) -> Tensor:
-        """The global model's tensors that are not shared, shape (o,)."""
+        """Values of the personal tensors in the global model, shape (o,)."""
         return torch.empty(0) if self._own_start is None else self._own_start
 
     @property
     def keeps_apart(self) -> bool:
-        """True if clients have personal tensors, which the server never gets."""
+        """True if clients have personal tensors that are no part of the shared model."""
         return bool(self._apart)
 
     def host(self, own: Tensor | None) -> None:
-        """Start the next clients with personal tensors, shape (o,), instead of the global ones.
-
-        None undoes it.
-        """
+        """Start the next clients with these personal tensors, shape (o,); None for the global model's."""
         self._guest, self._holds = own, None
 
     def renew_space(self) -> None:
-        """Rebuild the space: parameters that train, as the masks allow."""
+        """Rebuild `space` from the trainable parameters and the current masks."""
         self.space = Space.of_parameters(self._module, self.masks.active(), without=self._apart)
         self.masks.note()
         self._holds = None
 
     def read(self) -> GlobalModel:
-        """Return the module's present values as a global model."""
+        """Return the module's current values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
     def start_round(self, number: int = 0) -> None:
-        """Record the state that every client of the round starts from, besides the weights.
-
-        These are the optimizers' options, as the learning-rate schedules left them, the schedules,
-        see `RoundStart`, integer buffers such as batch norm's counter, and attributes of the module.
+        """Record the start of a round besides the weights: optimizers, integer buffers, attributes.
 
         Args:
-            number: the round's.
+            number: number of the round.
         """
         self.homes.bring_home()
         self.homes.note()
@@ -194,8 +187,8 @@ class LocalTrainer:
         if present != self.space.names:
             changed = sorted(set(present) ^ set(self.space.names))
             raise ConfigurationError(
-                f"{changed[0]} was frozen or unfrozen during the run: what travels between clients "
-                "and server is settled when it starts. Freeze before, or start another run."
+                f"{changed[0]} was frozen or unfrozen during the run: what clients and server exchange is "
+                "fixed when a run starts. Freeze before, or start another run."
             )
         self.round_start.note(number)
         self._holds = None
@@ -204,14 +197,14 @@ class LocalTrainer:
         elsewhere = {*self.buffers.names, *self._apart}
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
-        if not self._attributes.is_same():  # where they are, so are those of the last walk
+        if not self._attributes.is_same():  # else the last snapshot still holds
             self._attributes = Attributes(self._module, ignore=self._ignore)
         self._in_round, self._grown = True, []
 
     def show_lists(self) -> None:
-        """Append the clients' entries of the round to lists, one client after the other.
+        """Append the items that clients of this round appended to the module's lists, in order.
 
-        Until the next client trains or `restore`: each begins with the lists of the round's start.
+        The lists keep them until the next client trains, or until `restore`.
         """
         append(self._grown)
 
@@ -222,33 +215,29 @@ class LocalTrainer:
         self._grown += growth if self.keeps_lists else []
 
     def end_round(self, model: GlobalModel) -> None:
-        """Put the global model back, and leave the module's attributes to hooks until the next round.
-
-        Raises:
-            ConfigurationError: if a client changed what was taken for a constant.
-        """
+        """Restore the global model, and leave the module's attributes to hooks until the next round."""
         self.restore(model)
         self.round_start.end()
         self.show_lists()
         self._in_round = False
 
     def check_constants(self) -> None:
-        """Look at all numbers that no client should have changed.
-
-        Raises:
-            ConfigurationError: if one did.
-        """
+        """Raise ConfigurationError if a client has changed a tensor that counts as constant."""
         if changed := self._constants.changed():
             raise ConfigurationError(
                 f"round {self._round}: a client's training changes {changed[0]}, which the first local "
-                "steps of the run left alone, so that it was taken for a constant: name it in "
+                "steps of the run did not change, so that it counts as a constant: name it in "
                 f"federation.client_state, e.g. client_state: [{changed[0]}]"
             )
 
-    def restore(self, model: GlobalModel) -> None:
-        """Restore the global model with a client's personal parameters, and a fresh optimizer.
+    def check_one_rate(self) -> None:
+        """Check that the last client trained with one learning rate, see `OptimizerSteps`."""
+        self._optimizer_steps.check_one_rate()
 
-        Inside a round also the attributes that the module had at its start.
+    def restore(self, model: GlobalModel) -> None:
+        """Restore the global model, with personal parameters if set, and reset the optimizers.
+
+        Inside a round the module's attributes are restored as well.
         """
         if self._in_round:
             self._put_attributes_back()
@@ -273,19 +262,19 @@ class LocalTrainer:
         batches: Iterable[Sequence[SizedBatch]],
         masks: Mapping[str, Tensor] | None = None,
     ) -> ClientUpdate:
-        """Return the update of one client.
+        """Train one client and return the update.
 
         Args:
             start: the global model.
-            client_id: whose data the batches are.
-            num_examples: the client's aggregation weight.
+            client_id: client id.
+            num_examples: aggregation weight of the client.
             batches: for every local step one batch, or several to accumulate, with their sizes.
-            masks: the client's own, by parameter name, of parameters that the optimizer's masks
-                let move in part; each allows at most as much. None for the optimizer's.
+            masks: the client's masks by parameter name, each a subset of the optimizer's mask of this
+                parameter; None for the optimizer's masks.
 
         Raises:
-            ClientFailure: if a step raised (its error is the cause), if there was no step, or if
-                a loss or the delta is not finite.
+            ClientFailure: if a step raised (the cause), if there was no step, or if a loss or the delta
+                is not finite.
         """
         active = self._begin(start, masks)
         try:
@@ -327,7 +316,7 @@ class LocalTrainer:
         return update
 
     def _begin(self, start: GlobalModel, masks: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Load a client's start into the module and return the coordinates that it may move."""
+        """Load the start into the module; returns the coordinates that a client with masks may move."""
         if self._holds is not start:
             self.restore(start)
         else:

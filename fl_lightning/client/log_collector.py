@@ -1,8 +1,8 @@
-"""`self.log` inside a client's local steps: kept as tensors, averaged per client.
+"""Collects the values that a module logs in local steps, and averages them per client.
 
 Lightning's own bookkeeping of one logged value costs about 0.4 ms, more than the whole step of a
-small model, and knows nothing of clients. While clients train, the module's ``log`` is this
-collector: it keeps value and batch size, and reduces once per client.
+small model, and does not separate clients. While clients train, the module's ``log`` is this
+collector: it keeps each value with its batch size, and reduces once per client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 
 @contextmanager
 def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of an object inside the block, unknown to `nn.Module`, and puts back its own one."""
+    """Sets an attribute of an object inside the block, and restores the former value afterwards."""
     had, before = name in vars(owner), vars(owner).get(name)
     object.__setattr__(owner, name, value)
     try:
@@ -34,10 +34,10 @@ def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class LogCollector:
-    """Takes the place of ``module.log`` for a while.
+    """Replacement of ``module.log`` that collects values while clients train.
 
     Attributes:
-        batch_size: number of examples that the values of the next step stand for.
+        batch_size: number of examples in the next step, by which its values are weighted.
 
     Example:
         >>> collector = LogCollector()
@@ -58,12 +58,12 @@ class LogCollector:
         self.batch_size = 1
 
     def listening_to(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Shadow ``module.log`` while the block runs, which may be inside another such block."""
+        """Replace ``module.log`` by this collector inside the block; blocks may be nested."""
         return shadowed(module, "log", self.log)
 
     @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
-        """Inside `listening_to`, give the module its own ``log`` back while the block runs."""
+        """Restore the module's own ``log`` inside the block, which stands inside `listening_to`."""
         before = module.__dict__.pop("log", None)
         try:
             yield
@@ -104,7 +104,7 @@ class LogCollector:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep one value; the arguments are those of `LightningModule.log`.
+        """Record one value; the arguments are those of `LightningModule.log`.
 
         Raises:
             ConfigurationError: for a ``reduce_fx`` other than mean, sum, min and max, and for a
@@ -154,7 +154,7 @@ class LogCollector:
             self.prog_bar.add(self.epoch_names[name])
 
     def collect(self) -> dict[str, Tensor]:
-        """Return one scalar per name for the steps since the last call, and forget them."""
+        """Return one scalar per name, reduced over the steps since the last call, and clear the values."""
         values, self._values = self._values, {}
         return {
             self.epoch_names[name]: _reduced(self._reductions[name], logged)
@@ -162,11 +162,11 @@ class LogCollector:
         }
 
     def discard(self) -> None:
-        """Forget the values logged since the last `collect`."""
+        """Discard the values logged since the last `collect`."""
         self._values.clear()
 
     def forget(self) -> None:
-        """Forget everything that was logged, torchmetrics objects as well; these keep their states."""
+        """Discard all logged values and the list of torchmetrics objects, which keep their states."""
         self.discard()
         self._metrics.clear()
 
@@ -183,8 +183,8 @@ class LogCollector:
     def collect_metrics(self) -> dict[str, float]:
         """Return the values of logged torchmetrics objects and reset them.
 
-        They hold sums over all clients since the last call, so that what comes out is the metric
-        of the pooled examples and not a mean of metrics.
+        Their states are sums over all clients since the last call, so each value is the metric of
+        the pooled examples, not a mean over clients.
         """
         values = {}
         for name, metric in self._metrics.items():
@@ -195,7 +195,7 @@ class LogCollector:
         return values
 
     def metric_states(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of every logged torchmetrics object, by its place in the module."""
+        """Return the state of every logged torchmetrics object, by the object's path in the module."""
         paths = {id(child): path for path, child in module.named_modules()}
         logged = [metric for metric in self._metrics.values() if id(metric) in paths]
         return {paths[id(m)]: dict(m.metric_state) for m in logged}

@@ -1,11 +1,10 @@
 """Memories of clients from round to round: vectors by name and client.
 
-They are kept in RAM up to a limit, and beyond it in files that are mapped into memory. What is put
-during a round counts from its end on, so that a round that fails or is trained again changes
-nothing.
+They are kept in RAM up to a limit, and beyond it in memory-mapped files. A vector that is stored during
+a round counts from the end of the round, so a round that fails or is trained again changes nothing.
 
-A vector's file is named after its content, BLAKE2b(dtype, bytes), and is never changed. So a file that is there need not be written again, one that is damaged or another's is found out,
-and a later version cannot take an earlier one's place.
+A file is named after its content, BLAKE2b(dtype, bytes), and never changed. So an existing file need not
+be written again, and a damaged or exchanged file is detected.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 
-Key = tuple[str, int]
-# So much is kept inside a checkpoint, which then is one file; more lies in files beside it.
+Key = tuple[str, int]  # name and client id
+# Up to this size memories are stored in the checkpoint's own file, above it in files beside it.
 INSIDE_CHECKPOINT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a vector is: in RAM, in a file, or both.
+    """A stored vector: in RAM, in a file, or both.
 
     Attributes:
-        vector: in RAM.
-        file: with the same content.
-        is_checked: whether the file is known to hold it.
+        vector: the vector in RAM, or None.
+        file: the file with the vector, or None.
+        is_checked: whether the file's content has been verified.
     """
 
     vector: Tensor | None
@@ -61,12 +60,12 @@ class ClientMemory:
     """The memories of all clients.
 
     Args:
-        ram_bytes: of vectors in RAM at most; those that come later go to disk.
-        folder: gives the folder for files, when the first is written. Files in it are deleted when
-            they are not needed any more.
+        ram_bytes: largest total size of vectors in RAM; further vectors are written to files.
+        folder: returns the folder for files, called before the first is written. Files that are not
+            needed any more are deleted.
 
     Attributes:
-        files_of_checkpoint: to which the last `state_dict` refers.
+        files_of_checkpoint: files that the last `state_dict` refers to.
 
     Example:
         >>> memory = ClientMemory()
@@ -89,10 +88,10 @@ class ClientMemory:
         self.files_of_checkpoint: list[VectorFile] = []
 
     def get(self, name: str, client: int) -> Tensor | None:
-        """Memory of a client, on the CPU and not to be changed; None if it has none.
+        """Return a client's vector, on the CPU and read-only; None if the client has none.
 
         Raises:
-            ConfigurationError: if it is in a file that came with a checkpoint and is damaged.
+            ConfigurationError: if the vector's file, from a checkpoint, is damaged.
         """
         key = name, client
         entry = self._present.get(key)
@@ -104,38 +103,38 @@ class ClientMemory:
         return entry.read()
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
-        """Store a vector of a client, shape (k,); it counts from the next `commit` on."""
+        """Store a client's vector, shape (k,); `get` returns it after the next `commit`."""
         self._forget(self._new.pop((name, client), None))
         self._new[name, client] = self._stored(vector)
 
     def waiting(self) -> dict[Key, Tensor]:
-        """Memories that were put since the last `commit`."""
+        """Return the vectors that were put since the last `commit`."""
         return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_keys(self) -> frozenset[Key]:
-        """Keys of the memories that were put since the last `commit`."""
+        """Keys of the vectors that were put since the last `commit`."""
         return frozenset(self._new)
 
     def discard(self, keep: frozenset[Key] = frozenset()) -> None:
-        """Discard the memories that were put since the last `commit`, except some."""
+        """Discard the vectors that were put since the last `commit`, except those of ``keep``."""
         for key in self._new.keys() - keep:
             self._forget(self._new.pop(key))
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:
-        """Make stored vectors count, of one client or of all."""
+        """Make the vectors that were put the current ones, for one client or for all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)
         self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:
-        """Move the vectors of a name to new coordinates; new entries are 0.
+        """Rearrange the current vectors of a name to new coordinates; new entries are 0.
 
         Args:
-            name: whose.
-            positions: where each new coordinate was, -1 where it was not, shape (k',).
+            name: name of the vectors.
+            positions: former index of each new coordinate, -1 for a new one, shape (k',).
         """
         positions = positions.cpu()
         is_known, known = positions >= 0, positions.clamp(min=0)
@@ -149,18 +148,18 @@ class ClientMemory:
         self._delete_unused()
 
     def forget(self, name: str) -> None:
-        """Drop all that is remembered under a name."""
+        """Delete all vectors of a name."""
         for entries in (self._present, self._new):
             for key in [key for key in entries if key[0] == name]:
                 self._forget(entries.pop(key))
         self._delete_unused()
 
     def state_dict(self, *, inside: bool = True) -> dict[str, Any]:
-        """Return all that was committed, or where it is if it is large.
+        """Return the current vectors, or the names of their files if they are large.
 
         Args:
-            inside: return all of them, however large. Else, if they are more than 64 MB, all are in
-                files, of which those that are not there yet are written.
+            inside: return the vectors of any size. If false and they exceed 64 MB, the missing files are
+                written and their names returned.
         """
         self.files_of_checkpoint = []
         if inside or self.is_small:
@@ -168,17 +167,17 @@ class ClientMemory:
         return {"present": self._written(self._present)}
 
     def state_with_waiting(self) -> dict[str, Any]:
-        """Return all that was committed, and what was put since: at a site it may count yet."""
+        """Return the current vectors and those put since the last `commit`, which a site commits later."""
         return {"present": _contents(self._present), "new": _contents(self._new)}
 
     @property
     def is_empty(self) -> bool:
-        """True if no client has a memory."""
+        """True if no vector is stored."""
         return not self._present and not self._new
 
     @property
     def is_small(self) -> bool:
-        """True if all committed vectors fit inside a checkpoint."""
+        """True if all current vectors together fit inside a checkpoint."""
         return sum(e.num_bytes for e in self._present.values()) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(
@@ -187,12 +186,12 @@ class ClientMemory:
         """Restore a state from `state_dict` or `state_with_waiting`.
 
         Args:
-            state: from there.
-            folder: where files are.
-            adopt: link them into the memory's own folder, where they outlive the checkpoint.
+            state: the saved state.
+            folder: folder of the files that the state names.
+            adopt: link these files into the memory's own folder, so that they outlive the checkpoint.
 
         Raises:
-            ConfigurationError: if one is missing or of another length.
+            ConfigurationError: if a file is missing or has another length.
         """
         self._in_ram = 0
         self._present = self._loaded(state["present"], folder, adopt=adopt)
@@ -251,12 +250,12 @@ SUFFIX = ".vector"
 
 @dataclass(frozen=True)
 class VectorFile:
-    """Where a vector is.
+    """A file that holds one vector.
 
     Attributes:
-        path: of the file.
-        dtype: the name that torch has for it, e.g. ``float32``.
-        size: k.
+        path: path of the file.
+        dtype: torch's name of the dtype, e.g. ``float32``.
+        size: number of elements k.
 
     Example:
         >>> import tempfile
@@ -272,7 +271,7 @@ class VectorFile:
 
     @classmethod
     def write(cls, vector: Tensor, folder: Path) -> VectorFile:
-        """Write a vector of shape (k,), k ≥ 1, unless it is there, and return where it is."""
+        """Write a vector of shape (k,), k ≥ 1, unless its file exists, and return the file."""
         content = vector.detach().cpu().contiguous().view(torch.uint8).numpy()
         dtype = str(vector.dtype).removeprefix("torch.")
         file = cls(folder / f"{_digest(dtype, content)}{SUFFIX}", dtype, vector.numel())
@@ -295,7 +294,7 @@ class VectorFile:
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
     def linked(self, folder: Path) -> VectorFile:
-        """Return the same file in another folder, by a hard link or a copy, safely on the disk."""
+        """Link or copy the file into another folder, flush it to disk, and return the new file."""
         there = replace(self, path=folder / self.path.name)
         if not there.is_whole:
             folder.mkdir(parents=True, exist_ok=True)
@@ -311,28 +310,24 @@ class VectorFile:
         return there
 
     def read(self) -> Tensor:
-        """Return the vector, mapped into memory: its pages are read when they are needed."""
-        # copies what would be changed, so that torch does not warn of memory it may not write to
+        """Return the memory-mapped vector, whose pages are read on access."""
+        # copy on write: torch warns of memory that is read-only
         content = np.memmap(self.path, dtype=np.uint8, mode="c")
         return torch.from_numpy(content).view(getattr(torch, self.dtype))
 
     def check(self) -> None:
-        """Refuse another content than the name says.
-
-        Raises:
-            ConfigurationError: if the file is missing or holds something else.
-        """
+        """Raise ConfigurationError if the file is missing, or its content does not match its name."""
         if not self.is_whole:
             state = "of another length" if self.path.exists() else "missing"
             raise ConfigurationError(
-                f"{self.path}, in which the checkpoint keeps what a client remembers, is {state}: "
+                f"{self.path}, in which the checkpoint keeps a client's memory, is {state}: "
                 f"move a checkpoint together with the folder {self.path.parent.name} beside it"
             )
         content = np.memmap(self.path, dtype=np.uint8, mode="r")
         if _digest(self.dtype, content) != self.path.stem:
             raise ConfigurationError(
-                f"{self.path}, in which the checkpoint keeps what a client remembers, holds "
-                "something else: it was changed or damaged; resume from another checkpoint"
+                f"{self.path}, in which the checkpoint keeps a client's memory, was changed or damaged: "
+                "resume from another checkpoint"
             )
 
 

@@ -1,14 +1,14 @@
-"""Optimizers of clients, of any kind: their parts, their numbers of steps, their masks.
+"""The clients' optimizers: inner optimizers, closures, numbers of steps, masks.
 
-Optimizers that are not torch's own may hold another one (SAM, Lookahead), which has options and
-state too, and may evaluate the loss more than once, for which they ask for a closure. Some say so
-in the signature of ``step``, others fail without one: so each that can take a closure is given
-one, as Lightning does. torch's own optimizers but LBFGS, and our masked ones, need none.
+Optimizers that are not torch's may hold another optimizer (SAM, Lookahead) with its own options and
+state, and may evaluate the loss several times by a closure. Some show this in the signature of ``step``,
+others fail without a closure: so every optimizer that accepts a closure gets one, as under Lightning.
+torch's optimizers except LBFGS, and our masked ones, need none.
 
-Steps are counted without waiting for the device (`OptimizerSteps`). None is taken where ``training_step``
-returned None to skip the batch, where a gradient scaler found gradients that are not finite, and where the
-module's own ``optimizer_step`` leaves it out. Where ``training_step`` steps the optimizers by hand, each of
-their steps on a gradient counts.
+Steps are counted without waiting for the device (`OptimizerSteps`). A local step takes no optimizer step
+if ``training_step`` returned None to skip the batch, if a gradient scaler found gradients that are not
+finite, or if the module's ``optimizer_step`` skips it. If ``training_step`` steps the optimizers by hand,
+each of their steps on a gradient counts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
-# Called before a step with the optimizer and the step's arguments, of which it may return others.
+# Called before a step with the optimizer and the step's arguments; it may return other arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def and_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those that it holds, each once, itself first.
+    """Return an optimizer and all inner optimizers, each once.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -41,20 +41,20 @@ def and_inner(optimizer: Optimizer) -> list[Optimizer]:
         ['SGD', 'Adam']
     """
     found = [optimizer]
-    for each in found:  # grows meanwhile
+    for each in found:  # inner optimizers are appended
         values = vars(each).values()
         found += [v for v in values if isinstance(v, Optimizer) and all(v is not f for f in found)]
     return found
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step is one of `torch.optim`."""
+    """Return whether the optimizer's ``step`` is defined in `torch.optim`."""
     step: Any = optimizer.step
     return str(getattr(step, "__module__", "")).startswith("torch.optim")
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return whether a step is to be given a closure that computes loss and gradients.
+    """Return whether the optimizer's step gets a closure that computes loss and gradients.
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.ones(1))]
@@ -72,7 +72,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether a step without a closure is known to fail."""
+    """Return whether a step without a closure fails, because the parameter has no default."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -80,11 +80,11 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def stepped_with_closure(
     optimizer: Optimizer, gradients: Callable[[], Tensor | None]
 ) -> Tensor | None:
-    """Step an optimizer that takes a closure, and return the loss that it found last.
+    """Step an optimizer with a closure, and return the closure's last loss.
 
     Args:
-        optimizer: evaluates the closure as often as it likes.
-        gradients: computes them anew and returns the loss; None if there is none.
+        optimizer: an optimizer, which may evaluate the closure several times.
+        gradients: computes the gradients and returns the loss, or None for a skipped batch.
     """
     found: list[Tensor | None] = [None]
 
@@ -98,15 +98,15 @@ def stepped_with_closure(
 
 
 class OutermostSteps:
-    """Calls back at the steps of optimizers, inside a ``with`` block.
+    """Calls functions before and after each step of optimizers, inside a ``with`` block.
 
-    A step that an inner optimizer takes inside one of its outer one is part of that; one that it
-    takes by itself counts as the outer one's.
+    A step of an inner optimizer inside a step of the outer one is not reported; a step that the inner
+    one takes by itself is reported as a step of the outer one.
 
     Args:
-        optimizers: the outer ones.
-        before: what to do before a step, given the outer optimizer; see `Before`.
-        after: what to do after a step, given the outer optimizer.
+        optimizers: the outer optimizers.
+        before: function called before a step with the outer optimizer; see `Before`.
+        after: function called after a step with the outer optimizer.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class OutermostSteps:
 
 
 class OptimizerSteps:
-    """Counts inside a ``with`` block, from 0.
+    """Counts the steps of optimizers inside a ``with`` block, from 0.
 
     Args:
-        optimizers: the client's.
-        by_hand: whether each of their steps counts, and not the local step.
+        optimizers: the clients' optimizers.
+        by_hand: count each step of an optimizer, instead of local steps.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -173,12 +173,14 @@ class OptimizerSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
         self._optimizers, self._by_hand = list(optimizers), by_hand
+        self._rates: dict[Optimizer, set[tuple[float, ...]]] = {}
         self._watched = OutermostSteps(self._optimizers, after=self._note)
 
     def __enter__(self) -> Self:
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._has_stepped: set[Optimizer] = set()
         self._overflows: dict[Optimizer, list[Tensor]] = {each: [] for each in self._optimizers}
+        self._rates = {each: set() for each in self._optimizers}
         self._watched.__enter__()
         return self
 
@@ -186,25 +188,41 @@ class OptimizerSteps:
         self._watched.__exit__(None, None, None)
 
     def _note(self, optimizer: Optimizer) -> None:
+        self._rates[optimizer].add(tuple([float(group["lr"]) for group in optimizer.param_groups]))
         if self._by_hand:
             self._counts[optimizer] += _has_gradient(optimizer)
         else:
             self._has_stepped.add(optimizer)
-        # a scaler always calls fused ones, which then look at this by themselves
+        # a gradient scaler always steps fused optimizers, which read ``found_inf`` themselves
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None:
             self._overflows[optimizer].append(overflow)
 
     def end_step(self, loss: Tensor | None) -> None:
-        """Count a local step, given its loss, if it was taken."""
+        """Count a local step, given its loss, if the optimizer took it."""
         for optimizer in self._has_stepped:
-            # private steps keep their loss for themselves, those that were skipped have no gradient
+            # private steps return no loss but have gradients; skipped steps have neither
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
 
+    def check_one_rate(self) -> None:
+        """Check that the learning rate was the same in all steps.
+
+        Raises:
+            ConfigurationError: if the model changed it from step to step.
+        """
+        for rates in self._rates.values():
+            if len(rates) > 1:
+                low, high = (f"{max(rate):g}" for rate in (min(rates), max(rates)))
+                raise ConfigurationError(
+                    "SCAFFOLD's option II and NormalisedMean need one learning rate in all local steps "
+                    f"of a round, and the model changes it while a client trains (from {low} to "
+                    f"{high}): change it between rounds, or use Scaffold(option='I') or Mean"
+                )
+
     @property
     def taken(self) -> int | tuple[int, ...]:
-        """Number of steps of the optimizer, or of each of several."""
+        """Number of steps of the optimizer, or a tuple for several optimizers."""
         totals = [
             count - (int(torch.stack(found).count_nonzero()) if found else 0)
             for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
@@ -218,11 +236,11 @@ def _has_gradient(optimizer: Optimizer) -> bool:
 
 
 class OptimizerMasks:
-    """The masks of one or several optimizers of a module, taken together.
+    """The masks of all optimizers of a module.
 
     Args:
-        module: has the parameters' names.
-        optimizers: over its parameters; those that have masks keep to them.
+        module: the module, which names the parameters.
+        optimizers: optimizers over its parameters, some of which may be masked.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -231,14 +249,14 @@ class OptimizerMasks:
         self._noted: list[Any] = []
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Give every optimizer the masks of its own parameters, by parameter name.
+        """Set each masked optimizer's masks, given masks by parameter name.
 
         Raises:
-            ConfigurationError: if no optimizer has masks.
+            ConfigurationError: if no optimizer is a masked one.
         """
         if not self._masked:
             raise ConfigurationError(
-                f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
+                f"masks need a masked optimizer, like SparseSGDM, and the module has "
                 f"{', '.join(type(each).__name__ for each in self._optimizers)}"
             )
         params = dict(self._module.named_parameters())
@@ -249,10 +267,10 @@ class OptimizerMasks:
             optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
 
     def active(self) -> dict[Tensor, Tensor]:
-        """Return which entries may move of parameters with frozen ones, as indices.
+        """Return the indices of the active entries, for each parameter with frozen entries.
 
         Raises:
-            ConfigurationError: if one optimizer would move what another one's mask freezes.
+            ConfigurationError: if an optimizer would move entries that another optimizer's mask freezes.
         """
         active = {p: indices for each in self._masked for p, indices in each.active.items()}
         for optimizer in self._optimizers if len(self._optimizers) > 1 else ():
@@ -267,13 +285,13 @@ class OptimizerMasks:
         return active
 
     def note(self) -> None:
-        """Note the present masks, for `are_new`."""
+        """Record the current masks, for `are_new`."""
         self._noted = self._present()
 
     @property
     def are_new(self) -> bool:
-        """True if masks were set since they were noted."""
-        # a callback may have added a parameter group, which the next round's start tells of
+        """True if masks were set since the last `note`."""
+        # a callback may have added a parameter group; the start of the next round reports that
         return bool(self._masked) and not all(map(is_, self._noted, self._present()))
 
     def _present(self) -> list[Any]:

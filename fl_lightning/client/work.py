@@ -19,13 +19,13 @@ class ClientWork(NamedTuple):
     """The local work of one client in a round.
 
     Attributes:
-        client_id: whose it is.
-        num_examples: its aggregation weight.
-        order: indices of its examples in the order in which local steps see them, shape (n,).
-        sizes: how many of them each batch takes, Σ sizes = n. A batch is a local step, unless several
+        client_id: client id.
+        num_examples: aggregation weight of the client.
+        order: indices of the client's examples in the order in which local steps see them, shape (n,).
+        sizes: number of examples in each batch, Σ sizes = n. A batch is a local step, unless several
             are accumulated.
-        round_index: which round.
-        root_seed: of the run.
+        round_index: number of the round.
+        root_seed: seed of the run.
     """
 
     client_id: int
@@ -37,16 +37,16 @@ class ClientWork(NamedTuple):
 
     @property
     def batches(self) -> tuple[Tensor, ...]:
-        """The indices of every batch."""
+        """Indices of the examples in each batch."""
         return tuple(self.order.split(self.sizes))
 
     @property
     def seed(self) -> int:
-        """Where its dropout, its augmentation and the like draw from."""
+        """Seed of the global generators while the client trains, for dropout and augmentation."""
         return derive_seed(self.root_seed, "local training", self.round_index, self.client_id)
 
     def head(self, num_batches: int) -> ClientWork:
-        """Return its first batches."""
+        """Return the work with the first ``num_batches`` batches only."""
         sizes = self.sizes[:num_batches]
         return self._replace(order=self.order[: sum(sizes)], sizes=sizes)
 
@@ -55,16 +55,16 @@ class ClientWork(NamedTuple):
 class GroupWork(Sequence[ClientWork]):
     """The local work of m clients, stored end to end; reads like a list of `ClientWork`.
 
-    As arrays the work of hundreds of small clients takes less time to write down than to do.
+    Building one `ClientWork` for each of hundreds of small clients would take longer than to train them.
 
     Attributes:
-        client_ids: whose it is, shape (m,).
-        num_examples: their aggregation weights, shape (m,).
-        order: indices of the first one's examples, then of the next one's, …, shape (N,).
-        sizes: how many of them each batch takes, likewise, shape (M,), Σ sizes = N.
-        num_steps: batches of each client, shape (m,), Σ num_steps = M.
-        rounds: which round each trains in, shape (m,).
-        root_seed: of the run.
+        client_ids: client ids, shape (m,).
+        num_examples: aggregation weights, shape (m,).
+        order: indices of the first client's examples, then of the second's, …, shape (N,).
+        sizes: number of examples in each batch, in the same order, shape (M,), Σ sizes = N.
+        num_steps: number of batches of each client, shape (m,), Σ num_steps = M.
+        rounds: number of the round that each client trains in, shape (m,).
+        root_seed: seed of the run.
 
     Example:
         >>> order, one = torch.arange(5), np.ones(2, np.int64)
@@ -83,7 +83,7 @@ class GroupWork(Sequence[ClientWork]):
 
     @staticmethod
     def of(work: Iterable[ClientWork]) -> GroupWork:
-        """Return several clients' work, all of one run, in this form; one in this form as it is."""
+        """Stack the work of several clients of one run; a `GroupWork` is returned unchanged."""
         if isinstance(work, GroupWork):
             return work
         clients = list(work)
@@ -99,12 +99,12 @@ class GroupWork(Sequence[ClientWork]):
 
     @cached_property
     def first_steps(self) -> Integers:
-        """Which of all batches is each client's first one, and M; shape (m + 1,)."""
+        """Index of each client's first batch among all batches, then M; shape (m + 1,)."""
         return np.concatenate([[0], np.cumsum(self.num_steps)])
 
     @cached_property
     def begins(self) -> Integers:
-        """Where in the order each batch begins, and N; shape (M + 1,)."""
+        """Start of each batch in ``order``, then N; shape (M + 1,)."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class GroupWork(Sequence[ClientWork]):
     def __getitem__(self, at: slice) -> list[ClientWork]: ...
 
     def __getitem__(self, at: int | slice) -> ClientWork | list[ClientWork]:
-        """Return one client's work, or a list of several clients'."""
+        """Return the work of one client, or for a slice a list of such."""
         if isinstance(at, slice):
             return [self[one] for one in range(len(self))[at]]
         one = range(len(self))[at]
@@ -132,7 +132,7 @@ class GroupWork(Sequence[ClientWork]):
         )
 
     def where(self, is_kept: npt.NDArray[np.bool_]) -> GroupWork:
-        """Return the work of those clients for whom this is true, shape (m,)."""
+        """Return the work of the clients for which a bool array of shape (m,) is True."""
         if is_kept.all():
             return self
         if not is_kept.any():
@@ -140,4 +140,6 @@ class GroupWork(Sequence[ClientWork]):
         return GroupWork.of([self[int(one)] for one in np.flatnonzero(is_kept)])
 
 
-NOTHING = GroupWork.of(())  # made once: it takes as long as to look whether there is anything
+NOTHING = GroupWork.of(
+    ()
+)  # built once: building it takes as long as the check that there is no work

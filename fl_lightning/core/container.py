@@ -1,24 +1,24 @@
-"""The one byte format of the package: of messages between clients and server, and of files.
+"""Containers: the byte format of messages between clients and server, and of our files.
 
-A container is a safetensors file, so that any tool that reads these can look into it:
+A container is a safetensors file, so that other tools can read it:
 
     u64 length of the header, header (JSON, padded with spaces to 8 bytes), the tensors' bytes
     header = {"__metadata__": {"fl_lightning.1": SHA-256, kind: fields}, name: {dtype, shape, place}, …}
 
-Numbers are little-endian. The kind names what the container holds (``update``, ``order``, ``mask``, …) and
-its fields are a JSON text. The SHA-256 is of all bytes but its own 64 digits; it finds accidents. Who may
-send is a matter of TLS, of the sites' keys, and of tags inside.
+Numbers are little-endian. The kind is the type of the content (``update``, ``order``, ``mask``, …), and
+its fields are a JSON text. The SHA-256, of all bytes except its own 64 digits, detects accidental
+changes. Senders are authenticated by TLS, by the sites' keys, and by tags inside.
 
-A container has one form: names are sorted, tensors lie by size of an element and then by name, nothing is
-between or behind them. What is read must be in this form, so that no part of it can say two things.
-Nothing is trusted: sizes are checked before anything is allocated, and no code can travel.
+A container has exactly one form: names are sorted, tensors are ordered by element size and then by name,
+without gaps. `read` accepts this form only, so that no bytes can be read in two ways. The content is not
+trusted: sizes are checked before memory is allocated, and it contains no code.
 
-Each kind is a frozen dataclass elsewhere, which checks its fields. Numbers that differ from client to
-client (a round, an id) are tensors and not fields: so the length of a message follows from names, shapes
-and dtypes, and `size_of` tells it without writing.
+Each kind is a frozen dataclass elsewhere, which checks its fields. Numbers that differ between clients (a
+round, an id) are tensors, not fields: so the length of a message depends only on names, shapes and
+dtypes, and `size_of` returns it without writing.
 
 Source: the safetensors format, github.com/huggingface/safetensors. The header is read here and not by
-its library, which allows more than one form.
+the safetensors library, which accepts more than one form.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ _OTHER_VERSION = re.compile(rb'\{"__metadata__":\{"fl_lightning\.(\d{1,9})":"')
 
 
 def write(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a container.
+    """Return the bytes of a container.
 
     Args:
-        kind: what it holds.
-        fields: plain JSON.
-        tensors: by name, on any device.
+        kind: type of the content.
+        fields: fields of plain JSON values.
+        tensors: tensors by name, on any device.
 
     Raises:
-        MessageError: if one of them cannot be written.
+        MessageError: if a field or tensor cannot be written.
 
     Example:
         >>> content = write("order", {"round": 3}, {"x": torch.tensor([1.0, -0.0])})
@@ -115,9 +115,9 @@ def size_of(kind: str, fields: Mapping[str, Any], forms: Mapping[str, Form]) -> 
     """Return the length of a container in bytes, without writing it.
 
     Args:
-        kind: what it holds.
-        fields: plain JSON.
-        forms: dtypes and shapes of its tensors, by name.
+        kind: type of the content.
+        fields: fields of plain JSON values.
+        forms: dtypes and shapes of the tensors, by name.
 
     Example:
         >>> size_of("mask", {}, {"x": ("U8", (5,))}) == len(write("mask", {}, {"x": as_tensor(b"bytes")}))
@@ -130,15 +130,15 @@ def size_of(kind: str, fields: Mapping[str, Any], forms: Mapping[str, Form]) -> 
 def read(
     content: bytes | bytearray | memoryview, kind: str, *, limit: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a container's fields and tensors, which share no memory with it.
+    """Return a container's fields and tensors, which share no memory with the bytes.
 
     Args:
-        content: from a stranger.
-        kind: what it must hold.
-        limit: of its length in bytes.
+        content: bytes from an untrusted sender.
+        kind: expected type of the content.
+        limit: largest allowed number of bytes.
 
     Raises:
-        MessageError: if `write` cannot have written it, or it is of another kind.
+        MessageError: if `write` cannot have written these bytes, or the kind differs.
     """
     if limit is not None and len(content) > limit:
         raise MessageError(f"the message has {len(content)} bytes, at most {limit} are allowed")
@@ -168,7 +168,7 @@ def _checksum(parts: list[Any]) -> bytes:
 
 
 def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
-    """Return the header's text and the tensors' bytes of a container with a right checksum."""
+    """Check the checksum, and return the header's text and the tensors' bytes."""
     if len(content) < _DIGEST.stop:
         raise MessageError(f"no message: it has {len(content)} bytes only")
     magic = bytes(content[_LENGTH.size : _DIGEST.start])
@@ -195,7 +195,7 @@ def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
 
 
 def _header(kind: str, fields: str, forms: Mapping[str, Form], digest: bytes = b"0" * 64) -> bytes:
-    """Return the one header of fields and of tensors of these forms."""
+    """Return the header of a container with these fields and forms of tensors."""
     entries: dict[str, Any] = {}
     at = 0
     for name in _order(forms):
@@ -210,7 +210,7 @@ def _header(kind: str, fields: str, forms: Mapping[str, Form], digest: bytes = b
 
 
 def _order(forms: Mapping[str, Form]) -> list[str]:
-    """Return names as tensors lie: the largest elements first, as safetensors has it."""
+    """Return the tensors' names in their order in the file: largest elements first, as in safetensors."""
     return sorted(forms, key=lambda name: (-DTYPES[forms[name][0]].itemsize, name))
 
 
@@ -219,10 +219,10 @@ def _num_bytes(form: Form) -> int:
 
 
 def form_of(name: str, tensor: Any) -> Form:
-    """Return the name of a tensor's dtype, and its shape.
+    """Return a tensor's dtype, by name, and shape.
 
     Raises:
-        MessageError: if it cannot be sent.
+        MessageError: if the tensor cannot be sent.
     """
     check_string(name, "a tensor's name")
     if name == "__metadata__":
@@ -237,14 +237,14 @@ def form_of(name: str, tensor: Any) -> Form:
 
 
 def _read_form(name: str, entry: Any) -> Form:
-    """Return dtype and shape; the header is compared as a whole for what else there is."""
+    """Return a tensor's dtype and shape from the header; `read` compares the header as a whole."""
     check_string(name, "a tensor's name")
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (0, 0)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise MessageError(f"the tensor {name[:99]!r} is of no known dtype")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise MessageError(f"the tensor {name[:99]!r} has no shape of at most {MOST_DIMENSIONS}")
-    # of an empty tensor PyTorch still multiplies the other sizes
+    # PyTorch multiplies the other sizes of an empty tensor as well
     if not all(type(n) is int and n >= 0 for n in shape) or (
         math.prod(max(n, 1) for n in shape) >= 2**60
     ):
@@ -262,7 +262,7 @@ def _tensors(forms: Mapping[str, Form], data: memoryview) -> Iterator[tuple[str,
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> Tensor:
-    """Return a tensor of these bytes, of which there are as many as it needs."""
+    """Return the tensor with these bytes, whose number must fit dtype and shape."""
     found = np.frombuffer(data, np.uint8)
     if dtype == "BOOL" and (found > 1).any():
         raise MessageError("a tensor of bool has a byte that is neither 0 nor 1")
@@ -272,7 +272,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> T
 
 
 def scalar_text(name: str, scalar: Any) -> str:
-    """Return a 0-d tensor as text, bit for bit: its dtype and its bytes.
+    """Return a 0-d tensor as a text that preserves every bit: the dtype and the bytes.
 
     Example:
         >>> scalar_text("loss", torch.tensor(0.5))
@@ -285,7 +285,7 @@ def scalar_text(name: str, scalar: Any) -> str:
 
 
 def scalar_of(text: Any) -> Tensor:
-    """Return the 0-d tensor of `scalar_text`."""
+    """Return the 0-d tensor from a text of `scalar_text`."""
     dtype, _, digits = text.partition(" ") if isinstance(text, str) else ("", "", "")
     try:
         data = bytes.fromhex(digits)
@@ -297,7 +297,7 @@ def scalar_of(text: Any) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a tensor's bytes, its own memory if it is on the CPU and contiguous."""
+    """Return a tensor's bytes; they share the tensor's memory if it is contiguous on the CPU."""
     if sys.byteorder == "big":
         raise MessageError("this machine is big-endian: its tensors cannot be written or read")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -308,22 +308,22 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def as_tensor(content: bytes) -> Tensor:
-    """Return bytes as they travel in a container: uint8, shape (n,).
+    """Return bytes as a tensor that a container can hold: uint8, shape (n,).
 
     Example:
         >>> as_tensor(b"ab"), bytes_of(as_tensor(b"ab"))
         (tensor([97, 98], dtype=torch.uint8), b'ab')
     """
-    if not content:  # of which PyTorch makes no tensor
+    if not content:  # PyTorch cannot make a tensor from an empty buffer
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor | None) -> bytes:
-    """Return the bytes that have come.
+    """Return the bytes in a tensor of a container, the inverse of `as_tensor`.
 
     Raises:
-        MessageError: if there are none, or numbers instead.
+        MessageError: if the tensor is missing, no vector, or of another dtype.
 
     Example:
         >>> bytes_of(torch.ones(2, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Exceptions, by the person who can fix the cause, and a hint for clients with one example."""
+"""Exceptions, checks of options' ranges, and a hint for clients with one example."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def raise_together(*checks: Callable[[], object]) -> None:
 
 
 def check_range(what: str, value: float | None, allowed: str, advice: str = "") -> None:
-    """Raise ConfigurationError if an option is out of its range, which is given in words.
+    """Raise ConfigurationError if an option is out of a range that is given in words.
 
     Args:
-        what: the option, after its owner, e.g. ``"QFedAvg: q"``.
-        value: its value; None is always allowed.
-        allowed: ``at least 1 client``, ``above 0``, ``greater than 0``, each with `` and finite`` if it
-            must be that; ``a finite number``; ``in [0, 1)``, ``from 1 to 8``.
-        advice: end of the sentence.
+        what: owner and name of the option, e.g. ``"QFedAvg: q"``.
+        value: value of the option; None is always allowed.
+        allowed: the range: ``at least 1 client``, ``above 0``, ``greater than 0``, each also with `` and
+            finite``; ``a finite number``; ``in [0, 1)``, ``from 1 to 8``.
+        advice: end of the message.
 
     Example:
         >>> check_range("bits", 9, "from 1 to 8", ": fewer bits are shorter")
@@ -113,7 +113,7 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
 
 
 class RoundFailure(RuntimeError):  # noqa: N818
-    """A round without a usable result, e.g. because too few clients replied."""
+    """A round that has no usable result, e.g. because too few clients replied."""
 
 
 class ProcessFailure(RuntimeError):  # noqa: N818

@@ -1,8 +1,8 @@
-"""A check of arguments' kinds from annotations: a text, a number or a class where an object belongs.
+"""Type checks of constructor arguments against their annotations.
 
-The command line turns ``correction: FedProx`` into an object; Python does not. A value of the wrong kind
-would be found rounds later, or never. So constructors of exported classes check their arguments, see
-`exports`. An object fits where it has the methods.
+The command line turns ``correction: FedProx`` into an object; Python does not, and a value of the wrong
+type would be found rounds later, or never. So constructors of exported classes check their arguments, see
+`exports`. An object fits a class of ours if it has the abstract methods.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _IN_WORDS = {
     tuple: "a list",
     dict: "a mapping",
 }
-# what else may stand for a type of Python's; others, such as tensors, are not looked at
+# methods that a value of another type needs to stand for a built-in type; others are not checked
 _METHODS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys((int, float, bool, str, type(None)), ("is an instance",)),
     **dict.fromkeys((list, tuple, Sequence), ("__len__", "__getitem__")),
     **dict.fromkeys((dict, Mapping), ("keys", "__getitem__")),
     Callable: ("__call__",),
 }
-_MOST_ENTRIES = 100  # of a list that are looked at
-_MOST_CHARACTERS = 100  # of a value in a message
+_MOST_ENTRIES = 100  # checked entries of a list
+_MOST_CHARACTERS = 100  # shown characters of a value in a message
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names that a package exports; constructors of its classes check kinds from now on.
+    """Yield the names that a package exports; their constructors check argument types from now on.
 
     Args:
-        file: the package's ``__init__``.
-        module: its names.
+        file: path of the package's ``__init__``.
+        module: namespace of the package.
     """
     for name in exported(file):
         with_checked_kinds(module[name])
@@ -58,7 +58,7 @@ def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_checked_kinds(found: Any) -> Any:
-    """Return the argument; if it is a class of ours, its constructor checks kinds from now on."""
+    """Make the constructor of a class of ours check argument types, and return the class."""
     for owner in found.__mro__ if inspect.isclass(found) else ():
         build = vars(owner).get("__init__")
         if build is None or not owner.__module__.startswith("fl_lightning."):
@@ -66,7 +66,7 @@ def with_checked_kinds(found: Any) -> Any:
         if not (is_protocol(owner) or hasattr(build, "checks_kinds")):
             setattr(owner, "__init__", _checked(build))  # noqa: B010 - mypy
         if all(each.kind not in _VARIADIC for each in inspect.signature(build).parameters.values()):
-            break  # else a base gets what it does not name
+            break  # else a base's constructor gets the remaining arguments
     return found
 
 
@@ -76,7 +76,7 @@ def _checked(build: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(build)
     def build_checked(self: Any, *args: Any, **options: Any) -> None:
-        with suppress(TypeError):  # the constructor says it
+        with suppress(TypeError):  # the constructor itself reports missing or unknown arguments
             given = signature.bind(self, *args, **options).arguments
             check_kinds(build, {name: given[name] for name in given.keys() - variadic})
         build(self, *args, **options)
@@ -86,14 +86,14 @@ def _checked(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of another kind than a function's annotations say.
+    """Raise ConfigurationError if arguments do not fit a function's annotations.
 
     Args:
-        function: with annotations, such as a constructor.
-        arguments: by name; those without an annotation that can be read here are not looked at.
+        function: a function with annotations, such as a constructor.
+        arguments: arguments by name; those without a readable annotation are not checked.
 
     Raises:
-        ConfigurationError: naming all of them, with the call to write.
+        ConfigurationError: naming every wrong argument, with the call to write.
 
     Example:
         >>> def fit(*, rounds: int | None = None, rate: float = 0.1) -> None: ...
@@ -125,7 +125,7 @@ def _allowed(function: Callable[..., Any]) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the types of a union, one inside another as well."""
+    """Yield the types of a union, also of nested unions."""
     if get_origin(hint) not in (Union, UnionType):
         yield hint
         return
@@ -146,7 +146,7 @@ def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value may be of a type; an object may if it has the methods."""
+    """Return whether a value fits a type; an object fits a class of ours if it has the methods."""
     plain = get_origin(hint) or hint
     if get_origin(hint) is Literal:
         return value in get_args(hint)
@@ -163,21 +163,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(any(_fits(each, one) for one in _alternatives(inner[0])) for each in some)
     if not is_protocol(plain) and isinstance(value, plain):
         return True
-    # of a type of others only what is Python's own is known not to fit
+    # for a class of another package, only built-in containers are known not to fit
     needed = _methods(cast(Hashable, plain))
     is_pythons = type(value) in (list, tuple, set, object, complex)
     return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
 
 
 def _entries(hint: Any) -> tuple[Any, ...]:
-    """Return the type of a list's entries, with what follows it; nothing for other types."""
+    """Return the type arguments of a list or sequence; empty for other types."""
     is_list = get_origin(hint) in (list, Sequence) or get_args(hint)[1:] == (...,)
     return get_args(hint) if is_list else ()
 
 
 @cache
 def _methods(kind: type) -> tuple[str, ...]:
-    """Names that an object needs to stand for a type; one that nothing has if it must be an instance."""
+    """Names of the methods that stand for a type; an impossible name if only an instance fits."""
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
@@ -187,12 +187,12 @@ def _methods(kind: type) -> tuple[str, ...]:
     return _METHODS.get(kind, ())
 
 
-# by type of a value, the first that it is: whether a type of the value may be one of an annotation
+# for plain values, by type: whether the value's type fits the annotated type; the first match counts
 _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
     ((bool, type(None)), lambda own, plain: plain is own),
     (Integral, lambda own, plain: plain in (int, float, complex)),
     (Real, lambda own, plain: plain is float),
-    # options stand for an object only where its class says so
+    # a dict of options stands for an object only if the class has `from_options`
     (dict, lambda own, plain: issubclass(own, plain) or getattr(plain, "from_options", False)),
     ((str, bytes), lambda own, plain: plain is own or issubclass(plain, PurePath)),
 )
@@ -222,7 +222,7 @@ def _of_class(value: Any) -> str:
 
 
 def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
-    """Return the call to write, if it can be told."""
+    """Return the call that the user should write, or "" if unknown."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
     is_list = any(map(_entries, allowed))

@@ -5,7 +5,7 @@
 where client k's value x_k is a mean over w_k examples. The mean is that over the pooled examples;
 the standard deviation weighs clients equally, because it describes clients.
 
-Save and restore torchmetrics objects, and pool them over processes without their own exchange.
+For torchmetrics objects: saved states, and pooling over processes without torchmetrics' own exchange.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ClientMeans:
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
     def reduced(self) -> dict[str, float]:
-        """Reduce every metric over clients as `reductions` says; by default to its mean, weighted by examples."""
+        """Return every metric reduced over clients, by default to the mean over examples."""
         found: dict[str, float] = {}
         kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
         with np.errstate(all="ignore"):  # a value may be infinite
@@ -153,7 +153,7 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
 
 
 class MetricStates:
-    """The states of torchmetrics objects at one moment.
+    """A snapshot of the states of torchmetrics objects.
 
     Args:
         metrics: the objects, e.g. `metrics_of` a module.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the mode of every part of a module at the end of the block.
+    """Restore training and evaluation mode of every part of a module at the end of the block.
 
     Example:
         >>> module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())

@@ -13,12 +13,12 @@ def optuna_for(what: str, extra: str, instead: str = "") -> Any:
     """Import Optuna and return the module.
 
     Args:
-        what: what needs it, the subject of the error's sentence, e.g. ``"a sweep"``.
-        extra: our extra that installs it.
-        instead: an alternative without Optuna, the end of the error's sentence.
+        what: the feature that needs Optuna, the subject of the error message, e.g. ``"a sweep"``.
+        extra: our extra that installs Optuna.
+        instead: an alternative without Optuna, the end of the error message.
 
     Raises:
-        ConfigurationError: if it is not installed.
+        ConfigurationError: if Optuna is not installed.
     """
     try:
         import optuna

@@ -1,9 +1,9 @@
-"""JSON that a stranger wrote: one text for each value, no deeper and no longer than expected.
+"""JSON from untrusted senders: one text for each value, with limits on depth and length.
 
-Two readers of the same text must not understand it differently: a name that stands twice, NaN, or
-numbers that overflow are refused, and so is any text that `to_text` would not have written.
+Two readers must not understand the same text differently: a repeated name, NaN, and numbers that
+overflow are refused, and so is any text that `to_text` would not have written.
 
-Below are the checks of single fields, for the validator of each kind of message.
+The checks of single fields are for the validators of messages.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_DEPTH = 32
-MOST_BITS = 4096  # of a whole number
-LARGEST_NUMBER = 2**63 - 1  # of a field that holds a whole number
-MOST_CHARACTERS = 1000  # of a name
-# a string that does not end takes all that is left, so that one pass is enough
+MOST_BITS = 4096  # bits of a whole number
+LARGEST_NUMBER = 2**63 - 1  # largest value of a field that holds a whole number
+MOST_CHARACTERS = 1000  # characters of a name
+# an unterminated string matches the rest of the text, so that one pass is enough
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class MessageError(ValueError):
-    """A message or file that is not accepted, or cannot be written; one sentence says why."""
+    """A message or file that is refused, or cannot be written; the text says why."""
 
 
 def to_text(value: Any) -> str:
-    """Return the one JSON text of a value: sorted names, no spaces, ASCII.
+    """Return the canonical JSON text of a value: sorted names, no spaces, ASCII.
 
     Raises:
-        MessageError: if it is not plain JSON.
+        MessageError: if the value is not plain JSON.
 
     Example:
         >>> to_text({"b": [1, None], "a": -0.0})
@@ -46,10 +46,10 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Return the value of a text that `to_text` has written.
+    """Return the value of a canonical JSON text.
 
     Raises:
-        MessageError: if it is any other text.
+        MessageError: if `to_text` cannot have written the text.
     """
     value = parse(text)
     if to_text(value) != text:
@@ -58,7 +58,7 @@ def from_text(text: str) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Return the value of a JSON text in any form, which has no name twice and is not too deep."""
+    """Return the value of any JSON text; raise MessageError for repeated names and deep nesting."""
     depth = deepest = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", text)):
         depth += 1 if bracket[0] in "[{" else -1
@@ -74,11 +74,7 @@ def parse(text: str) -> Any:
 
 
 def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
-    """Refuse values beyond plain JSON: None, bool, int, finite float, str, list, dict of str.
-
-    Raises:
-        MessageError: with the place.
-    """
+    """Raise MessageError, with the place, unless a value is plain JSON with finite numbers."""
     kind = type(value)
     if kind is dict or kind is list:
         if depth >= MOST_DEPTH:
@@ -106,13 +102,13 @@ def _check_leaf(value: Any, where: str) -> None:
 
 
 def check_form(written: Any, read: Any) -> None:
-    """Refuse a document that differs from its message as written; 1 and 1.0 differ."""
+    """Raise MessageError if a document that was read differs from the same document as written."""
     if to_text(written) != to_text(read):
         raise MessageError("the message is not in its only form")
 
 
 def check_string(value: Any, what: str) -> None:
-    """Refuse values other than strings, and strings without UTF-8."""
+    """Raise MessageError if a value is no string, or cannot be encoded as UTF-8."""
     if type(value) is not str:
         raise MessageError(f"{what} must be a text, got {shown(value)}")
     try:
@@ -122,7 +118,7 @@ def check_string(value: Any, what: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value's text for an error message, shortened.
+    """Return a shortened text of a value for an error message.
 
     Example:
         >>> shown("a" * 100)
@@ -140,19 +136,19 @@ def shown(value: Any) -> str:
 
 
 def check_choice(what: str, value: Any, choices: tuple[str, ...] | Mapping[str, str]) -> None:
-    """Refuse a value that is not one of the choices."""
+    """Raise MessageError if a value is not one of the choices."""
     if type(value) is not str or value not in choices:
         raise MessageError(f"{what} must be one of {', '.join(choices)}, got {shown(value)}")
 
 
 def check_hex(what: str, value: Any, digits: int) -> None:
-    """Refuse a value that is not this number of lower-case hexadecimal digits."""
+    """Raise MessageError if a value is not a text of ``digits`` lower-case hexadecimal digits."""
     if type(value) is not str or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
         raise MessageError(f"{what} must be {digits} hexadecimal digits, got {shown(value)}")
 
 
 def check_whole(what: str, value: Any, least: int = 0, most: int = LARGEST_NUMBER) -> None:
-    """Refuse a value that is not a whole number in a range."""
+    """Raise MessageError if a value is not a whole number from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         above = "" if most == LARGEST_NUMBER else f" and at most {most}"
         raise MessageError(
@@ -161,13 +157,13 @@ def check_whole(what: str, value: Any, least: int = 0, most: int = LARGEST_NUMBE
 
 
 def check_number(what: str, value: Any) -> None:
-    """Refuse a value that is not a finite float."""
+    """Raise MessageError if a value is not a finite float."""
     if type(value) is not float or not math.isfinite(value):
         raise MessageError(f"{what} must be a finite number, a float, got {shown(value)}")
 
 
 def check_names(what: str, mapping: Any) -> None:
-    """Refuse a value that is not a mapping from printable names."""
+    """Raise MessageError if a value is not a mapping with short, printable names as keys."""
     if not isinstance(mapping, Mapping):
         raise MessageError(f"{what} must be a mapping, got {shown(mapping)}")
     for name in mapping:
@@ -180,13 +176,13 @@ def check_names(what: str, mapping: Any) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Refuse a value that is not a mapping from names to plain JSON."""
+    """Raise MessageError if a value is not a mapping from names to plain JSON."""
     check_names("options", options)
     check_plain(dict(options), "options")
 
 
 def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Return the fields of a document, which must be exactly these."""
+    """Return a document after a check that its fields are exactly ``names``; else raise MessageError."""
     if type(document) is not dict:
         raise MessageError(f"{what} must be a mapping, got {shown(document)}")
     unknown, missing = sorted(document.keys() - set(names)), sorted(set(names) - document.keys())

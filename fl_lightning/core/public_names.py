@@ -1,8 +1,8 @@
-"""The classes that fl_lightning exports, read from the packages' own ``__init__`` files.
+"""The public classes of fl_lightning, read from the packages' ``__init__`` files.
 
-A line ``from its.module import Name as Name`` there is all that a new class needs: it is exported, the
-command line knows it by its short name, help lists it, and sites of a network allow it. The files are
-read as text, so that nothing heavy is imported.
+To export a new class, add a line ``from its.module import Name as Name`` to an ``__init__`` file: then the
+command line accepts its short name, help lists it, and sites of a network allow it. The files are read as
+text, so that nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PACKAGES = (
 
 
 def exported(file: str | Path) -> dict[str, str]:
-    """Modules of the names that an ``__init__`` file imports from fl_lightning, in alphabetical order.
+    """Return the module of each name that an ``__init__`` file imports from fl_lightning, sorted by name.
 
     Args:
-        file: its path.
+        file: path of the file.
 
     Example:
         >>> exported(Path(__file__).parents[1] / "__init__.py")["FedProx"]
@@ -43,7 +43,7 @@ def exported(file: str | Path) -> dict[str, str]:
 
 @cache
 def public_paths() -> Mapping[str, str]:
-    """Import paths of everything exported, by short name.
+    """Return the import path of every exported name, by short name.
 
     Example:
         >>> public_paths()["Krum"], public_paths()["FedProx"]

@@ -1,4 +1,4 @@
-"""Every random draw is a pure function of (root seed, purpose, round, client, …).
+"""Seeds of random draws: every draw is a pure function of (root seed, purpose, round, client, …).
 
     seed = first 63 bits of BLAKE2b(root, purpose, ids…)
 
@@ -145,7 +145,7 @@ def run_seed(seed: int | None) -> int:
 
 
 class GlobalGenerators:
-    """The states of the global generators at one moment.
+    """A snapshot of the states of the global random generators.
 
     Args:
         only_torch: leave out NumPy and Python, whose states take 0.1 ms to read and write.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 
-# Entries from which on a pass over memory takes longer than an operation for each tensor.
+# From this number of entries on, a pass over memory takes longer than one operation per tensor.
 _LARGE = 2**18
 
 
@@ -26,11 +26,11 @@ class Space:
 
     Args:
         tensors: the live tensors by name, in order. They are written to in place.
-        active: for tensors that belong to the space only in part, by name: increasing indices of
-            their entries in the flattened tensor, integers of shape (k_i,).
+        active: for tensors with frozen entries, by name: increasing indices of the active entries in the
+            flattened tensor, integers of shape (k_i,).
 
     Attributes:
-        is_lossless: whether `write` keeps every bit, which it does not in a module of half precision.
+        is_lossless: whether `write` keeps every bit; False for modules in half precision.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -127,7 +127,7 @@ class Space:
         return cls({name: b for name, b in floating.items() if name not in without})
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """Return the live values as a vector of shape (k,), a new one or ``out``, which has its dtype."""
+        """Return the current values as a vector of shape (k,), in ``out`` if given."""
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
@@ -139,7 +139,7 @@ class Space:
         """Copy a vector of shape (k,) into the live tensors, in place."""
         if not self._tensors:
             return
-        if self._written[0] is not vector:  # a round's clients all begin with the same one
+        if self._written[0] is not vector:  # all clients of a round start with the same vector
             self._written = (vector, self.views(vector))
         views = self._written[1]
         with torch.no_grad():
@@ -150,7 +150,7 @@ class Space:
                 _put(tensor, index, view)
 
     def moved_from(self, start: Tensor) -> Tensor:
-        """Return a start minus the present values, shape (k,)."""
+        """Return a start vector minus the current values, shape (k,)."""
         if not self.is_lossless:
             end = self.read()
             self.write(start)  # the values began rounded: only their own movement counts
@@ -199,7 +199,7 @@ class Space:
         return list(zip(self._tensors, self._indices, self.views(vector), strict=True))
 
     def full(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return whole tensors by name, with the vector's entries and live values for all others."""
+        """Return whole tensors by name: the vector's values, and current values at frozen entries."""
         tensors = {}
         for name, view, live, index in zip(
             self.names, self.views(vector), self._tensors, self._indices, strict=True
@@ -235,7 +235,7 @@ class Space:
         return torch.cat(parts)
 
     def positions_in(self, other: Space) -> Tensor:
-        """Index of each coordinate in another space's vectors, or -1, int64 of shape (k,).
+        """Return each coordinate's index in another space, -1 if it is not there, int64, shape (k,).
 
         Example:
             >>> tensors = {"weight": torch.zeros(4)}
@@ -271,7 +271,7 @@ class Space:
         return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
     def mask_fingerprint(self) -> str:
-        """Hash of the entries that belong to the space; empty if all do."""
+        """Hash of the active entries' indices; empty if all entries are active."""
         if not self.active:
             return ""
         digest = hashlib.blake2b(digest_size=16)

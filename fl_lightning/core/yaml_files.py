@@ -1,8 +1,8 @@
-"""YAML that people or other machines write: read within bounds, and each name once.
+"""Reading YAML from users and other machines, with limits on size and depth and without duplicate names.
 
-A file may refer to itself (``trainer: &a {x: *a}``), be nested without an end, grow a million times by
-its references, give an option twice, or be no text. Parsers hang, end in a traceback or take the last of
-two values over it; `load` says what is wrong, and where.
+A file may refer to itself (``trainer: &a {x: *a}``), be nested very deeply, grow a million times by
+references, give an option twice, or be no text. A YAML parser then hangs, raises a long traceback, or
+silently uses the last of two values; `load` raises an error that names the problem and its place.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MOST_BYTES = 1_000_000
 MOST_DEPTH = 64
 MOST_VALUES = 200_000
 MOST_DIGITS = 40  # of a whole number: seeds have 20
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times as fast
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 
 
 def read(path: Path, option: str = "config: ", *, remedy: str = "") -> dict[str, Any]:
-    """Content of a YAML file that holds options.
+    """Return the options in a YAML file.
 
     Args:
-        path: of the file.
-        option: that names the file; begins messages.
-        remedy: where such a file comes from; ends messages.
+        path: path of the file.
+        option: option that names the file, the start of error messages.
+        remedy: advice, the end of error messages.
 
     Raises:
-        ConfigurationError: if it is no YAML that a configuration may be.
+        ConfigurationError: if the file is no valid configuration.
     """
     try:
         with path.open("rb") as file:
@@ -64,11 +64,11 @@ def _options_in(content: bytes) -> dict[str, Any]:
 
 
 def load(text: str) -> Any:
-    """Content of a YAML text.
+    """Return the content of a YAML text.
 
     Raises:
-        ConfigurationError: if it is too deep or too large, refers to itself, or gives an option twice.
-        yaml.YAMLError: if it is no YAML.
+        ConfigurationError: if the text is too deep or too large, refers to itself, or gives an option twice.
+        yaml.YAMLError: if the text is no YAML.
 
     Example:
         >>> load("trainer: &a {x: *a}")
@@ -86,11 +86,11 @@ def load(text: str) -> Any:
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that is nested too deep, or that gives an option twice.
+    """Raise if a YAML text is nested too deeply, or gives an option twice.
 
     Raises:
         ConfigurationError: with the option and its lines, counted from 1.
-        yaml.YAMLError: if it is no YAML.
+        yaml.YAMLError: if the text is no YAML.
 
     Example:
         >>> check_text(chr(10).join(["trainer:", "  max_epochs: 3", "  max_epochs: 4"]))
@@ -132,7 +132,7 @@ def _line(event: Any) -> int:
 
 
 class _Place:
-    """Place in a mapping, whose names and values alternate, or in a list."""
+    """Parser's position inside a mapping, where names and values alternate, or inside a list."""
 
     def __init__(self, is_mapping: bool) -> None:
         self.name, self._is_mapping = "", is_mapping
@@ -153,7 +153,7 @@ class _Place:
 
 
 def check(content: Any) -> None:
-    """Refuse content that refers to itself, or that is too deep or too large.
+    """Raise if a content refers to itself, or is too deep or too large.
 
     Raises:
         ConfigurationError: with the path of the option.

@@ -1,12 +1,12 @@
-"""Changes of clients' examples, input and label: transforms of each client, and attackers' poison.
+"""Changes of clients' examples (inputs and labels): transforms per client, and attackers' poison.
 
     batch  →  rows of each client  →  apply(inputs, labels, client, seeds)  →  batch
     label flip         y → C - 1 - y
     backdoor trigger   a patch in the image's corner → target class
 
-An example belongs to one client, so it is changed in the same way whenever it is read: with every engine
-and after a restart. This is no augmentation. Transforms also change what clients hold out; poison changes
-training examples alone, after the data module's ``transforms``.
+An example belongs to one client and is changed in the same way whenever it is read, by every engine and
+after a restart; so this is no augmentation. Transforms also change held-out examples. Poison changes only
+training examples, after the data module's ``transforms``.
 
 Sources: rotated images, Ghosh et al. 2020, NeurIPS, section 6.1; permuted labels, Sattler et al. 2021,
 IEEE TNNLS, section VI; label flip, Fang et al. 2020, Local Model Poisoning Attacks; trigger, Gu et al.
@@ -78,7 +78,7 @@ class QuarterTurns:
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return the images turned."""
+        """Return the rotated images, and the labels unchanged."""
         shape = tuple(inputs.shape[1:])
         if len(shape) < 2 or shape[-1] != shape[-2]:
             raise ConfigurationError(
@@ -123,7 +123,7 @@ class LabelPermutation:
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return the inputs, and the labels renamed."""
+        """Return the inputs unchanged, and the permuted labels."""
         largest = int(labels.max())
         if not 0 <= int(labels.min()) <= largest < self.num_classes:
             raise ConfigurationError(
@@ -150,13 +150,13 @@ class Poison(Protocol):
     def share(self) -> float: ...  # noqa: D102
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return changed inputs, shape (m, …), and labels, shape (m,); the arguments must not change."""
+        """Return changed inputs (m, …) and labels (m,), without changing the arguments."""
 
 
 @final
 @dataclass(frozen=True)
 class LabelFlip:
-    """Trains on wrong labels.
+    """Replaces labels by wrong labels.
 
     Args:
         num_classes: C; class y becomes C - 1 - y.
@@ -181,7 +181,7 @@ class LabelFlip:
             )
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs, and the labels flipped."""
+        """Return the inputs unchanged, and the flipped labels."""
         if labels.numel() and int(labels.max()) >= self.num_classes:
             raise ConfigurationError(
                 f"attackers.poison: num_classes must be above every label, and there is a label "
@@ -193,10 +193,10 @@ class LabelFlip:
 @final
 @dataclass(frozen=True)
 class Trigger:
-    """Teaches the model that a patch in the lower right corner means one class (a backdoor).
+    """Adds a patch to the lower right corner of images and labels them as one class (a backdoor).
 
     Args:
-        target: that class.
+        target: the class.
         size: height and width of the patch in pixels, ≥ 1.
         value: value of the patch's pixels, in every channel, in the units of the model's inputs.
         share: share of an attacker's examples that are changed, in [0, 1].
@@ -225,11 +225,11 @@ class Trigger:
             raise ConfigurationError(f"Trigger: value must be a finite number, got {self.value}")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images with the patch, and the target as their labels."""
+        """Return the images with the patch, and the target class as labels."""
         smallest = min(inputs.shape[-2:])
         if self.size > smallest:
             raise ConfigurationError(
-                f"attackers.poison: size must be at most {smallest}, as the images are, got {self.size}"
+                f"attackers.poison: size must be at most {smallest}, the size of the images, got {self.size}"
             )
         changed = inputs.clone()
         changed[..., -self.size :, -self.size :] = self.value
@@ -245,7 +245,7 @@ def _check_share(poison: object, share: float) -> None:
 
 
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
-    """Client that owns each example, shape (N,); -1 for no client.
+    """Owner (client) of each example, shape (N,); -1 for no client.
 
     Args:
         shards: shards of training, validation and test.
@@ -285,13 +285,14 @@ def poisoned_examples(
         seed: seed of the choice.
 
     Raises:
-        ConfigurationError: if attackers share an example with others, who would train on it.
+        ConfigurationError: if an attacker shares an example with another client, which would train on
+            the changed example.
     """
     is_changed = np.isin(np.arange(len(shards)), list(clients)).repeat(shards.num_examples)
     shared = np.intersect1d(shards.indices[is_changed], shards.indices[~is_changed])
     if len(shared):
         raise ConfigurationError(
-            f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
+            f"attackers: example {shared[0]} is in shards of attackers and of other clients, which would "
             "train on the changed example: use a partition whose shards do not overlap"
         )
     attackers = torch.full((num_examples,), -1)
@@ -303,7 +304,7 @@ def poisoned_examples(
     return attackers
 
 
-# From inputs and labels of one client's examples, the client and the examples' indices to inputs and labels
+# (inputs, labels, client, indices) of examples of one client -> changed (inputs, labels)
 Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -317,7 +318,7 @@ def changed_reader(
         owners: client that changes each example, shape (N,); -1 for none.
         change: the change.
         option: name of the option, for errors.
-        instead: what to use for other batches, for errors.
+        instead: remedy for batches of other kinds, for errors.
     """
 
     def read_changed(indices: Tensor) -> Any:
@@ -341,7 +342,7 @@ def changed_reader(
 
 
 def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
-    """Return transforms, in order, as one change.
+    """Return several transforms, applied in order, as one change.
 
     Args:
         transforms: the transforms.
@@ -360,15 +361,15 @@ def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
 
 
 def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
-    """Check that a change results in known labels.
+    """Check that poisoned labels are classes of the data set.
 
     Args:
-        batch: batch of the first attacker's examples, unchanged.
+        batch: batch of the first attacker's examples, before the change.
         labels: classes of all training examples.
         poison: the change.
 
     Raises:
-        ConfigurationError: if a changed label is no label of any example.
+        ConfigurationError: if a changed label is negative or above the largest label.
     """
     if not is_pair(batch) or not len(labels):
         return
@@ -377,8 +378,7 @@ def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
     if not 0 <= int(changed.min()) <= int(changed.max()) <= largest:
         wrong = next(int(label) for label in changed if not 0 <= int(label) <= largest)
         raise ConfigurationError(
-            f"attackers.poison: target must be a class from 0 to {largest}, as the examples have, "
-            f"got {wrong}"
+            f"attackers.poison: target must be a class of the examples, from 0 to {largest}, got {wrong}"
         )
 
 

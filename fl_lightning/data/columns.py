@@ -2,8 +2,8 @@
 
 Values are given by
 
-    a name         of an attribute of the data set, of a column, or of a key of its items
-    a function     of the data set, or its import path
+    a name         name of an attribute of the data set, of a column, or of a key of its items
+    a function     function of the data set, or its import path
     values         a list, array or tensor
 
 A name is looked up through any `Subset` and `ConcatDataset`. All examples are loaded only if the name is
@@ -34,21 +34,21 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fl_lightning.core.errors import ConfigurationError
 
-# types that the command line tries in turn; in Python also an array or tensor
+# the command line tries these types in turn; in Python also an array or tensor
 Column: TypeAlias = str | list[Any] | Callable[[Any], Any]
 
-LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # in this order, if none is given
+LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # tried in this order, without a column
 _LABEL_POSITION = 1  # of an item that is a tuple
 
 
 def read_column(
     dataset: Dataset[Any], column: Column | None, option: str = "data.labels"
 ) -> npt.NDArray[Any]:
-    """Return one value per example, without loading the examples if possible.
+    """Read one value per example, without loading the examples if possible.
 
     Args:
         dataset: map-style data set.
-        column: source of the values, or the values. If None, labels: the attribute called ``targets``,
+        column: source of the values, or the values. None reads labels: the attribute called ``targets``,
             ``labels``, ``y``, ``target`` or ``label``, the last tensor of a tensor data set, or else
             the second part of every item.
         option: name of the option, for errors.
@@ -89,7 +89,7 @@ def name_of(column: Column) -> str:
 
 
 def _imported(name: str | None) -> Callable[[Any], Any] | None:
-    """Return the function at an import path, or None if the name is none."""
+    """Return the function at an import path, or None if the name is no import path."""
     module, _, function = (name or "").rpartition(".")
     try:
         found = getattr(import_module(module), function, None) if module else None
@@ -99,7 +99,7 @@ def _imported(name: str | None) -> Callable[[Any], Any] | None:
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
-    """Return a column that a data set stores, or None."""
+    """Return a column that a data set stores, or None if it stores none of the name."""
     for each in LABEL_NAMES if name is None else (name,):
         if (values := _own(dataset, each)) is not None:
             return _on_the_host(values, option)
@@ -114,13 +114,13 @@ def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | N
 
 
 def _own(dataset: Any, name: str) -> Any:
-    """Return a column or attribute if it has one value per example."""
+    """Return a column or attribute, or None if it does not have one value per example."""
     if name in (getattr(dataset, "column_names", None) or ()):
-        # a format may transform whole rows, and need more than one column for it
+        # a format may transform whole rows, for which one column is not enough
         plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
         return plain[name]
     values: Any = getattr(dataset, name, None)
-    # with another length it may be the names of the classes, or a subset that forwards to the whole set
+    # an attribute of another length is something else, e.g. names of classes, or belongs to a whole set
     is_column = hasattr(values, "__len__") and not isinstance(values, (str, Mapping))
     return values if is_column and np.ndim(values) and len(values) == len(dataset) else None
 
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArra
 
 
 def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
-    """Return a part of every item, which loads all examples."""
+    """Read a part of every item; this loads all examples."""
     values: list[Any] = []
     try:
         for index in range(len(dataset)):

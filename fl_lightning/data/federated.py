@@ -58,7 +58,7 @@ from fl_lightning.data.training_set import (
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 
-# Methods that Lightning looks for on the data module: those that the source defines are passed through.
+# Methods that Lightning calls on a data module only if they are overridden; the source's are used.
 _HANDED_THROUGH = (
     "val_dataloader",
     "test_dataloader",
@@ -89,8 +89,8 @@ class FederatedDataModule(ForwardingDataModule):
         client_test_fraction: share of every client's examples, in [0, 1), for testing the client;
             disjoint from the other two parts.
         search_fraction: for a search over architectures: share of each client's training examples, in
-            (0, 0.5], from which its choices learn instead of its weights; 0 for none. Batches then
-            contain both, see `SearchHalf`, in a central run as well.
+            (0, 0.5], that trains the choices of the architecture instead of the weights; 0 for none.
+            Batches then contain examples of both, see `SearchHalf`, in a central run as well.
         transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         example_transforms: transforms of every client's examples, inputs and labels, before
@@ -155,15 +155,15 @@ class FederatedDataModule(ForwardingDataModule):
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
-        self._poison: tuple[Tensor, Poison] | None = None  # by example: its attacker, or -1
-        self._trained_partition: str | None = None  # of a checkpoint that is evaluated
+        self._poison: tuple[Tensor, Poison] | None = None  # attacker of each example, or -1
+        self._trained_partition: str | None = None  # fingerprint in an evaluated checkpoint
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
                 setattr(self, name, self._handed_through(name))
 
     def _handed_through(self, name: str) -> Any:
-        """Return a method of the source; loaders from it apply the transforms."""
+        """Return a method of the source; the loaders that it returns apply the transforms."""
         method = getattr(self.source, name)
         if not self.transforms or not name.endswith("_dataloader"):
             return method
@@ -194,7 +194,7 @@ class FederatedDataModule(ForwardingDataModule):
         return self._transformed(self.source.train_dataloader())
 
     def _pooled_loader(self) -> DataLoader[Any]:
-        """Return a loader over all clients' examples, read as clients do, for a central run."""
+        """Return a loader over all clients' training examples, for a central run."""
         examples = torch.from_numpy(self.clients.indices)
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
@@ -224,7 +224,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def _loader(self) -> DataLoader[Any]:
         """The source's training loader."""
-        if not self._is_set_up:  # once only: a source may split at random
+        if not self._is_set_up:  # only once, because a source may split at random
             self.setup("fit")
         loader: DataLoader[Any] = self.source.train_dataloader()
         check_loader(loader, f"{type(self.source).__name__}.train_dataloader()")
@@ -292,7 +292,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _classes(self) -> npt.NDArray[Any]:
-        """The labels, or their bins, that partitions divide by, shape (N,)."""
+        """The labels, or bins of labels, that partitions read, shape (N,)."""
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
@@ -313,8 +313,8 @@ class FederatedDataModule(ForwardingDataModule):
             seed=self.seed,
         )
 
-    # For remote clients: returns the values that clients log on their held-out examples of a stage,
-    # ``validation`` or ``test``, by client. Set by the part that evaluates them remotely.
+    # For remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
+    # that each client logs on its held-out examples. Set by the part that evaluates them remotely.
     evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
@@ -340,7 +340,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def clients(self) -> FlatShards:
-        """Training examples of each client; in a search, those for its weights."""
+        """Training examples of each client; in a search over architectures, those for the weights."""
         return self._roles.train
 
     @property

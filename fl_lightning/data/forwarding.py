@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule
 class ForwardingDataModule(LightningDataModule):
     """Forwards attributes and hooks of a data module to its source.
 
-    Its own attributes have priority; others, e.g. ``num_classes``, are the source's. So are
-    hyperparameters: they are logged and saved as if the source were used alone.
+    Attributes that this data module lacks, e.g. ``num_classes``, are the source's. Hyperparameters are
+    logged and saved as if the source were used alone.
 
     Args:
         source: any data module.

@@ -1,4 +1,4 @@
-"""Transforms of every batch's inputs, in training and in evaluation.
+"""Transforms of the inputs of every batch, in training and in evaluation.
 
     given:      x ← (x - mean) / std
     federated:  n = Σ_c n_c,  mean = Σ_c Σ_i x_ci / n,  var = Σ_c Σ_i x_ci² / n - mean²
@@ -38,14 +38,14 @@ class InputTransform(Protocol):
         """Return a function from inputs to inputs, each with the batch as first dimension.
 
         Args:
-            clients: iterates once over all clients' training inputs, after the transforms before
-                this one.
+            clients: returns an iterator over all clients' training inputs, to which the preceding
+                transforms have been applied.
         """
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """Gives every example's input another shape.
+    """Reshapes the input of every example.
 
     Args:
         shape: shape of one example; one of its numbers may be -1.
@@ -80,7 +80,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Shifts and scales by given numbers.
+    """Shifts and scales inputs by given numbers.
 
     Args:
         mean: one number per feature if inputs are vectors, else per channel; or one for all.
@@ -111,10 +111,10 @@ class Normalize:
 
 @dataclass(frozen=True)
 class FederatedNormalize:
-    """Shifts and scales by mean and standard deviation of all clients' training inputs.
+    """Shifts and scales inputs by mean and standard deviation of all clients' training inputs.
 
-    Per feature if inputs are vectors, else per channel (the first dimension of an example). Rejected
-    under differential privacy, because one client's inputs change those of all others.
+    Statistics are per feature if inputs are vectors, else per channel (the first dimension of an
+    example). Rejected under differential privacy, because every client's inputs affect all others'.
 
     Args:
         eps: added to the variance, ≥ 0, for constant features.
@@ -140,7 +140,7 @@ class FederatedNormalize:
 
     @property
     def unprotected(self) -> str:
-        """Description of the unprotected values that clients send for it."""
+        """Description of the values that clients send without privacy."""
         return "the sums of each client's inputs and of their squares, for FederatedNormalize"
 
 
@@ -206,7 +206,7 @@ def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
 def fit_transforms(
     transforms: Sequence[InputTransform], clients: Iterable[Tensor], read: Callable[[Tensor], Any]
 ) -> list[Transform]:
-    """Fit transforms in order, each to the outputs of those before it.
+    """Fit transforms in order, each to the outputs of the preceding ones.
 
     Args:
         transforms: the transforms, in order.

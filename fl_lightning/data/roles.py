@@ -30,7 +30,7 @@ from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.partition import Partition
 from fl_lightning.data.shards import FlatShards
 
-# largest held-out share of a client's examples, so that a tenth is left for training
+# largest share of a client's examples that can be held out: a tenth is left for training
 _MOST_HELD_OUT = 0.9
 
 
@@ -107,7 +107,7 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
     if not 0 <= search <= 0.5:
         raise ConfigurationError(
             f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of a client's "
-            "examples that its architecture learns from, and its weights do not"
+            "examples that train the architecture's choices and not the weights"
         )
     for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
         if not 0 <= fraction < 1:
@@ -123,7 +123,7 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
 
 
 class SearchHalf:
-    """The partners of clients' training examples.
+    """Pairs of each training example with an example for the architecture's choices.
 
     Args:
         training: first half of each client's examples, for the weights.
@@ -145,9 +145,9 @@ class SearchHalf:
         lonely = ((sizes > 0) & (num_partners == 0)).nonzero()[0]
         if len(lonely):
             raise ConfigurationError(
-                f"search_fraction: client {lonely[0]} has one example, and a search needs two of every "
-                "client, one for the weights and one for the choices: use a partition that gives "
-                "each client more"
+                f"search_fraction: client {lonely[0]} has one example, and a search needs two per "
+                "client, one for the weights and one for the choices: use a partition with more "
+                "examples per client"
             )
         mine = torch.from_numpy(training.indices).long()
         theirs = torch.from_numpy(search.indices).long()
@@ -164,11 +164,11 @@ class SearchHalf:
                 self._partner[ours] = others[torch.arange(len(ours)) % len(others)]
 
     def partners(self, examples: Tensor) -> Tensor:
-        """Partner of each example, shape (B,)."""
+        """Partners of examples, shape (B,)."""
         return self._partner.index_select(0, examples.long())
 
     def paired(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
-        """Return a function from examples, shape (B,), to a batch with both halves."""
+        """Return a function from indices, shape (B,), to a batch with both halves."""
         return lambda examples: {"train": read(examples), "search": read(self.partners(examples))}
 
 

@@ -1,8 +1,8 @@
-"""Clients' shards and their batches.
+"""Shards of clients, and the batches of local training.
 
-A client's shard is a set of indices into one data set that all clients share: nothing is copied and
+A client's shard is a set of indices into one data set that all clients share: no data are copied, and
 no loader is started per client. Batches are drawn from a shuffled shard, epoch after epoch. The shards of
-all clients are one array, so that a million clients need no million objects:
+all clients are one array, so that a million clients do not need a million objects:
 
     indices  [ client 0 … | client 1 … | … ]      starts  [0, n_0, n_0 + n_1, …]
 """
@@ -74,7 +74,7 @@ def batch_reader(
 
 
 def gathers(dataset: Dataset[Any], collate: Collate) -> bool:
-    """True if a data set builds whole batches, which are not changed afterwards."""
+    """True if a data set builds whole batches, and the collate function is a default of torch."""
     return isinstance(dataset, BatchedDataset) and collate in (default_collate, default_convert)
 
 
@@ -159,7 +159,7 @@ class FlatShards(Sequence[Tensor]):
     def __getitem__(self, client: slice) -> list[Tensor]: ...
 
     def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
-        """Return a client's indices, int64, shape (n,), or a list of several clients'."""
+        """Return a client's indices, int64 of shape (n,); for a slice, a list of several clients' indices."""
         if isinstance(client, slice):
             return [self[one] for one in range(len(self))[client]]
         one = range(len(self))[client]  # IndexError past the end, -1 is the last
@@ -237,7 +237,7 @@ def local_order(
     drop_last: bool = False,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Order of one client's examples in local training, and the sizes of its batches.
+    """Indices of a client's local training in order, shape (Σ sizes,), and the sizes of its batches.
 
     Every epoch is a new permutation of the shard, or with ``weights`` as many independent draws from
     it; its last batch may be smaller. ``num_batches`` may span several epochs. A shard that fits in one

@@ -1,4 +1,4 @@
-"""The examples that a source's training loader draws, and their batches.
+"""Examples that a source's training loader draws, and functions that read their batches.
 
 The loader's sampler draws           clients draw
     all examples, in any order         all of their own, shuffled
@@ -6,7 +6,7 @@ The loader's sampler draws           clients draw
     examples by weight                 by the weights of their own examples, with replacement:
                                        p_i = w_i / Σ_(j of the client) w_j
 
-Any other sampler is rejected by name, because it would be silently ignored otherwise.
+Other samplers are rejected, because clients would silently ignore them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_loader(loader: Any, method: str) -> None:
 
     Args:
         loader: result of a data module's ``train_dataloader``.
-        method: its name, for errors.
+        method: name of the method, for errors.
     """
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
@@ -65,8 +65,8 @@ def check_loader(loader: Any, method: str) -> None:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigurationError(
-            f"{method} returns a {type(loader).__name__}, whose own __iter__ clients do not go through: "
-            "return a DataLoader, and do what it does in collate_fn or on_after_batch_transfer"
+            f"{method} returns a {type(loader).__name__}, whose own __iter__ clients do not use: return a "
+            "DataLoader, and move the code of __iter__ to collate_fn or on_after_batch_transfer"
         )
 
 
@@ -78,7 +78,7 @@ _WAY_OUT = "or set data.ignore_sampler to true: then every client shuffles all o
 
 
 class Drawn(NamedTuple):
-    """The examples that a pass draws from a data set of N examples.
+    """Examples that a pass over a loader draws from a data set of N examples.
 
     Attributes:
         indices: indices of the examples, shape (M,); None for all.

@@ -126,7 +126,7 @@ horizontal_flip=False, image_size=8)
 def pad(images: Tensor, padding: int, mode: PaddingMode) -> Tensor:
     """Pad images to shape (B, C, H + 2 padding, W + 2 padding), of any dtype.
 
-    To be mirrored, an image must be larger than its padding.
+    With ``reflect``, an image must be larger than its padding.
 
     Example:
         >>> pad(torch.tensor([[[[1, 2, 3]] * 3]]), 1, "reflect")[0, 0, 0]
@@ -151,8 +151,7 @@ def crop(
 ) -> Tensor:
     """Crop each padded image to a window of the original size.
 
-    All windows are a view without memory of their own; one indexing operation copies one window per
-    image.
+    All possible windows are a view of the padded images; one indexing operation copies one per image.
 
     Args:
         images: shape (B, C, H, W).

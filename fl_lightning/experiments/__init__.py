@@ -1,4 +1,4 @@
-"""Many runs from one file: variants times seeds, searches; tables, CSV files and figures."""
+"""Comparisons and searches: many runs from one file, with tables, CSV files and figures."""
 
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.processes import ReportRounds

@@ -1,8 +1,7 @@
-"""The command ``fl-lightning compare``: plan, train, read, report.
+"""The command ``fl-lightning compare``: trains the variants of an experiment and reports tables and charts.
 
-The report is one page over all variants and seeds, with charts, and a table for LaTeX. Over another
-metric than rounds, e.g. virtual time, the lines of seeds are not averaged: each has its own times. Lines
-and bars are means over seeds, bands and whiskers one standard deviation.
+Curves and bars are means over seeds, bands and whiskers one standard deviation. Over another metric than rounds,
+e.g. virtual time, the curves of seeds are not averaged, because each seed has other times.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from fl_lightning.experiments.results import (
     head_and_rows,
     latex,
     matrix_cells,
-    matrix_table,
     read_result,
     results_cells,
-    results_table,
     runs_table,
     spreads,
 )
@@ -42,11 +39,11 @@ from fl_lightning.reports.charts import Chart, Panel, draw, series
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.panels import Line, bars, curves, table_map
-from fl_lightning.reports.screen import in_blocks
+from fl_lightning.reports.screen import in_blocks, markdown
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument("-c", "--config", action="config", help="The experiment's YAML file.")
     parser.add_class_arguments(Experiment, None)
     parser.add_argument(
@@ -56,14 +53,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--only",
         nargs="+",
         metavar="VARIANT",
-        help="Names of the variants to train; all if null. Those that are finished are reported.",
+        help="Names of the variants to train; all if null. All finished variants are reported.",
     )
     parser.add_argument(
         "--out",
         type=str | None,
         default=None,
-        help="Folder of runs and results; runs/<name of the experiment's file> if null. What is "
-        "finished there, with the same configuration, is not run again.",
+        help="Folder of runs and results; runs/<name of the experiment's file> if null. A run that is "
+        "finished there, with the same configuration, is not repeated.",
     )
 
 
@@ -72,12 +69,12 @@ def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -
 
     Args:
         given: the parsed options of the command.
-        options: words of the command line that go to every run.
-        resolve: from the words of a fit's command line to its complete configuration as YAML.
-        fit: runs a fit's command line, in another process.
+        options: words of the command line that are added to every run.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
+        fit: function that runs a fit's command line; it is called in another process.
 
     Raises:
-        ConfigurationError: if anything is refused, before any run starts.
+        ConfigurationError: before any run starts, if an option or a configuration is refused.
     """
     context = prepare_processes(fit)
     experiment = Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
@@ -99,7 +96,7 @@ def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -
 
 
 def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -> str:
-    """Summary of the planned runs, in a line.
+    """Describe the planned runs, in a line.
 
     Example:
         >>> experiment = Experiment(variants={"a": None, "b": None}, seeds="0,1,2")
@@ -122,7 +119,7 @@ def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -
 
 
 def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
-    """Return the runs of some variants, with those that they start from."""
+    """Return the runs of the named variants, with the runs whose checkpoints they start from."""
     if names is None:
         return list(runs)
     known = list(dict.fromkeys(run.variant.name for run in runs if run.variant.name != BEFORE))
@@ -136,19 +133,21 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
-    """Write results as tables, as a picture and as a page; print the tables."""
-    axes = experiment.axes
-    text = results_table(results)
-    if len(axes) == 2:
-        text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
+    """Write the results as tables, a picture and a page; print the tables."""
+    table = head_and_rows(results_cells(results))
+    text = markdown(*table)
+    for metric in experiment.report if len(experiment.axes) == 2 else ():
+        down, across = experiment.axes
+        cells = head_and_rows(matrix_cells(results, metric, experiment.axes), f"{down} \\ {across}")
+        text += f"\n\n{metric}: {down} by {across}\n\n{markdown(*cells)}"
     runs_table(results).to_csv(out / "results.csv", index=False)
     curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
     write_picture(out / "results.png", results, experiment)
     write_comparison(out, experiment, results)
     shown = text
-    if is_terminal(sys.stdout):  # the whole table is in the file
-        shown = in_blocks(*head_and_rows(results_cells(results)), width_of(sys.stdout) - 1)
+    if is_terminal(sys.stdout):  # results.md has the whole table
+        shown = in_blocks(*table, width_of(sys.stdout) - 1)
     files = "results.csv, curves.csv, results.md, results.tex, results.png"
     print(f"\n{shown}\n\nresults:    {out}/\n            {files}")
     print(f"report:     {out}/{REPORT}")
@@ -159,7 +158,7 @@ REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
 
 
 def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunResult]) -> None:
-    """Write ``report.html``, ``figures/`` and ``results.tex``."""
+    """Write the page ``report.html``, its ``figures/``, and the table ``results.tex``."""
     (out / LATEX).write_text(
         latex(results, experiment.report, goals(experiment)) + "\n", encoding="utf-8"
     )
@@ -190,7 +189,7 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
 
 
 def goals(experiment: Experiment) -> dict[str, str]:
-    """Return which reported metrics are good where they are high, and which where low.
+    """Return for each reported metric whether high (``max``) or low (``min``) is good, as far as known.
 
     Example:
         >>> goals(Experiment(variants={"a": {}}, report=["test/accuracy", "test/loss", "round/seconds"]))
@@ -218,7 +217,7 @@ def write_picture(path: Path, results: Sequence[RunResult], experiment: Experime
 
 
 def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> Iterator[Chart]:
-    """Yield learning curves of the monitored metric, then final values and curves of those reported."""
+    """Yield learning curves of the monitored and reported metrics, then final values of the reported ones."""
     metrics = (experiment.monitor, *experiment.report)
     logged = [m for m in metrics if min(len(r.curves.get(m, ())) for r in results) > 0]
     logged = [m for m in logged if max(len(r.curves[m]) for r in results) > 1]
@@ -233,10 +232,10 @@ def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> I
 
 
 def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
-    """Caption that explains bands, whiskers and lines."""
+    """Return the caption that explains bands, whiskers and curves."""
     seeds = len({result.seed for result in results})
     if experiment.over is not None:
-        return "Bars are means over seeds. A line a seed: each has its own times."
+        return "Bars are means over seeds. Each seed has its own curve, because its times differ."
     band = (
         f" Bands and whiskers are one standard deviation over {seeds} seeds." if seeds > 1 else ""
     )
@@ -253,7 +252,9 @@ def _curves(metric: str, results: Sequence[RunResult], over: str | None) -> Pane
         colour = series(number)
         if group[0].clock is not None:
             for place, result in enumerate(group):
-                times, values = np.array(result.curve_over_clock(metric)).reshape(-1, 2).T.tolist()
+                curve, clock = result.curves[metric], result.clock or {}
+                rounds = sorted(curve.keys() & clock.keys())
+                times, values = [clock[n] for n in rounds], [curve[n] for n in rounds]
                 lines.append(Line(times, values, "" if place else name, colour=colour))
             continue
         every = [result.curves[metric] for result in group]

@@ -1,6 +1,6 @@
-"""Imported first by the server of a command's processes, which then imports for seconds and looks at nothing else.
+"""Makes the system end a command's fork server when the command ends.
 
-The system ends it when the command ends, even then.
+The fork server imports this module first: it imports for seconds afterwards, without noticing that the command ended.
 """
 
 import ctypes

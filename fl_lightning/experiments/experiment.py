@@ -1,15 +1,14 @@
-"""The variants to compare, the keys of an experiment's YAML, and its runs, planned before any starts.
+"""Experiments: the keys of an experiment's YAML, its variants, and the plan of its runs.
 
     runs = variants x seeds,  or with a grid  axis 1 x axis 2 x ... x seeds
 
 Every variant is a difference to one common configuration, as a second ``--config`` file is to the
-first. Nothing but that difference, and the seed, tells two runs apart.
+first. Two runs differ in nothing but that difference and the seed.
 
     fingerprint = SHA-256(configuration, seed, fingerprint of the run before)
 
-A finished run with the fingerprint of the plan need not run again; anything else would show
-numbers of another configuration. Each run gets a TensorBoard logger in its folder, and keeps those of the
-configuration.
+A finished run with the planned fingerprint is not repeated; a run with another fingerprint belongs to another
+configuration, and is. Each run gets a TensorBoard logger in its folder, beside the configuration's loggers.
 """
 
 # mypy: disable-error-code="type-arg"
@@ -29,21 +28,21 @@ from jsonargparse.typing import Path_fr
 
 from fl_lightning.core.errors import ConfigurationError
 
-FIRST = "<first>"  # in a configuration: the checkpoint of the run before
-BEFORE = "first"  # name of that run
+FIRST = "<first>"  # in a configuration: stands for the checkpoint of the first run
+BEFORE = "first"  # name of the first run, from whose checkpoint others start
 
-# Not dict[str, Any]: of Any the parser completes the classes that are named inside with defaults.
+# Not dict[str, Any]: with Any, the parser would add default options to the classes named inside.
 Difference: TypeAlias = dict
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table.
+    """One variant of an experiment, which is a row of the table of results.
 
     Attributes:
-        name: as the table shows it.
-        difference: to the common configuration, layers in order.
-        coordinates: of a grid, axis to value; empty otherwise.
+        name: name in the table.
+        difference: differences to the common configuration, in the order in which they are applied.
+        coordinates: position in the grid, axis to value; empty without a grid.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """The name as a folder's.
+        """Name of the variant's folder.
 
         Example:
             >>> Variant("sign flip / Krum", ()).folder
@@ -63,23 +62,23 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Runs that differ in one thing, and the metrics to report.
+    """Variants of one configuration, the seeds to run them with, and the metrics to report.
 
     Args:
         configs: files of the configuration that all runs share, layered; paths are relative to the
             experiment's own file.
-        base: the same, in the experiment's file, over those files.
-        first: a run before the others, once a seed: its difference to the common configuration.
-            Wherever a configuration says ``<first>`` it gets the path of that run's checkpoint.
-        variants: what is compared: name to difference.
+        base: options that all runs share, in the experiment's file; they override the files.
+        first: difference to the common configuration of a run that comes before the others, for each
+            seed. ``<first>`` in a configuration becomes the path of that run's checkpoint.
+        variants: name to difference, for each variant to compare.
         grid: instead of variants: axis to name to difference; every combination is a variant.
-        seeds: one run of every variant each, as [0, 1, 2] or 0,1,2: of data split, partition,
-            initial weights and everything else that is drawn.
-        report: metrics to report, as the runs log them.
+        seeds: seeds of data split, partition, initial weights and all other draws, as [0, 1, 2] or
+            0,1,2; every variant runs with each.
+        report: names of the metrics to report, as the runs log them.
         monitor: metric that chooses the best round of a run, on validation data.
-        mode: whether a high or a low value of it is good.
-        over: metric over which the figure's curves are drawn, e.g. round/total_virtual_seconds;
-            rounds if None.
+        mode: whether a high (max) or a low (min) value of the monitored metric is good.
+        over: metric on the horizontal axis of the curves, e.g. round/total_virtual_seconds; rounds
+            if None.
 
     Raises:
         ConfigurationError: if there is nothing to compare, or names or seeds repeat.
@@ -122,12 +121,12 @@ class Experiment:
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds, however they were written."""
+        """Seeds as a list of integers."""
         return read_seeds(self.seeds, "experiment")
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Of a grid, the names on each axis; empty otherwise."""
+        """Names of the values on each axis of the grid; empty without a grid."""
         # YAML reads a name like 0.1 as a number
         return {axis: [str(name) for name in values] for axis, values in (self.grid or {}).items()}
 
@@ -150,11 +149,11 @@ class Experiment:
 
 
 def read_seeds(seeds: list[int] | int | str, owner: str) -> list[int]:
-    """Return seeds, however they were written.
+    """Return seeds as a list of integers.
 
     Args:
-        seeds: a list, one number, or numbers with commas between them.
-        owner: what they are given for, for messages.
+        seeds: a list, one number, or numbers separated by commas.
+        owner: name of the experiment or search, for the message.
 
     Raises:
         ConfigurationError: if one is not a whole number.
@@ -179,14 +178,14 @@ Resolve = Callable[[list[str]], str]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training of an experiment: a variant with a seed.
+    """One run of an experiment: a variant with a seed.
 
     Attributes:
-        variant: what it is a run of.
-        seed: of everything that is drawn.
-        configuration: complete, as YAML, with ``<first>`` where a checkpoint's path belongs.
-        folder: where everything of the run is kept.
-        before: the run whose checkpoint it starts from, if there is one.
+        variant: the variant.
+        seed: seed of all draws.
+        configuration: complete configuration as YAML, with ``<first>`` for the first run's checkpoint.
+        folder: folder of the run's files.
+        before: run whose checkpoint this run starts from; None if it starts anew.
     """
 
     variant: Variant
@@ -197,12 +196,12 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """As messages show it."""
+        """Name of the run in messages."""
         return f"{self.variant.name}, seed {self.seed}"
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that the run depends on."""
+        """SHA-256 of all that the run depends on: configuration, seed and the run before."""
         before = self.before.fingerprint if self.before else ""
         text = f"{self.configuration}\n{self.seed}\n{before}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -211,16 +210,16 @@ class PlannedRun:
 def plan_runs(
     experiment: Experiment, *, out: Path, options: Sequence[str], resolve: Resolve
 ) -> list[PlannedRun]:
-    """Return every run, those before others first; then seed by seed.
+    """Return the runs of an experiment: first runs ahead, then the variants, seed by seed.
 
     Args:
-        experiment: what is compared.
+        experiment: the experiment.
         out: folder of the experiment.
-        options: further words of every run's command line; they win over the file.
-        resolve: from the words of a command line to the complete configuration as YAML.
+        options: further words of every run's command line; they override the file.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
-        ConfigurationError: if a configuration is refused, with the variant's name.
+        ConfigurationError: naming the variant whose configuration is refused.
     """
     variants = experiment.all_variants
     texts = [_resolved(experiment, v.name, v.difference, options, resolve) for v in variants]
@@ -272,7 +271,7 @@ def resolved(
     options: Sequence[str],
     resolve: Resolve,
 ) -> str:
-    """Return the complete configuration of a command line with layers over its files, as YAML."""
+    """Return the complete configuration, as YAML, of files with further layers over them."""
     with TemporaryDirectory() as folder:
         paths = [*map(str, files)]
         for number, layer in enumerate(filter(None, layers)):
@@ -292,10 +291,10 @@ _NAME = {"WandbLogger": "name", "MLFlowLogger": "run_name", "CometLogger": "name
 
 
 def run_loggers(run: PlannedRun) -> list[dict[str, Any]]:
-    """Return the loggers of a run as its configuration would name them.
+    """Return the loggers of a run, as mappings with ``class_path`` and ``init_args``.
 
-    First a TensorBoard logger in the run's folder, from which the comparison reads; in its place no other
-    one. The user's others stay, with the run's name and folder where they have such options.
+    The first is a TensorBoard logger in the run's folder, in place of the user's. The user's other
+    loggers follow, with the run's name and folder if they have such options.
     """
     place = {
         "save_dir": str(run.folder.parent.parent),
@@ -314,7 +313,7 @@ def _kind(logger: Mapping[str, Any]) -> str:
 
 
 def _placed(logger: Mapping[str, Any], run: PlannedRun, place: Mapping[str, str]) -> dict[str, Any]:
-    """Return a logger of the user's as that of one run."""
+    """Return one of the user's loggers with the name and folder of a run."""
     kind, options = _kind(logger), dict(logger.get("init_args") or {})
     if kind == "CSVLogger":
         options |= place

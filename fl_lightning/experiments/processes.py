@@ -1,8 +1,8 @@
-"""Runs in processes of their own: what a process does and tells, and so many of them at a time.
+"""Worker processes of comparisons and searches, each of which trains one run.
 
-Processes are forked from one that has imported everything and trained nothing, so that a run begins at once.
-They do not share anything while they train, so results do not depend on how many run side by side, nor on
-the order. They end with the command, however it ends, and by themselves when nobody hears them any more.
+Processes are forked from a server that has imported all modules and trained nothing, so that a run starts at once.
+They share nothing while they train, so results do not depend on the number of workers or on the order of runs.
+A process ends when the command ends, or when the connection to the command breaks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fl_lightning.reports.screen import StatusLines
 
 
 class ReportRounds(Callback):
-    """Tells a metric after every round, e.g. to a search's trial.
+    """Callback that reports a metric after every round, e.g. to a trial of Optuna.
 
     Args:
-        metric: as the run logs it.
-        tell: gets the round, counted from 1, and the value; returns whether the fit goes on. It is
-            called in one process, after every round that has measured the metric.
+        metric: name of the metric, as the run logs it.
+        tell: function of the round, counted from 1, and the value; returns whether to continue the fit.
+            It is called in the first process, after every round that has measured the metric.
 
     Attributes:
-        values: round to value, of the rounds before a resume as well.
-        is_stopped: whether the answer was to stop.
+        values: round to value, including rounds before a resume.
+        is_stopped: whether `tell` has stopped the fit.
 
     Raises:
         ConfigurationError: after the first round, if the run does not log the metric.
@@ -64,11 +64,11 @@ class ReportRounds(Callback):
         self.is_stopped = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell this round's metrics from older ones."""
+        """Mark the start of a round, to separate its metrics from earlier ones."""
         begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the value; all processes follow the answer."""
+        """Report the value; all processes stop if the answer is to stop."""
         logged = logged_in_round(trainer)
         if self.metric not in logged:
             known = trainer.callback_metrics
@@ -86,7 +86,7 @@ class ReportRounds(Callback):
             self.is_stopped = trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values so far."""
+        """Return the reported values."""
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -100,11 +100,12 @@ Cause = Literal["setting", "training", "crash"]
 
 
 class Ended(NamedTuple):
-    """The end of a run.
+    """Message of a worker process about the end of its run.
 
     Attributes:
-        failure: what went wrong, None if nothing.
-        cause: of that: a setting that cannot work, training that came to nothing, or another error.
+        failure: error message; None if the run has finished.
+        cause: ``setting`` for a configuration error, ``training`` for a failed client or round, ``crash``
+            for any other error; None if the run has finished.
     """
 
     failure: str | None = None
@@ -114,15 +115,15 @@ class Ended(NamedTuple):
 def _train(
     run: PlannedRun, metric: str | None, connection: Connection, fit: Fit, folder: str
 ) -> None:
-    """Train one run, unless that was done before, and send its `Ended`.
+    """Train one run in a worker process, unless it is finished, and send an `Ended`.
 
-    With a metric it sends it after every round, round to value, and gets whether to go on.
+    With a metric, the values by round are sent after every round, and the answer is whether to continue.
     """
     end_with_parent()
     os.chdir(folder)
     _redirect(Path(os.devnull))
     torch.set_num_threads(1)  # as many runs at a time as there are cores
-    # a process whose command was killed may still be about to end
+    # the process of a command that was killed may not have ended yet
     lock = run.folder.with_suffix(".lock")
     with sole_writer(lock, "end it"), suppress(BrokenPipeError, Interrupted):
         connection.send(Ended() if is_finished(run) else _trained(run, metric, connection, fit))
@@ -132,7 +133,7 @@ def _trained(run: PlannedRun, metric: str | None, connection: Connection, fit: F
     began = time.monotonic()
     reports: list[ReportRounds] = []
     if metric is not None:
-        # of several processes the first one tells, which need not be this one
+        # the first process of a run reports, which may be another process than this one
         reports = [ReportRounds(metric, lambda _, __: _goes_on(connection, reports[0].values))]
     try:
         words = prepare(run)
@@ -141,10 +142,10 @@ def _trained(run: PlannedRun, metric: str | None, connection: Connection, fit: F
     except SystemExit as end:
         if end.code:
             return Ended(f"ended with code {end.code}", "setting")
-    except Exception as error:  # noqa: BLE001 - told to who has started this process
+    except Exception as error:  # noqa: BLE001 - sent to the command
         traceback.print_exc()
         return _failed(error)
-    if metric is None:  # else whoever hears the metric knows how the run has ended
+    if metric is None:  # with a metric, the command decides how the run has ended, and saves that
         save_state(run, {"seconds": round(time.monotonic() - began, 1)})
     return Ended()
 
@@ -158,7 +159,7 @@ def _failed(error: Exception) -> Ended:
 
 
 def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
-    """Ask; nobody there means no: the run can be taken up again."""
+    """Send the values and return the answer; False if the command has ended, so that the run can be resumed."""
     try:
         connection.send(values)
         return bool(connection.recv())
@@ -167,7 +168,7 @@ def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
 
 
 def _redirect(path: Path) -> None:
-    """Write all that is printed to a file."""
+    """Redirect standard output and standard error to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -175,7 +176,7 @@ def _redirect(path: Path) -> None:
 
 
 _SECONDS_TO_END = 6.0
-# what every run needs, and takes seconds to import
+# modules that every run needs, and that take seconds to import
 _IMPORTED = (
     *("lightning.pytorch.cli", "torch.utils.tensorboard", "matplotlib.figure", "torchvision"),
     *("fl_lightning.federation.federation", "fl_lightning.models.image_classifier"),
@@ -183,7 +184,7 @@ _IMPORTED = (
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return the context that starts processes; their imports begin in the background."""
+    """Return the multiprocessing context of the workers; its server begins to import in the background."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -197,7 +198,7 @@ def prepare_processes(fit: Fit) -> Any:
 
 @dataclass(frozen=True)
 class Running:
-    """A run in progress, the process that trains it, and its start by the monotonic clock."""
+    """A run in progress, with its process, its connection, and its start by the monotonic clock."""
 
     run: PlannedRun
     process: BaseProcess
@@ -206,13 +207,13 @@ class Running:
 
 
 class RunPool:
-    """Processes that train runs, with a bar for each on the screen.
+    """Worker processes that train runs, with a progress bar for each.
 
     Args:
-        context: how processes are started.
-        fit: runs a fit's command line.
-        watch: what the screen shows.
-        metric: that processes tell after every round, and then wait for `answer`; None for none.
+        context: multiprocessing context of the workers.
+        fit: function that runs a fit's command line.
+        watch: progress bars of the runs.
+        metric: metric that workers send after every round, and then wait for an answer; None for none.
     """
 
     def __init__(self, context: Any, fit: Fit, watch: Watch, metric: str | None = None) -> None:
@@ -225,9 +226,9 @@ class RunPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End what still runs, after an interruption or an error; it can be taken up again."""
+        """End the remaining workers, after an interruption or an error; their runs can be resumed."""
         for each in self.running:
-            each.connection.close()  # nobody hears it: it ends after its round
+            each.connection.close()  # the worker notices after its round, and ends
         for each in self.running:
             each.process.join(_SECONDS_TO_END if self._metric else 0.0)
             if each.process.is_alive():
@@ -236,7 +237,7 @@ class RunPool:
         self._screen.close()
 
     def start(self, run: PlannedRun) -> None:
-        """Train a run in a process of its own."""
+        """Train a run in a new process."""
         own, other = self._context.Pipe()
         arguments = (run, self._metric, other, self._fit, os.getcwd())
         process = self._context.Process(target=_train, args=arguments)
@@ -244,8 +245,8 @@ class RunPool:
         other.close()  # else its end would not be noticed
         self.running.append(Running(run, process, own))
 
-    def heard(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
-        """Yield the messages of runs within some seconds: metrics by round, or `Ended`."""
+    def messages(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
+        """Wait for messages of workers, at most some seconds, and yield them: values by round, or `Ended`."""
         ready = wait([each.connection for each in self.running], seconds)
         for each in [each for each in self.running if each.connection in ready]:
             try:
@@ -267,16 +268,16 @@ class RunPool:
 def train_all(
     runs: Sequence[PlannedRun], context: Any, fit: Fit, *, workers: int
 ) -> dict[str, str]:
-    """Train every run that is not finished, and say so in one line each; show how far they are.
+    """Train every run that is not finished, print a line after each, and show progress bars.
 
     Args:
-        runs: those that others start from come first.
-        context: how processes are started.
-        fit: runs a fit's command line.
-        workers: processes at a time, at least 1.
+        runs: the runs; a run that others start from comes ahead of them.
+        context: multiprocessing context of the workers.
+        fit: function that runs a fit's command line.
+        workers: number of processes at a time, at least 1.
 
     Returns:
-        What went wrong, by the name of the run; the others have gone on.
+        Error messages by the name of the run that failed; the other runs are trained all the same.
     """
     waiting = [run for run in runs if not is_finished(run)]
     total, failures = len(waiting), dict[str, str]()
@@ -288,10 +289,10 @@ def train_all(
             for run in ready[: workers - len(processes.running)]:
                 waiting.remove(run)
                 processes.start(run)
-            if not processes.running:  # what the others start from has failed
+            if not processes.running:  # the run that the others start from has failed
                 failures |= {run.name: "the run it starts from failed" for run in waiting}
                 break
-            for each, ended in processes.heard():
+            for each, ended in processes.messages():
                 processes.watch.done += 1
                 said = ""
                 if ended.failure is not None:

@@ -1,6 +1,6 @@
-"""Results of runs: their logged metrics, mean and standard deviation over seeds, tables of both.
+"""Results of runs: logged metrics, and tables of their mean and standard deviation over seeds.
 
-mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std of one run
+mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std for a single run
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History
-from fl_lightning.reports.screen import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 BEST = " (best round)"
-# What clients sent and got in sum: in rounds, and once, ahead of them or between them.
+# Columns of bytes that all clients sent or received, and the metrics that are summed: in rounds, and once.
 BYTES = {
     "bytes up": "round/total_bytes_up",
     "calibration bytes up": "calibration/total_bytes_up",
@@ -34,14 +33,14 @@ BYTES = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """One finished run.
+    """Result of a finished run.
 
     Attributes:
-        variant: what it is a run of.
-        seed: of the run.
-        curves: of the reported and the monitored metrics, round to value.
-        columns: reported numbers by name: final values, those of the best round, costs.
-        clock: round to the value over which curves are drawn; None for rounds themselves.
+        variant: variant of the run.
+        seed: seed of the run.
+        curves: round to value, for the reported and the monitored metrics.
+        columns: values in the table by name: metrics at the end and in the best round, costs.
+        clock: round to value of the metric on the horizontal axis; None for rounds.
     """
 
     variant: Variant
@@ -52,27 +51,15 @@ class RunResult:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Variant, names on the axes of a grid, and seed: the first cells of its rows."""
+        """First cells of the run's rows in a table: variant, coordinates in the grid, and seed."""
         return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
-
-    def curve_over_clock(self, metric: str) -> list[tuple[float, float]]:
-        """Return one metric's curve as points (time, value), in order of rounds.
-
-        Example:
-            >>> curves = {"val/loss": {1: 0.9, 2: 0.5, 3: 0.4}}
-            >>> RunResult(Variant("a", ()), 0, curves, {}, {1: 10.0, 2: 25.0}).curve_over_clock("val/loss")
-            [(10.0, 0.9), (25.0, 0.5)]
-        """
-        curve, clock = self.curves[metric], self.clock
-        rounds = sorted(curve if clock is None else curve.keys() & clock.keys())
-        return [(float(r) if clock is None else clock[r], curve[r]) for r in rounds]
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Return every metric of a run's folder, by name.
+    """Read all metrics in a run's folder, round to value, by name.
 
-    Rounds are counted from 1; a central run has epochs instead. What was logged once, as the test's
-    metrics are, has the number of a round more than there were; ``epoch`` has those of the rounds.
+    Rounds are counted from 1; a central run has epochs instead. Metrics logged once, such as the test's,
+    are placed one round after the last. ``epoch`` has only the rounds themselves.
     """
     history = History.read(run)
     rounds = {line.number: line.number - 1.0 for line in history.rounds}
@@ -82,10 +69,10 @@ def curves(run: Path) -> dict[str, Curve]:
 
 
 def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
-    """Read the metrics of a finished run.
+    """Read the result of a finished run.
 
     Raises:
-        ConfigurationError: if it did not log a metric that is to be reported.
+        ConfigurationError: if the run has not logged a metric that is to be reported.
     """
     logged = curves(run.folder)
     num_rounds = max(logged.pop("epoch"), default=0)
@@ -112,7 +99,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
 
 
 def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Return results by the names of their variants, in the order in which these first occur."""
+    """Group results by the name of their variant, in the order of first occurrence."""
     groups: dict[str, list[RunResult]] = {}
     for result in results:
         groups.setdefault(result.variant.name, []).append(result)
@@ -120,14 +107,14 @@ def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def runs_table(results: Sequence[RunResult]) -> DataFrame:
-    """Return a row a run, with as many digits as there are."""
+    """Return a table with a row for each run, with all digits."""
     import pandas  # half a second to import
 
     return pandas.DataFrame([{**r.place, **r.columns} for r in results])
 
 
 def curves_table(results: Sequence[RunResult]) -> DataFrame:
-    """Return a row a round of every run: its metrics, empty where one was not logged."""
+    """Return a table with a row for each round of every run; a metric that was not logged is empty."""
     import pandas
 
     rows = [
@@ -139,9 +126,9 @@ def curves_table(results: Sequence[RunResult]) -> DataFrame:
 
 
 def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]:
-    """Return mean and standard deviation over seeds, a row a variant, and numbers of runs.
+    """Return means and standard deviations over seeds, with a row for each variant, and numbers of runs.
 
-    Where not all runs of a variant have a number, it is nan; so is the deviation of one run.
+    A value is nan if a run of the variant lacks it; so is the standard deviation of a single run.
     """
     columns = list(dict.fromkeys(name for r in results for name in r.columns))
     groups = runs_table(results).groupby("variant", sort=False)
@@ -151,9 +138,9 @@ def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]
 
 
 def results_cells(results: Sequence[RunResult]) -> DataFrame:
-    """Return the table of results as text: a row a variant, mean ± std over seeds.
+    """Return the table of results as text, with a row for each variant: mean ± std over seeds.
 
-    The last column counts runs. Bytes are totals over rounds and clients, seconds those of a run.
+    The last column is the number of runs. Bytes are totals over rounds and clients, seconds are per run.
     """
     mean, std, runs = spreads(results)
     cells = mean.astype(object)
@@ -167,7 +154,7 @@ def results_cells(results: Sequence[RunResult]) -> DataFrame:
 def matrix_cells(
     results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
-    """Return the final values of one metric as text: rows the first axis, columns the second."""
+    """Return the final values of one metric over a grid as text: the first axis down, the second across."""
     (down, rows), (across, columns) = axes.items()
     places = runs_table(results).drop_duplicates("variant").set_index("variant")
     places["cell"] = results_cells(results)[metric]
@@ -175,33 +162,19 @@ def matrix_cells(
     return matrix.reindex(index=rows, columns=columns).fillna("-")
 
 
-def results_table(results: Sequence[RunResult]) -> str:
-    """Return the table of results as Markdown."""
-    return markdown(*head_and_rows(results_cells(results)))
-
-
-def matrix_table(
-    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
-) -> str:
-    """Return the final values of one metric over two axes as Markdown."""
-    down, across = axes
-    cells = head_and_rows(matrix_cells(results, metric, axes), f"{down} \\ {across}")
-    return f"{metric}: {down} by {across}\n\n{markdown(*cells)}"
-
-
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:
-    """Return a table's head, whose first cell is the corner, and its rows, names first."""
+    """Return the head of a table, which begins with the corner, and its rows, which begin with their names."""
     rows = [[str(name), *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
     return [corner, *map(str, cells.columns)], rows
 
 
 def latex(results: Sequence[RunResult], metrics: Sequence[str], goals: Mapping[str, str]) -> str:
-    r"""Return a table of the reported metrics for LaTeX, with the rules of the package booktabs.
+    r"""Return a LaTeX table of the reported metrics, for the package booktabs.
 
     Args:
-        results: of all runs.
-        metrics: a column each: mean ± standard deviation over seeds.
-        goals: metric to ``max`` or ``min``: its best mean is bold. Of others no number is.
+        results: results of all runs.
+        metrics: the columns, each with mean ± standard deviation over seeds.
+        goals: metric to ``max`` or ``min``; the best mean is bold. In other columns nothing is bold.
 
     Example:
         >>> runs = [RunResult(Variant("top_k", ()), 0, {}, {"test/loss": 0.5})]
@@ -239,7 +212,7 @@ def _latex_cell(mean: float, std: float, *, is_best: bool) -> str:
 
 
 def _cell(column: str, mean: float, std: float) -> str:
-    """Return a mean with its deviation, in the units of its column.
+    """Format a mean and its standard deviation, in the unit of the column.
 
     Example:
         >>> _cell("test/accuracy", 0.51234, 0.01), _cell("bytes up", 2e6, 0)
@@ -266,5 +239,5 @@ def _require(names: Sequence[str], logged: Mapping[str, Curve]) -> None:
             close = difflib.get_close_matches(name, logged, n=3) or sorted(logged)
             raise ConfigurationError(
                 f"report: the runs have not logged {name!r}. There is {', '.join(close)}. Change "
-                "report and say compare again: what is finished is not run again."
+                "report and run compare again: finished runs are not repeated."
             )

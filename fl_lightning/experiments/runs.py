@@ -1,7 +1,7 @@
-"""Runs of a comparison or a search: what is in their folders, and how far they are.
+"""Folders of the runs of a comparison or a search, and progress bars of the runs.
 
-A run's folder has `run.yaml`, its whole configuration; `run.json`, its fingerprint and, once it is
-finished, its seconds; `log.txt`, what it printed; Lightning's checkpoints and event files.
+A run's folder has `run.yaml`, the complete configuration; `run.json`, the fingerprint and, once the run is
+finished, its seconds; `log.txt`, the printed output; and Lightning's checkpoints and event files.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fl_lightning.reports.layout import duration
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Return whether a run with this configuration has ended well."""
+    """Return whether the run, with this configuration, has finished without error."""
     state = state_of(run)
     return state.get("fingerprint") == run.fingerprint and "seconds" in state
 
 
 def seconds_of(run: PlannedRun) -> float:
-    """Return the wall seconds of a finished run; of a resumed one those since it was resumed."""
+    """Return the wall seconds of a finished run; for a resumed run, those since it was resumed."""
     return float(str(state_of(run)["seconds"]))
 
 
 def checkpoint_of(run: PlannedRun) -> Path:
-    """Return a run's last checkpoint: the one named so, or else the newest.
+    """Return the path of a run's ``last.ckpt``, or else of its newest checkpoint.
 
     Raises:
-        ConfigurationError: if it has none.
+        ConfigurationError: if the run has no checkpoint.
     """
     last = _last_checkpoint(run)
     if last.exists():
@@ -54,7 +54,7 @@ def _last_checkpoint(run: PlannedRun) -> Path:
 
 
 def prepare(run: PlannedRun) -> list[str]:
-    """Write a run's files; returns the words of its command line."""
+    """Write the files of a run, and return the words of its command line; resumes it from its last checkpoint."""
     resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -63,7 +63,7 @@ def prepare(run: PlannedRun) -> list[str]:
     configuration = run.folder / "run.yaml"
     configuration.write_text(run.configuration.replace(FIRST, first))
     save_state(run, {})
-    # one process a run, however many cores there are, unless the configuration says how many
+    # one process for each run, unless the configuration sets the number of devices
     left_open = yaml.safe_load(run.configuration)["trainer"]["devices"] == "auto"
     return [
         *("--config", str(configuration)),
@@ -77,35 +77,35 @@ def prepare(run: PlannedRun) -> list[str]:
 
 
 def state_of(run: PlannedRun) -> dict[str, object]:
-    """Stored state of a run: its fingerprint, and more once it is finished."""
+    """Return the state in ``run.json``: the fingerprint, and more once the run is finished; else empty."""
     try:
         state = json.loads((run.folder / "run.json").read_text())
-    except (OSError, ValueError):  # never begun, or killed while it was written
+    except (OSError, ValueError):  # never begun, or killed while the file was written
         return {}
     return state if isinstance(state, dict) else {}
 
 
 def save_state(run: PlannedRun, more: dict[str, object]) -> None:
-    """Store a run's fingerprint and further facts about it."""
+    """Write the fingerprint of a run and further facts into ``run.json``."""
     path = run.folder / "run.json"
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
     temporary.replace(path)
 
 
-# run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"
+# a line of run.log: "… | INFO | round 3/50: val/accuracy 0.486, …"
 _ROUND = re.compile(r"\| INFO \| (?:round|epoch) (\d+)/(\d+): ([^,\n]*)")
 _LAST_BYTES = 4096
 _BAR = 12
 
 
 class Watch:
-    """Bars of a command that trains many runs.
+    """Progress bars of a command that trains many runs.
 
     Args:
-        what: is counted.
-        total: how many there are.
-        done: how many of them had ended before.
+        what: ``runs`` or ``trials``.
+        total: number of runs or trials.
+        done: number of them that had ended before the command started.
     """
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
@@ -114,7 +114,7 @@ class Watch:
         self._first: dict[str, tuple[int, float]] = {}
 
     def bars(self, running: Sequence[PlannedRun], width: int) -> Table:
-        """A line about all, with the time left if the others take as long, and one about each running run."""
+        """Return a bar for all runs, with the estimated time left, and a bar for each run in progress."""
         grid = Table.grid(*[Column(no_wrap=True) for _ in range(5)], padding=(0, 2))
         done, left = self.done, ""
         if done > self._done_before:
@@ -123,9 +123,7 @@ class Watch:
         of = f"{done}/{self._total}"
         grid.add_row(self._what, Bar(self._total, done, width=_BAR), of, left)
         for run in running:
-            seed = (
-                f", seed {run.seed}"  # of a long name only the beginning: the seed has to be seen
-            )
+            seed = f", seed {run.seed}"  # a long name is cut, so that the seed stays visible
             grid.add_row(
                 f"{run.variant.name[: width // 3 - len(seed)]}{seed}", *self._progress(run)
             )
@@ -145,7 +143,7 @@ class Watch:
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
-    """Return a run's last round, its planned rounds and its first metric; None if it has none."""
+    """Return a run's last round, its number of rounds, and a metric in words; None before the first round."""
     try:
         with (run.folder / "run.log").open("rb") as file:
             file.seek(0, 2)

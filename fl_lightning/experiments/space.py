@@ -1,4 +1,4 @@
-"""Search spaces: for every option a range of numbers, or a list of values; and the keys of a search.
+"""Search spaces: a range or a list of values for each option; and the keys of a search's YAML.
 
 model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
 federation.local_epochs: {low: 1, high: 8}
@@ -29,12 +29,12 @@ _MOST_GRID = 10_000  # numbers of one range: more is a mistake
 
 @dataclass(frozen=True)
 class Parameter:
-    """Values that an option may have, and their names for Optuna.
+    """Range or choices of a searched option, for Optuna.
 
     Attributes:
-        distribution: of Optuna's: of a range its numbers, of choices their names.
-        choices: value by name; a number, a word, true, false or null is its own name. None of a range.
-        points: how many numbers of a range a grid takes, both ends among them; None: every step.
+        distribution: Optuna's distribution, over the numbers of a range or the names of choices.
+        choices: name to value; numbers, words, true, false and null are their own names. None for a range.
+        points: number of values that a grid takes from a range, both ends included; None for every step.
     """
 
     distribution: BaseDistribution
@@ -43,16 +43,16 @@ class Parameter:
 
     @property
     def ends(self) -> list[Any]:
-        """The values that show whether the option takes such: both ends, or all choices."""
+        """Values to check before the search: both ends of a range, or all choices."""
         own: Any = self.distribution
         ends = (own.low, own.high) if self.choices is None else None
         return [*(self.choices or {}).values()] if ends is None else [*dict.fromkeys(ends)]
 
     def grid(self, path: str) -> list[Any]:
-        """Return the names of a grid's values.
+        """Return the names of the values in a grid.
 
         Raises:
-            ConfigurationError: if there is no end of them.
+            ConfigurationError: if the grid has more than 10,000 values, or the range has neither step nor points.
 
         Example:
             >>> found = read_parameters({"x": {"low": 0.01, "high": 1, "log": True, "points": 3}})
@@ -64,7 +64,7 @@ class Parameter:
         own: Any = self.distribution
         if self.points is not None:
             return _spaced(own, self.points)
-        # of whole numbers Optuna's step is 1 at least
+        # for integers, Optuna's step is at least 1
         step = None if own.log else own.step
         if step is None:
             raise ConfigurationError(
@@ -78,7 +78,7 @@ class Parameter:
         return [own.low + number * step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
-        """Name of a value of the configuration; None if it is outside."""
+        """Return the name of a configuration's value; None if the value is outside the space."""
         if self.choices is not None:
             return next((key for key, one in self.choices.items() if one == value), None)
         own: Any = self.distribution
@@ -88,12 +88,12 @@ class Parameter:
         return kind(value) if own.low <= value <= own.high and kind(value) == value else None
 
     def value_of(self, key: Any) -> Any:
-        """Value of a name, as the configuration has it."""
+        """Return the configuration's value for a name."""
         return key if self.choices is None else self.choices[key]
 
 
 def _spaced(numbers: Any, count: int) -> list[Any]:
-    """Return numbers from one end of a distribution to the other, at equal distances or ratios."""
+    """Return evenly spaced numbers from the low to the high end; with equal ratios on a log scale."""
     low, high = numbers.low, numbers.high
     if count == 1 or low == high:
         return [low]
@@ -108,13 +108,13 @@ def _spaced(numbers: Any, count: int) -> list[Any]:
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Searched ranges and choices, by the path of the option.
+    """Read a search space into parameters, by the path of the option.
 
     Args:
         space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.
 
     Raises:
-        ConfigurationError: with everything that is wrong with it.
+        ConfigurationError: naming every error in the space.
 
     Example:
         >>> read_parameters({"model.lr": {"low": "1e-3", "high": 1, "log": True}})["model.lr"].distribution
@@ -199,7 +199,7 @@ def _number(given: Any, key: str) -> float | int | None:
 
 
 def _named(values: Any) -> dict[Any, Any]:
-    """Return values by their names: themselves, or of classes the class's name."""
+    """Return values by name: a class is named by its class name, a simple value is its own name."""
     if not isinstance(values, list) or not values:
         raise ConfigurationError(f"must have at least one value to choose, got {values!r}")
     names = [_name(value) for value in values]
@@ -228,26 +228,25 @@ class Search:
     """A search for values of a configuration's options.
 
     Args:
-        space: what is searched: the path of an option in the configuration to a range, {low, high,
-            log, step, points}, to a list of values, or to {choices: {name: value}}. The keys
-            init_args in a path may be left out.
+        space: path of each searched option, to a range {low, high, log, step, points}, to a list of
+            values, or to {choices: {name: value}}. The keys init_args in a path may be left out.
         configs: files of the configuration, layered; paths are relative to the search's own file.
-            Those of --config follow.
+            Files of --config follow.
         base: a difference to the configuration, in the search's file, e.g. fewer rounds.
-        metric: that says how good a trial is, as the runs log it.
-        mode: whether a high or a low value of it is good.
-        value: of a trial: the metric after its last round, or in its best one.
-        seeds: a trial is one run of each, its value their mean: [0, 1, 2] or 0,1,2. The
+        metric: metric to optimise, as the runs log it.
+        mode: whether a high (max) or a low (min) value of the metric is good.
+        value: value of a trial: the metric after its last round, or in its best round.
+        seeds: seeds of the runs of each trial, whose values are averaged: [0, 1, 2] or 0,1,2. The
             configuration's own seed if null.
-        trials: how many there are in all, over all machines. A grid has its own size if null, other
-            samplers 20.
-        sampler: what proposes values: tpe (learns from the trials so far), random, or grid.
-        startup_trials: random trials before tpe learns, and whole ones before median prunes.
-        pruner: what stops a trial early: none; median, when it is worse than half of the others
-            were in that round; or hyperband, which lets the best third go on at growing intervals.
-        min_rounds: before a trial may be stopped.
+        trials: number of trials, over all machines. If null, the size of the grid, or 20 for other
+            samplers.
+        sampler: how values are proposed: tpe (learns from earlier trials), random, or grid.
+        startup_trials: random trials before tpe learns, and complete ones before median prunes.
+        pruner: how trials are stopped early: none; median, if worse than half of the earlier trials
+            in the same round; or hyperband, which continues the best third at growing intervals.
+        min_rounds: rounds before a trial may be stopped.
         first_as_configured: whether the first trial has the configuration's own values.
-        sampler_seed: of what is proposed.
+        sampler_seed: seed of the proposed values.
 
     Raises:
         ConfigurationError: if there is nothing to search, or the space is not understood.
@@ -291,7 +290,7 @@ class Search:
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are in all."""
+        """Number of trials of the search."""
         if self.sampler != "grid":
             return self.trials or 20
         size = 1

@@ -1,14 +1,12 @@
-"""The study: storage of trials, Optuna's samplers and pruners with our seeds, and results.
+"""Optuna's study of a search: storage, samplers, pruners, and the results of trials.
 
-The study is a file, or a database that many machines share. A sampler's own generator would begin anew in every
-process, and propose the same again after a resume or on a second machine. Here every trial's draws are a
-function of (seed, number of the trial), and of the trials that it learns from: with one worker a resumed
-search is the one never interrupted.
+The study is a file, or a database that many machines share. Each trial's values are a function of (seed, number
+of the trial) and of the earlier trials: with one worker, a resumed search equals one that was never interrupted.
+(A sampler's own generator would propose the same values again after a resume, or on a second machine.)
 Sources: Bergstra et al. 2011 (TPE); Li et al. 2018 (Hyperband); Akiba et al. 2019 (Optuna).
 
-Importance: the share of the variance of the values over the whole space that an option explains alone,
-of a forest fitted to the trials (fANOVA), as shares of a sum of 1. Stopped trials are no better than the
-worst complete one.
+Importance of an option: share of the variance over the space that the option alone explains, in a forest fitted
+to the trials (fANOVA), normalised to a sum of 1. A stopped trial counts as no better than the worst complete one.
 Source: Hutter et al. 2014, ICML; Optuna's implementation.
 Differs: Optuna leaves stopped trials out, and with them the option that often matters most.
 """
@@ -43,23 +41,23 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-_SECONDS_TO_WAIT = 60  # for SQLite's lock, which others hold for moments
+_SECONDS_TO_WAIT = 60  # for SQLite's lock, which other processes hold for moments
 _IDENTITY = "what is compared"
 _MOST_SHOWN = 4
 
 
 def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> optuna.Study:
-    """Return the study of a search, a new one or that of earlier trials.
+    """Create the study of a search, or open the existing one.
 
     Args:
-        search: what is searched.
-        plan: its configuration.
-        storage: a database's URL, or the path of a journal, a file for many machines; a SQLite file in
+        search: options of the search.
+        plan: plan of the search.
+        storage: URL of a database, or path of a journal file that many machines share; a SQLite file in
             the folder of the search if None.
-        name: of the study in there.
+        name: name of the study in the storage.
 
     Raises:
-        ConfigurationError: if the storage cannot be opened, or the study there is of another search.
+        ConfigurationError: if the storage cannot be opened, or its study belongs to another search.
     """
     study = optuna.create_study(
         storage=_storage(storage, plan.out),
@@ -97,7 +95,7 @@ def _storage(given: str | None, out: Path) -> BaseStorage:
 
 
 def _without_password(url: str) -> str:
-    """Return a URL to show.
+    """Return a database's URL with its password replaced by stars.
 
     Example:
         >>> _without_password("postgresql://me:secret@host/study")
@@ -111,7 +109,7 @@ def _without_password(url: str) -> str:
 
 
 def _identity(search: Search, plan: Plan) -> dict[str, Any]:
-    """Options that trials must share to be comparable; the values of searched ones are left out."""
+    """Return the options that all trials of a study must share; values of searched options are left out."""
     searched = dict.fromkeys(plan.places.values(), "<searched>")
     own = with_values(plan.configuration, searched) | {
         "metric": search.metric,
@@ -142,7 +140,7 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
 
 
 class _Grid(samplers.GridSampler):
-    """A grid without an end of its own: the number of trials ends a search, which is no loop of Optuna's."""
+    """Grid sampler that does not stop the study: `Trials` counts the trials."""
 
     @override
     def after_trial(self, *args: Any) -> None:
@@ -150,7 +148,7 @@ class _Grid(samplers.GridSampler):
 
 
 def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
-    """Sampler that proposes the values of the trial with this number."""
+    """Return the sampler that proposes the values of the trial with this number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
         order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
@@ -162,7 +160,7 @@ def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
 
 
 def ask(study: Study, search: Search) -> optuna.Trial:
-    """Return a new trial with its values, drawn by a sampler of its own."""
+    """Return a new trial, whose values are drawn by the trial's own sampler."""
     trial = study.ask()
     study.sampler = sampler_of(search, trial.number)
     for path, parameter in search.parameters.items():
@@ -171,7 +169,7 @@ def ask(study: Study, search: Search) -> optuna.Trial:
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Pruner that stops trials early; a whole trial has this number of rounds."""
+    """Return the pruner of a search; a complete trial has the given number of rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -190,7 +188,7 @@ _STATES = {
     TrialState.RUNNING: "running",
     TrialState.WAITING: "waiting",
 }
-_FEWEST = 6  # trials that say anything about importance
+_FEWEST = 6  # trials that are needed for an estimate of importance
 
 
 def ranked(study: optuna.Study) -> list[FrozenTrial]:
@@ -208,7 +206,7 @@ def ranked(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
-    """Return a row a trial that has ended, in the order of `ranked`, with as many digits as there are."""
+    """Return a table with a row for each ended trial, in the order of `ranked`, with all digits."""
     import pandas
 
     rows = [
@@ -231,9 +229,9 @@ def cells(
     """Return the head and the rows of a table of trials.
 
     Args:
-        trials: in the order of the rows.
-        metric: what values are of.
-        names: short ones of the options, by path: a column each.
+        trials: the trials, a row each.
+        metric: name of the metric.
+        names: short names of the options by path, a column each.
     """
     rows = [
         [
@@ -247,7 +245,7 @@ def cells(
 
 
 def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
-    """Write the configuration of the best trial, complete."""
+    """Write the complete configuration of the best trial."""
     lines = [f"# {metric} {best.value:.6g}: trial {best.number} of a search over"]
     lines += [f"#   {option}: {best.params[option]}" for option in plan.parameters]
     lines += [f"# fl-lightning fit --config {path}", ""]
@@ -255,7 +253,7 @@ def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
 
 
 def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Return values to read, by the short names of their options.
+    """Format the values of a trial, with short names of the options.
 
     Example:
         >>> shown_values({"model.optimizer.lr": 0.00312345}, {"model.optimizer.lr": "lr"})
@@ -265,7 +263,7 @@ def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value to read."""
+    """Format the value of an option, a number with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -276,7 +274,7 @@ def _value(trial: FrozenTrial) -> str:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Importance of each option by path, the highest first; empty if it is unknown."""
+    """Return the importance of each option by path, the highest first; empty if it cannot be estimated."""
     values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
     if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
         return {}
@@ -296,7 +294,7 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
-    """Write bars of importances, as PNG and SVG."""
+    """Draw the importances as bars, into PNG and SVG files."""
     panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
     _save([Chart("importance", "importance, share of all", panel, names_are_long=True)], path)
 
@@ -308,14 +306,14 @@ def draw_trials(
     parameters: Mapping[str, Parameter],
     names: Mapping[str, str],
 ) -> None:
-    """Write every trial's value, over time and over each option, as PNG and SVG.
+    """Draw the values of all trials, over their numbers and over each option, into PNG and SVG files.
 
     Args:
-        path: without a suffix.
-        study: with at least one complete trial.
-        metric: what values are of.
-        parameters: what was searched, by path.
-        names: short ones of the options, by path.
+        path: path of the files, without suffix.
+        study: study with at least one complete trial.
+        metric: name of the metric.
+        parameters: searched parameters, by path.
+        names: short names of the options, by path.
     """
     history = {
         label: [(float(one.number), value) for one, value in _points(study, state)]
@@ -346,7 +344,7 @@ _SHOWN = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped"}
 
 
 def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, float]]:
-    """Return trials with their values; a stopped one's is that of its last round."""
+    """Return the trials in a state with their values; a stopped trial has the value of its last round."""
     trials = study.get_trials(deepcopy=False, states=(state,))
     return [(one, one.value) for one in trials if one.value is not None]
 
@@ -357,15 +355,17 @@ def _save(charts: Sequence[Chart], path: Path) -> None:
         figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white")
 
 
-def told(trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool) -> str:
-    """Return a trial's end in a line.
+def trial_line(
+    trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool
+) -> str:
+    """Return a line about a trial that has ended.
 
     Args:
-        trial: that has ended.
-        done: how many trials have ended.
-        budget: how many there are in all.
-        reason: why it was stopped, None if it was not.
-        is_best: whether it is the best one so far.
+        trial: the trial.
+        done: number of trials that have ended.
+        budget: number of trials of the search.
+        reason: reason why the trial was stopped; None if it is complete.
+        is_best: whether it is the best trial so far.
     """
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason

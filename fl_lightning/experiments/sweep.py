@@ -1,4 +1,4 @@
-"""The command ``fl-lightning sweep``: plan, try, report. Many may run on one study."""
+"""The command ``fl-lightning sweep``: searches values for options; several processes may share a study."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _MOST_ROWS = 10
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument(
         "-c",
         "--config",
         action="append",
         type=str,
         default=[],
-        help="A configuration, as fit takes it; may be given several times.",
+        help="A configuration, as for fit; may be repeated.",
     )
     parser.add_argument(
         "-s", "--search", action="config", help="The search's YAML file: the options below."
@@ -57,21 +57,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--out",
         type=str | None,
         default=None,
-        help="Folder of runs and results; runs/sweep_<name> if null. The same command goes on with "
-        "what is unfinished there.",
+        help="Folder of runs and results; runs/sweep_<name> if null. The same command resumes "
+        "unfinished trials there.",
     )
     parser.add_argument(
         "--storage",
         type=str | None,
         default=None,
-        help="Of the study, for many machines: a database's URL, as postgresql://user@host/name, or "
-        "the path of a journal, a file on a disk that they share; <out>/study.db if null.",
+        help="Storage of the study, for many machines: URL of a database, as "
+        "postgresql://user@host/name, or path of a journal file on a shared disk; <out>/study.db if null.",
     )
     parser.add_argument(
         "--name",
         type=str | None,
         default=None,
-        help="Of the study in the storage; that of the search's or the configuration's file if null.",
+        help="Name of the study in the storage; that of the search's or the configuration's file if null.",
     )
 
 
@@ -80,13 +80,13 @@ def sweep(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> 
 
     Args:
         given: the parsed options of the command.
-        options: words of the command line that go to every run.
-        resolve: from the words of a fit's command line to its complete configuration as YAML.
-        fit: runs a fit's command line with a callback, in another process.
+        options: words of the command line that are added to every run.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
+        fit: function that runs a fit's command line with a callback; it is called in another process.
 
     Raises:
-        ConfigurationError: if anything is refused, before any trial starts.
-        Interrupted: by Ctrl-C; the same command goes on.
+        ConfigurationError: before any trial starts, if an option or a configuration is refused.
+        Interrupted: by Ctrl-C; the same command resumes the search.
     """
     search = Search(**{key: given[key] for key in Search.__dataclass_fields__})
     files = [str(path) for path in given.search or []] or given.config
@@ -123,7 +123,7 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
 
 
 def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
-    """Write the results, and print the best trials."""
+    """Write the tables and charts of the search, and print the best trials."""
     study, names = trials.study, plan.names
     trials_table(study, list(plan.parameters)).to_csv(out / "trials.csv", index=False)
     told = [one for one in ranked(study) if one.state != TrialState.FAIL]

@@ -1,4 +1,4 @@
-"""From a search to the runs of its trials: where each option is, and the configuration with a trial's values."""
+"""Plan of a search: the place of each searched option, and the configuration of each trial."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Place: TypeAlias = tuple[str | int, ...]
 
 
 def place_of(configuration: Mapping[str, Any], path: str) -> Place:
-    """Return the keys that lead to an option; `init_args` need not be written.
+    """Return the keys that lead to an option in a configuration; a path may leave out `init_args`.
 
-    The last of them may be new: the parser knows whether there is such an option.
+    The last key need not exist: the parser checks whether the class has such an option.
 
     Args:
-        configuration: complete.
-        path: keys with dots between them; of a list the number of an entry, from 0.
+        configuration: complete configuration.
+        path: keys separated by dots; an entry of a list is its number, from 0.
 
     Raises:
-        ConfigurationError: if nothing is there that could have such an option.
+        ConfigurationError: if the configuration has no mapping or list at a part of the path.
 
     Example:
         >>> model = {"class_path": "my.Net", "init_args": {"lr": 0.1}}
@@ -64,7 +64,7 @@ def place_of(configuration: Mapping[str, Any], path: str) -> Place:
 
 
 def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
-    """Return the value at a place; None if there is none."""
+    """Return the value at a place in a configuration; None if the place does not exist."""
     node = configuration
     for key in place:
         if isinstance(node, Mapping) and key not in node:
@@ -74,7 +74,7 @@ def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
 
 
 def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> dict[str, Any]:
-    """Return a configuration with other values at some places.
+    """Return a copy of a configuration with new values at some places.
 
     Example:
         >>> with_values({"a": {"b": 1, "c": 2}}, {("a", "b"): 3})
@@ -90,7 +90,7 @@ def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> d
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return for every path its last words, as many as tell it from the others.
+    """Return a short, unique name for each path: as many of its last words as needed.
 
     Example:
         >>> short_names(["model.optimizer.lr", "model.scheduler.lr", "data.batch_size"]).values()
@@ -111,7 +111,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 def _keys(
     node: Mapping[str, Any], word: str, is_last: bool, before: Sequence[str], path: str
 ) -> list[str | int]:
-    """Keys from a mapping to the option that a word names."""
+    """Return the keys from a mapping to the option that a word of the path names."""
     if word in node:
         return [word]
     inside = node.get("init_args") or {}
@@ -139,13 +139,13 @@ def _entry(node: Sequence[Any], word: str, before: Sequence[str], path: str) -> 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs that a search may need.
+    """Plan of a search, from which the run of each trial is made.
 
     Attributes:
-        configuration: complete, of the trial that changes nothing.
-        parameters: what is searched, by path.
-        places: where that is in the configuration, by path.
-        seeds: of the runs of a trial.
+        configuration: complete configuration, with the user's own values.
+        parameters: searched parameters, by path.
+        places: keys that lead to each searched option, by path.
+        seeds: seeds of the runs of each trial.
         out: folder of the search.
     """
 
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of a whole trial; -1 if they are not limited by their number."""
+        """Number of rounds of a complete trial; -1 without a limit."""
         rounds = self.configuration["trainer"]["max_epochs"]
         return -1 if rounds is None else int(rounds)
 
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def as_configured(self) -> dict[str, Any] | None:
-        """The configuration's own values as Optuna knows them; None if one is not in the space."""
+        """Names of the configuration's own values, by path; None if a value is outside the space."""
         keys = {
             path: parameter.key_of(value_at(self.configuration, self.places[path]))
             for path, parameter in self.parameters.items()
@@ -176,7 +176,11 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration with values by path, as Optuna knows them."""
+        """Return the configuration with the values that Optuna's names stand for.
+
+        Args:
+            keys: name of the value, by path of the option.
+        """
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }
@@ -187,9 +191,15 @@ class Plan:
         return self.out / f"trial_{number:04d}"
 
     def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
-        """Return one run of a trial."""
+        """Return the run of a trial with a seed.
+
+        Args:
+            number: number of the trial.
+            keys: name of the value, by path of the option.
+            seed: seed of the run.
+        """
         folder = self.folder(number)
-        # what the test says must not decide
+        # the test set must not influence the choice
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
         return PlannedRun(Variant(folder.name, ()), seed, text, folder / f"seed_{seed}")
 
@@ -197,17 +207,17 @@ class Plan:
 def plan_search(
     search: Search, configs: Sequence[str], options: Sequence[str], *, out: Path, resolve: Resolve
 ) -> Plan:
-    """Read the configuration, and try whether it takes the ends of every range and every choice.
+    """Read the configuration, and check that it accepts the ends of every range and every choice.
 
     Args:
-        search: what is searched.
-        configs: further files of the configuration, as they were named.
+        search: options of the search.
+        configs: further files of the configuration.
         options: further words of every run's command line.
         out: folder of the search.
-        resolve: from the words of a command line to the complete configuration as YAML.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
-        ConfigurationError: if anything is refused, before any trial starts.
+        ConfigurationError: if the configuration, or a value of the space, is refused.
     """
     files = [*(str(path.absolute) for path in search.configs), *configs]
     if not files and search.base is None:

@@ -1,8 +1,8 @@
-"""Trials side by side: which one is next, its rounds, and those that are stopped early.
+"""Trials of a search in worker processes: the choice of the next trial, early stopping, and resuming.
 
-A trial belongs to the process that holds the lock in its folder. An unfinished trial whose lock is free is
-resumed from its last checkpoint. Machines without a common disk cannot do that: there a trial that was not
-heard of for long is given up, and another one takes its place.
+The process that holds the lock in a trial's folder runs the trial. An unfinished trial whose lock is free is
+resumed from its last checkpoint. If its folder is on another machine, a trial without a sign of life for
+10 minutes is marked as failed, and a new one takes its place.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from optuna.trial import FrozenTrial, TrialState
 from fl_lightning.experiments.processes import Ended, Fit, Running, RunPool
 from fl_lightning.experiments.runs import Watch, save_state, state_of
 from fl_lightning.experiments.space import Search
-from fl_lightning.experiments.study import ask, shown_values, told
+from fl_lightning.experiments.study import ask, shown_values, trial_line
 from fl_lightning.experiments.sweep_plan import Plan
 from fl_lightning.reports.layout import in_lines
 
 SECONDS_BETWEEN_SIGNS = 30.0
-SECONDS_OF_SILENCE = 600.0  # clocks of machines may differ by minutes
+SECONDS_OF_SILENCE = 600.0  # long, because the clocks of machines may differ by minutes
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
 class Held:
-    """A trial that this process runs.
+    """A trial that this command runs.
 
     Attributes:
-        trial: of Optuna's.
-        lock: of its folder.
-        began: when, by the monotonic clock.
-        seconds_before: that it had run before it was taken up.
-        is_taken_up: whether it was interrupted before.
-        reported: rounds that the study knows of.
-        values: of the runs that have ended.
-        told: the metric of the present run, round to value.
-        stopped: why it was stopped, None if it was not.
+        trial: Optuna's trial.
+        lock: lock of the trial's folder.
+        began: start of the trial here, by the monotonic clock.
+        seconds_before: seconds that the trial had run before it was resumed.
+        is_resumed: whether the trial was interrupted before.
+        reported: rounds whose values the study has.
+        values: values of the runs that have ended, one for each seed.
+        told: values of the metric in the current run, by round.
+        stopped: reason why the trial was stopped; None if it was not.
     """
 
     trial: optuna.Trial
     lock: FileLock
     began: float
     seconds_before: float = 0.0
-    is_taken_up: bool = False
+    is_resumed: bool = False
     reported: set[int] = field(default_factory=set)
     values: list[float] = field(default_factory=list)
     told: dict[int, float] = field(default_factory=dict)
@@ -61,38 +61,38 @@ class Held:
 
     @property
     def number(self) -> int:
-        """Of the trial, from 0."""
+        """Number of the trial, from 0."""
         return self.trial.number
 
     @property
     def rounds(self) -> int:
-        """How many rounds the present run has told of."""
+        """Number of rounds of the current run whose values are known."""
         return max(self.told, default=0)
 
     @property
     def seconds(self) -> float:
-        """Since it began, without the time for which it was interrupted."""
+        """Seconds that the trial has run, without the time for which it was interrupted."""
         return round(self.seconds_before + time.monotonic() - self.began, 1)
 
     def give_sign(self) -> None:
-        """Tell others that it goes on."""
+        """Record in the study that the trial is still running."""
         self._signed = time.monotonic()
         self.trial.set_user_attr("heard of", time.time())
         self.trial.set_user_attr("seconds", self.seconds)
 
     def give_sign_if_due(self) -> None:
-        """Do so every half a minute: others may be many, and the storage far away."""
+        """Do so at most twice a minute, because the storage may be slow."""
         if time.monotonic() - self._signed >= SECONDS_BETWEEN_SIGNS:
             self.give_sign()
 
 
 class Trials:
-    """The trials of a study.
+    """The trials of a study, which other commands may run as well.
 
     Args:
-        study: of Optuna's.
-        search: says how many there are in all; those that failed do not count.
-        plan: of the search.
+        study: Optuna's study.
+        search: options of the search.
+        plan: plan of the search.
     """
 
     def __init__(self, study: optuna.Study, search: Search, plan: Plan) -> None:
@@ -100,31 +100,31 @@ class Trials:
         self._held: set[int] = set()
 
     def next(self) -> Held | None:
-        """Return a trial to run, at first one that was interrupted; None if there is none left."""
+        """Return the next trial to run, interrupted ones first; None once there are enough."""
         held = next(self._interrupted(), None)
         while held is None and len(self.of(*DONE, TrialState.RUNNING)) < self.search.num_trials:
             held = self._ask()
         return held
 
     def of(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in one of some states."""
+        """Return the trials in any of the given states."""
         return self.study.get_trials(deepcopy=False, states=states)
 
     def elsewhere(self) -> int:
-        """Number of trials that run in other processes."""
+        """Return the number of trials that other commands run."""
         return sum(trial.number not in self._held for trial in self.of(TrialState.RUNNING))
 
     def end(
         self, held: Held, state: TrialState | None, value: float | None = None, **known: Any
     ) -> None:
-        """Record the end of a trial.
+        """Record the end of a trial, and release its lock.
 
         Args:
             held: the trial.
-            state: complete; stopped, for it was not good enough or could not train; failed, so that
-                another one takes its place; None to leave it unfinished, to be taken up again.
-            value: of a complete one.
-            known: further facts to keep.
+            state: complete; pruned, if it was stopped early or could not train; failed, so that another
+                one takes its place; None to leave it unfinished, so that it can be resumed.
+            value: value of a complete trial.
+            known: further facts to record.
         """
         held.give_sign()
         for name, fact in known.items():
@@ -149,17 +149,17 @@ class Trials:
                 continue
             trial = optuna.Trial(self.study, known._trial_id)
             before = float(known.user_attrs.get("seconds", 0.0))
-            held = self._hold(trial, lock, before, is_taken_up=True)
+            held = self._hold(trial, lock, before, is_resumed=True)
             held.reported |= set(known.intermediate_values)
             yield held
 
     def _ask(self) -> Held | None:
-        """Return a new trial; None if another process was faster."""
+        """Return a new trial; None if another command has begun it, or has begun the last one."""
         trial = ask(self.study, self.search)
         self.plan.folder(trial.number).mkdir(parents=True, exist_ok=True)
         lock = self._locked(trial.number)
         if lock is None:
-            return None  # it was taken up as an interrupted one
+            return None  # another command has resumed it
         held = self._hold(trial, lock, 0.0)
         earlier = [
             n for one in self.of(*DONE, TrialState.RUNNING) if (n := one.number) < trial.number
@@ -170,9 +170,9 @@ class Trials:
         return held
 
     def _hold(
-        self, trial: optuna.Trial, lock: FileLock, before: float, *, is_taken_up: bool = False
+        self, trial: optuna.Trial, lock: FileLock, before: float, *, is_resumed: bool = False
     ) -> Held:
-        held = Held(trial, lock, time.monotonic(), before, is_taken_up)
+        held = Held(trial, lock, time.monotonic(), before, is_resumed)
         self._held.add(trial.number)
         held.give_sign()
         return held
@@ -196,17 +196,17 @@ class Trials:
 _MOST_FAILURES = 3
 
 
-class TrialsFail(RuntimeError):  # noqa: N818 - says what is wrong
-    """Trials fail whatever their values are."""
+class TrialsFail(RuntimeError):  # noqa: N818 - the name says what is wrong
+    """Raised if trials fail for a reason that other values would not change."""
 
 
 class Workers:
-    """Trains trials side by side, and stops those that the study's pruner gives up.
+    """Trains trials in worker processes, and stops those that the pruner rejects.
 
     Args:
-        trials: to run.
-        fit: runs a fit's command line.
-        context: how processes are started.
+        trials: the trials of the study.
+        fit: function that runs a fit's command line.
+        context: multiprocessing context of the workers.
     """
 
     def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
@@ -220,12 +220,12 @@ class Workers:
         """Run the remaining trials, at most a given number at a time.
 
         Raises:
-            TrialsFail: if several in a row fail, or the first one cannot work.
+            TrialsFail: if three trials in a row fail, or the first one has a configuration error.
         """
         try:
             with self._processes as processes:
                 while self._fill(count):
-                    for running, message in processes.heard(SECONDS_BETWEEN_SIGNS):
+                    for running, message in processes.messages(SECONDS_BETWEEN_SIGNS):
                         held = self._running[running.run.folder.parent]
                         if isinstance(message, Ended):
                             self._end(held, running, message)
@@ -233,25 +233,25 @@ class Workers:
                             self._answer(held, running, message)
                     for held in self._running.values():
                         held.give_sign_if_due()
-        finally:  # after an interruption or an error: they can be taken up again
+        finally:  # after an interruption or an error, so that the trials can be resumed
             for held in self._running.values():
                 self._trials.end(held, None)
 
     def _fill(self, count: int) -> bool:
-        """Start trials; return whether any runs."""
+        """Start trials until the given number runs; return whether any runs."""
         while len(self._running) < count:
             held = self._trials.next()
             if held is None:
                 break
-            if held.is_taken_up:
-                print(f"trial {held.number}: taken up where it was interrupted", flush=True)
+            if held.is_resumed:
+                print(f"trial {held.number}: resumed where it was interrupted", flush=True)
             self._running[self._plan.folder(held.number)] = held
             self._start(held)
         self._processes.watch.done = len(self._trials.of(*DONE))
         return bool(self._running)
 
     def _start(self, held: Held) -> None:
-        """Start the trial's next run."""
+        """Start the trial's run with the next seed."""
         held.told, seed = {}, self._plan.seeds[len(held.values)]
         self._processes.start(self._plan.run(held.number, held.trial.params, seed))
 
@@ -260,20 +260,18 @@ class Workers:
         value = values[held.rounds]
         if not math.isfinite(value):
             held.stopped = f"{self._search.metric} is {value} in round {held.rounds}"
-        elif (
-            not held.values
-        ):  # trials are stopped by their first run; others only count in the mean
+        elif not held.values:  # only the run with the first seed can be stopped early
             if held.rounds not in held.reported:  # before it was interrupted
                 held.trial.report(value, held.rounds)
                 held.reported.add(held.rounds)
             if held.rounds != self._plan.num_rounds and held.trial.should_prune():
                 held.stopped = f"stopped after round {held.rounds}"
-        with suppress(OSError):  # it has died: that is heard next
+        with suppress(OSError):  # the worker has died: the next message says so
             running.connection.send(held.stopped is None)
 
     def _end(self, held: Held, running: Running, ended: Ended) -> None:
         if ended.failure is None and held.stopped is None:
-            if held.told:  # else it was finished before
+            if held.told:  # else the run was finished by an earlier command
                 seconds = round(time.monotonic() - running.began, 1)
                 save_state(running.run, {"seconds": seconds, "values": held.told})
             kept: Any = state_of(running.run).get("values", {})
@@ -292,7 +290,7 @@ class Workers:
             self._note(held, ended.failure or held.stopped)
 
     def _note(self, held: Held, reason: str | None) -> None:
-        """Tell the study how a trial has ended."""
+        """Record the value of a complete trial, or the reason of a stopped one, and print a line."""
         self._failures = 0
         if reason is not None:
             self._trials.end(held, TrialState.PRUNED, rounds=held.rounds, reason=reason)
@@ -303,7 +301,7 @@ class Workers:
         study, done = self._trials.study, len(self._trials.of(*DONE))
         one = study.trials[held.number]
         is_best = reason is None and study.best_trial.number == held.number
-        text = told(one, done, self._search.num_trials, reason, is_best=is_best)
+        text = trial_line(one, done, self._search.num_trials, reason, is_best=is_best)
         text = f"{text}: {shown_values(one.params, self._plan.names)}"
         print(in_lines(text, sys.stdout), flush=True)
 

@@ -28,7 +28,6 @@ from fl_lightning.federation.clients.fit_clients import FitClients as FitClients
 from fl_lightning.federation.federation import Federation as Federation
 from fl_lightning.federation.groups import ClientGroup as ClientGroup
 from fl_lightning.federation.groups import limited as limited
-from fl_lightning.federation.hooks import overrides as overrides
 from fl_lightning.federation.logs import begin_round as begin_round
 from fl_lightning.federation.logs import board_tag as board_tag
 from fl_lightning.federation.logs import boards as boards

@@ -255,7 +255,7 @@ def table(numbers: Mapping[str, float]) -> str:
 
 # prefixes of our metrics: TensorBoard sorts by name, and the user's val/ and train/ shall come first
 _OURS = re.compile(
-    r"(calibration|clients|global|head|local|mask|partition|personal|predictor|privacy|recalibration"
+    r"(calibration|clients|global|head|local|mask|partition|personal|privacy|recalibration"
     r"|results|round|search|secure)(/|$)"
 )
 

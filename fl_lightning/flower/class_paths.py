@@ -1,9 +1,9 @@
-"""Which classes a configuration from elsewhere may have a site import and build.
+"""Check of the classes that a configuration from the server may import and build at a site.
 
-The command line imports whatever a configuration names, and to import a module is to run it. So all
-names are looked at first, as text, and one that is not allowed refuses the whole configuration
-before anything is imported. Then what is left is looked up, because an allowed package holds other
-things too: `torch.nn.modules.module.functools`, functions that write files, a command line.
+The command line imports every class that a configuration names, and to import a module is to run it. So
+all names are checked first, as text, and one that is not allowed refuses the whole configuration before
+anything is imported. Then the allowed names are looked up, because an allowed package has other names
+too: `torch.nn.modules.module.functools`, functions that write files, a command line.
 
 A pattern allows
 
@@ -42,10 +42,10 @@ DEFAULT = (
     "timm.models.*",
     "timm.optim.*",
 )
-# whose classes fetch models by name from the internet: only if a site names one exactly
+# packages whose classes download models by name: allowed only by their exact path
 _FETCHES = tuple(f"torchmetrics.{each}." for each in ("audio", "image", "multimodal", "text"))
 _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
-# options of exported classes, and functions that they take
+# further classes and functions that options of exported classes accept
 _OWN_EXTRA = (
     "fl_lightning.secure.protocol.session.SparseGraph",
     "fl_lightning.sparsity.sensitivity.scoring.Scoring",
@@ -78,14 +78,14 @@ class Refused(ConfigurationError):  # noqa: N818 - says what happened
 
 
 def checked(configuration: Any, patterns: Sequence[str]) -> Any:
-    """Return a configuration with the full paths of classes, if all that it names are allowed.
+    """Check the class names in a configuration, and return it with full class paths.
 
     Args:
-        configuration: nested dicts, lists and values, as YAML has them.
-        patterns: of the class paths that are allowed.
+        configuration: nested dicts, lists and values, as read from YAML.
+        patterns: patterns of the class paths that are allowed.
 
     Raises:
-        Refused: naming the first that is not.
+        Refused: naming the first class that is not allowed.
 
     Example:
         >>> checked({"federation": {"aggregator": {"class_path": "Krum"}}}, DEFAULT)
@@ -119,7 +119,7 @@ def _refusal(place: Place, path: str) -> Refused:
 
 
 def _with_full_paths(value: Any, place: Place) -> Any:
-    """Return a configuration whose short names of our own classes are full paths; check its form."""
+    """Replace short names of fl_lightning's classes by full paths, and check the form of a configuration."""
     if len(place) > MOST_DEPTH:
         raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
     if place[-1:] == ("class_path",) and value is not None:
@@ -176,7 +176,7 @@ def _is_option(name: str, path: str) -> bool:
 
 
 def _named(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    """Yield the place and the name of each class that is, or may be, named."""
+    """Yield each class path in a configuration, and each text that may be one, with its place."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for name, inner in items:
@@ -213,7 +213,7 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
 
 
 def _read(text: str) -> Any:
-    """Value that the parser may read a text as."""
+    """Return the value that YAML reads from a text; None if the text is not YAML."""
     try:
         return load(text)
     except yaml.YAMLError:
@@ -224,7 +224,7 @@ def _read(text: str) -> Any:
 
 @cache
 def _exists(module: str) -> bool:
-    """True if this machine has a module; it is not imported."""
+    """True if a module is installed, which is found out without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -232,7 +232,7 @@ def _exists(module: str) -> bool:
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """True if a pattern covers a path, exactly or as one without private parts."""
+    """True if a pattern is this path, or a package above it and the path is public."""
     if path in patterns:
         return True
     is_public = not any(part.startswith("_") for part in path.split("."))
@@ -244,10 +244,10 @@ def _is_below(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
-    """True if a path names a class of a kind that is built from configurations.
+    """True if a path names a module, metric, optimizer or schedule, or a class that fl_lightning exports.
 
-    Only allowed modules are imported. What a class is called does not count, but where it is defined:
-    an allowed module has names of others too.
+    Only allowed modules are imported. A class must be defined below an allowed package: an allowed module
+    also has names that it has imported from elsewhere.
     """
     found = _look_up(path)
     if inspect.isfunction(found):
@@ -277,7 +277,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _look_up(path: str) -> Any:
-    """Return the attribute of a module; None if there is none, also if it lies inside a class."""
+    """Return the object at a path, which is an attribute of a module; None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)

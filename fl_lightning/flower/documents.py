@@ -1,11 +1,11 @@
-"""Documents of messages: a field's kind, range and bound stand once, in the annotation of a frozen dataclass.
+"""Messages as JSON documents: annotations of a frozen dataclass give the type and range of each field.
 
-`check_fields` holds a message to them where it is made, `document_of` writes it as plain JSON, and
-`read_document` makes a message of what a stranger wrote, in its only form.
+`check_fields` checks a message when it is made, `document_of` converts it to plain JSON, and
+`read_document` converts untrusted JSON back. A message has exactly one JSON form: others are refused.
 
     annotation                    value, and its JSON where that differs
     int, bool, str                of this very type
-    Annotated[T, check]           what ``check(name, value)`` does not refuse
+    Annotated[T, check]           values that ``check(name, value)`` accepts
     Literal[…], T | None          one of these
     bytes                         hexadecimal digits
     tuple[T, …]                   a list
@@ -14,7 +14,7 @@
     Tensor                        a single number, bit for bit as text
     a frozen dataclass            its own document
 
-The field ``tensors`` of a message travels beside its document.
+The field ``tensors`` of a message is sent beside the document.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number"}
 
 
 def check_fields(message: Any) -> None:
-    """Refuse a message with a field that its annotation does not allow.
+    """Raise if a field of a message has a value that its annotation does not allow.
 
     Raises:
         MessageError: naming the field.
@@ -57,22 +57,22 @@ def check_fields(message: Any) -> None:
 
 
 def document_of(message: Any) -> dict[str, Any]:
-    """Return a message as plain JSON."""
+    """Convert a message to plain JSON, without its tensors."""
     kinds = _kinds(type(message)).items()  # type: ignore[arg-type]
     return {n: _written(getattr(message, n), kind) for n, kind in kinds if n != _BESIDE}
 
 
 def read_document(kind: type[Message], document: Any, what: str = "it", **tensors: Any) -> Message:
-    """Return the message of which a document is the only form.
+    """Convert a document to the message that `document_of` has converted.
 
     Args:
-        kind: of the message.
-        document: plain JSON, from a stranger.
-        what: is read, for an error's sentence.
-        tensors: that came beside it.
+        kind: class of the message.
+        document: plain JSON, untrusted.
+        what: name of the document in error messages.
+        tensors: tensors that were sent beside the document.
 
     Raises:
-        MessageError: if `document_of` cannot have written it.
+        MessageError: if `document_of` cannot have written the document.
     """
     message = _read(what, document, kind, **tensors)
     check_form(document_of(message), document)
@@ -86,7 +86,7 @@ def _kinds(message: type) -> dict[str, Any]:
 
 
 def _part_of(kind: Any, value: Any) -> Any:
-    """Return the part of a union that a value is of, and any other annotation as it is."""
+    """Return the member of a union that fits a value; other annotations are returned unchanged."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     form = value is None, isinstance(value, tuple | list)
@@ -146,7 +146,7 @@ def _written(value: Any, kind: Any) -> Any:
 
 
 def _read(what: str, told: Any, kind: Any, **tensors: Any) -> Any:
-    """Return the value of what was told, as far as its form goes: its message checks the rest."""
+    """Convert JSON to the type of an annotation; `check_fields` checks the range."""
     kind = _bare(kind, told)
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):

@@ -1,11 +1,11 @@
-"""Which options of a configuration the server may set at a site, and which are the site's own.
+"""Options of a configuration that the server sets at a site, and options that only the site sets.
 
-    shared by all: seed_everything, num_threads, model, federation, and of trainer what says how long
-                   and how is trained (`SHARED_TRAINER`); of its callbacks `MaskCalibration`
-    a site's own:  everything else: data; trainer.accelerator, devices, precision, strategy, logger,
-                   callbacks, plugins, profiler, default_root_dir, …; ckpt_path and the like
+    server: seed_everything, num_threads, model, federation; of trainer the length and the rules of
+            training (`SHARED_TRAINER`) and the callback `MaskCalibration`
+    site:   everything else: data; trainer.accelerator, devices, precision, strategy, logger,
+            callbacks, plugins, profiler, default_root_dir, …; ckpt_path and the like
 
-The site's own layer lies over the shared one, as a later ``--config`` does over an earlier one.
+A site's options override the server's, as a later ``--config`` overrides an earlier one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callbacks_of(trainer: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks that the options of a Trainer name."""
+    """Return the callbacks in the options of a Trainer."""
     given = [trainer.get(name) for name in (CALLBACKS, f"{CALLBACKS}+")]
     return [c for value in given for c in (value if isinstance(value, list) else [value])]
 
@@ -68,7 +68,7 @@ def _is_calibration(callback: Any) -> bool:
 
 
 def _without_file(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a calibration whose first mask, which comes with a greeting, is no file here."""
+    """Replace the mask file of a `MaskCalibration`: a site gets its first mask from the server."""
     options = calibration.get("init_args")
     if isinstance(options, Mapping) and options.get("mask_file") is not None:
         return {**calibration, "init_args": {**options, "mask_file": FROM_SERVER}}
@@ -76,7 +76,7 @@ def _without_file(calibration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_callbacks(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a site's own layer without callbacks, of which its Trainer runs none.
+    """Remove the callbacks from a site's options, because the Trainer of a site runs none.
 
     Example:
         >>> without_callbacks({"trainer": {"callbacks": [1], "accelerator": "gpu"}})
@@ -90,7 +90,7 @@ def without_callbacks(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def not_shared(configuration: Mapping[str, Any]) -> list[str]:
-    """Return the options of a configuration that are not taken from the server.
+    """Return the names of the options that a site does not accept from the server.
 
     Example:
         >>> not_shared({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})
@@ -109,10 +109,10 @@ def _not_shared(configuration: Mapping[str, Any]) -> Iterator[str]:
 
 
 def laid_over(lower: Any, upper: Any) -> Any:
-    """Return a configuration with another over it.
+    """Merge two configurations; the values of ``upper`` win.
 
-    Mappings are merged; anything else, lists too, is replaced; where the upper one names another
-    class, the options of the lower one's class go.
+    Mappings are merged; other values, lists too, are replaced. If ``upper`` names another class, the
+    options of the class in ``lower`` are dropped.
 
     Example:
         >>> laid_over({"a": {"b": 1, "c": [2]}}, {"a": {"c": [3]}})

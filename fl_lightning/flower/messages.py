@@ -1,14 +1,13 @@
 """Messages: an `Order` from the server to a site, and the site's `Answer`.
 
-Both check themselves when they are made: what can be made can be sent and read, and what is read is
-what was made, see `fl_lightning.flower.documents`. Equal messages have equal bytes, see
-`fl_lightning.core.container`.
+Both check their fields when they are made, see `fl_lightning.flower.documents`. Equal messages have equal
+bytes, see `fl_lightning.core.container`.
 
-An answer names its order by the `digest` of the order's bytes. An order that is repeated, byte for
-byte, is the same order: its answer counts once.
+An answer names its order by the `digest` of the order's bytes. An order that is sent again with the same
+bytes is the same order, and its answer counts once.
 
-Why a site, or one of its clients, has no result: a category and an id, under which the site's own log has the
-exception. An exception's text may show examples, paths or names of people.
+The server is told a failure as a category and an id. The exception is in the site's own log under this id,
+because its text may show examples, paths or names of people.
 """
 
 from __future__ import annotations
@@ -92,11 +91,11 @@ CATEGORIES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result.
+    """Reason that a site has no result for an order.
 
     Attributes:
         category: one of `CATEGORIES`.
-        id: 16 hexadecimal digits, drawn at random, to be found in the site's log.
+        id: 16 random hexadecimal digits, under which the site's log has the exception.
 
     Example:
         >>> Failure("training", "0123456789abcdef").sentence
@@ -113,16 +112,16 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """For people at the server."""
+        """Explanation for people at the server."""
         return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"
 
 
 class OrderRefused(Exception):  # noqa: N818 - nothing broke
-    """A site does not follow an order.
+    """Raised if a site refuses an order.
 
     Args:
-        category: of the failure that the server is told.
-        reason: for the site's own log.
+        category: category that the server is told.
+        reason: explanation for the site's own log.
     """
 
     def __init__(self, category: str, reason: str) -> None:
@@ -131,7 +130,7 @@ class OrderRefused(Exception):  # noqa: N818 - nothing broke
 
 
 def category_of(error: BaseException) -> str:
-    """Category of an error, which may be told outside of the site.
+    """Return the category of an error: unlike the text of the error, it may leave the site.
 
     Example:
         >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
@@ -152,12 +151,12 @@ def category_of(error: BaseException) -> str:
 
 @cache
 def package_version() -> str:
-    """Return the version of fl_lightning that runs here."""
+    """Return the installed version of fl_lightning."""
     return version("fl_lightning")
 
 
 def check_site(name: Any) -> str:
-    """Return the name of a site, which is also a folder's and a file's.
+    """Check the name of a site, which folders and files have as well, and return it.
 
     Example:
         >>> check_site("../etc")
@@ -193,20 +192,20 @@ NO_RUN = "0" * 32
 
 
 def digest(content: bytes) -> str:
-    """Return the SHA-256 of an order's bytes, by which its answer names it."""
+    """Return the SHA-256 of an order's bytes, which the answer to this order repeats."""
     return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Message:
-    """Common part of orders and answers.
+    """Fields that orders and answers have in common.
 
     Attributes:
-        run: 32 hexadecimal digits, of this run, also after it was resumed.
-        round: of the run, ≥ 0, with every order.
-        options: of stages, plain JSON.
-        tensors: by name; on the CPU.
-        version: of the package, whose rules may be others in another one.
+        run: id of the run, 32 hexadecimal digits; a resumed run keeps its id.
+        round: number of the round, ≥ 0.
+        options: further values, plain JSON.
+        tensors: tensors on the CPU, by name.
+        version: version of fl_lightning, which must be the same at the server and the sites.
 
     Raises:
         MessageError: for values out of range.
@@ -224,19 +223,19 @@ class _Message:
         check_fields(self)
 
     def to_bytes(self) -> bytes:
-        """Return the message as it is sent."""
+        """Return the bytes of the message."""
         return write(self.NAME, document_of(self), self.tensors)
 
     @classmethod
     def from_bytes(cls, content: bytes, *, limit: int) -> Self:
-        """Return the message that was sent.
+        """Read a message from bytes.
 
         Args:
-            content: from whoever reaches this side.
-            limit: of its bytes.
+            content: untrusted bytes.
+            limit: largest number of bytes that is read.
 
         Raises:
-            MessageError: if `to_bytes` cannot have made it, or in another version of the package.
+            MessageError: if `to_bytes` cannot have made the bytes, or made them in another version.
         """
         document, tensors = read(content, cls.NAME, limit=limit)
         cls._check_version(document)  # first: other versions may have other fields
@@ -259,12 +258,13 @@ class Order(_Message):
     """Order of the server to a site.
 
     Attributes:
-        kind: ``hello`` asks for versions and clients, ``calibrate`` for scores or sums for a mask or a
-            head, ``sum`` for a stage of a secure sum, ``stop`` ends the run at the site.
-        configuration: SHA-256 of the configuration that both have.
-        clients: that are asked; at least one for ``train``.
-        counted: by client, the last round in which its answer counted, -1 for none. All clients
-            that are to train are in it: a site takes back what they remember of later rounds.
+        kind: ``hello`` begins a run and asks for facts about the site, ``calibrate`` asks for scores or
+            sums for a mask or a head, ``train`` for updates, ``sum`` for a stage of a hidden sum,
+            ``evaluate`` for metrics; ``stop`` ends the run at the site.
+        configuration: SHA-256 of the configuration of the run.
+        clients: clients of the order; at least one for ``train``.
+        counted: last round in which the update of each client counted, -1 for none. It has all
+            clients of an order to train: a site discards client state of later rounds.
         tensors: ``model`` (bytes as uint8, see `Packing.model`), ``stage/<key>/<name>``.
 
     Example:
@@ -320,15 +320,16 @@ class ClientAnswer:
     """One client's part of an answer.
 
     Attributes:
-        client: its global id.
-        num_examples: that its update stands for.
-        num_steps: local steps.
-        optimizer_steps: how many of these the optimizer took, of each optimizer if there are
+        client: global id of the client.
+        num_examples: number of examples of the client.
+        num_steps: number of local steps.
+        optimizer_steps: number of local steps that the optimizer took, of each optimizer if there are
             several; None for all.
-        effective_steps: how many gradients the update adds up to, ≥ 0; None where nobody asks.
-        metrics: by name, each a 0-d tensor, which may be NaN.
-        facts: by name, finite.
-        failure: a category of `CATEGORIES`; then nothing else but the client is given.
+        effective_steps: number of gradients that the update sums up, ≥ 0; None if the aggregator does
+            not need it.
+        metrics: 0-d tensors by name, which may be NaN.
+        facts: finite numbers by name.
+        failure: category in `CATEGORIES` of a client that failed; its other fields have their defaults.
 
     Raises:
         MessageError: for values out of range.
@@ -358,13 +359,13 @@ class Answer(_Message):
     """Answer of a site to an order.
 
     Attributes:
-        kind: of the order; ``refusal`` if the order could not be read, see `refusal`.
-        site: its name.
+        kind: kind of the order; ``refusal`` if the order could not be read, see `refusal`.
+        site: name of the site.
         order: SHA-256 of the order's bytes, see `digest`.
-        clients: what each client that was asked did.
+        clients: results of the clients of the order.
         tensors: ``<client>/payload`` (bytes as uint8) and ``<client>/stage/<key>/<name>`` of clients
             that did not fail, ``stage/<key>/<name>`` of the site as a whole.
-        failure: of the order as a whole, and then there is nothing else.
+        failure: failure of the whole order; then there are no clients, options or tensors.
     """
 
     NAME = "answer"
@@ -397,20 +398,20 @@ class Answer(_Message):
 
     @staticmethod
     def refusal(content: bytes, *, site: str, failure: Failure) -> Answer:
-        """Return the answer to bytes that are no order that this site could read."""
+        """Return the answer to bytes that this site cannot read as an order."""
         return Answer(
             kind="refusal", run=NO_RUN, round=0, site=site, order=digest(content), failure=failure
         )
 
     def check_answers(self, order: Order, order_digest: str) -> None:
-        """Refuse an answer that does not belong to an order, or is of clients that were not asked.
+        """Raise if the answer does not belong to an order, or has clients that the order does not have.
 
         Args:
-            order: that was sent.
-            order_digest: of its bytes, see `digest`.
+            order: order that was sent.
+            order_digest: SHA-256 of the bytes of the order, see `digest`.
 
         Raises:
-            MessageError: with what differs.
+            MessageError: naming the difference.
         """
         if self.order != order_digest:
             raise MessageError(f"{self.site} answers another order, {self.order[:16]}…")

@@ -1,14 +1,14 @@
-"""Updates and models as the bytes that simulation counts: packed on one side, opened on the other.
+"""Conversion of updates, models, masks and states of metrics to parts of messages, and back.
 
-What is opened is to the bit what a simulated round takes for arrived: both sides go the way of
-`UpdatePath` and `Broadcast`.
+Updates and models have the bytes that a simulation counts. What the receiver decodes is bit-identical to the
+update or model of a simulated round, because both use `UpdatePath` and `Broadcast`. Orders to train leave out
+frozen parameters; an order with a new mask has the whole model.
 
-A `whole model` has frozen parameters as well, which orders to train leave out, and a mask.
+States of logged torchmetrics objects are sent to the server and pooled there: the metric is that of all clients'
+examples together, not a mean of metrics. A state that is a list holds values of single examples (predictions,
+labels): such a metric stays at its site.
 
-States of logged torchmetrics objects travel from sites to the server, where they are pooled: so a metric is that
-of all clients' examples together, and not a mean of metrics. A state that is a list holds what examples gave (predictions, labels): it stays at its site, and the metric is missing then.
-
-`constants_digest`: frozen weights and constants in buffers do not travel, and must be the same on both sides.
+Frozen weights and constants in buffers are not sent: `constants_digest` shows whether both sides have the same.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _NO_MASK = "0" * 32
 
 
 class Packing:
-    """Packs and opens the vectors of a run.
+    """Converts the updates and models of a run to bytes, and back.
 
     Args:
-        transport: what happens to updates and models on their way.
-        space: of the parameters that travel.
-        num_buffers: that travel down.
-        num_buffers_up: that travel up.
+        transport: compression of updates and models.
+        space: parameters that are sent.
+        num_buffers: size of the buffers that the server sends.
+        num_buffers_up: size of the buffers that clients send.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Packing:
         return torch.empty(self._space.size, dtype=self._space.dtype, device="meta")
 
     def update(self, update: ClientUpdate, round_index: int) -> tuple[Tensor, float]:
-        """Return an update as bytes, shape (n,), and the part of it that will not arrive.
+        """Return the bytes of an update, uint8 of shape (n,), and the relative error of its compression.
 
-        The client remembers that part where there is error feedback.
+        With error feedback, the client keeps the error until its next round.
         """
         update = replace(update, metrics={}, buffers=update.buffers[: self._num_buffers_up])
         arrival = self._sent(update, round_index)
@@ -107,7 +107,7 @@ class Packing:
         return replace(self._placed(message.to_update()), delta=delta.to(self._space.device))
 
     def model(self, model: GlobalModel, round_index: int) -> Tensor:
-        """Return a model as bytes, shape (n,)."""
+        """Return the bytes of a model, uint8 of shape (n,), compressed as configured."""
         sent = self._broadcast.send(model.params, model.buffers, round_index)
         message = Message(
             "model",
@@ -121,7 +121,7 @@ class Packing:
         return as_tensor(encode(message))
 
     def whole_model(self, model: GlobalModel, round_index: int) -> Tensor:
-        """Return a model as bytes, shape (n,), every number as it is."""
+        """Return the bytes of a model, uint8 of shape (n,), without compression."""
         message = Message(
             "model",
             space=self._agreed,
@@ -133,7 +133,7 @@ class Packing:
         return as_tensor(encode(message))
 
     def opened_whole_model(self, data: Tensor, round_index: int) -> GlobalModel:
-        """Return the model of `whole_model`.
+        """Decode the bytes of `whole_model`.
 
         Raises:
             MessageError: for bytes that are not one of this round and this space.
@@ -142,7 +142,7 @@ class Packing:
         return self._opened(message.params.to_dense(), message)
 
     def opened_model(self, data: Tensor, round_index: int) -> GlobalModel:
-        """Return the model that clients of a round begin with.
+        """Decode the bytes of `model`: the model from which the clients of a round start.
 
         Raises:
             MessageError: for bytes that are not one of this round and this space.
@@ -186,11 +186,11 @@ _FIELDS = ("version", "hash", "shapes")  # the version is that of the layout of 
 
 
 def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and buffers as the tensors of the server's message to a site.
+    """Return the parameters and buffers of a module as tensors of an order.
 
     Args:
-        module: whose.
-        without: names of those that are left out.
+        module: module of the server.
+        without: names of parameters and buffers that are left out.
     """
     return {
         f"{_MODEL}{name}": tensor.detach().cpu().contiguous()
@@ -203,7 +203,7 @@ def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of `model_tensors` into a module.
 
     Raises:
-        OrderRefused: if it is of another module; then nothing is written.
+        OrderRefused: if the module has no tensors of these names and shapes; then nothing is copied.
     """
     own = _tensors(module)
     given = of_stage(_MODEL, tensors)
@@ -220,14 +220,14 @@ class RunMask(NamedTuple):
 
     Attributes:
         mask: the mask.
-        number: which of the run's; from 0.
+        number: number of the mask in the run, from 0.
     """
 
     mask: Mask
     number: int
 
     def __str__(self) -> str:
-        """Name that both sides use."""
+        """Number and hash, by which server and sites compare masks."""
         return f"{self.number} {self.mask.hash()}"
 
 
@@ -239,10 +239,10 @@ def mask_message(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def told_mask(order: Order) -> RunMask | None:
-    """Return the mask that `mask_message` put into an order; None if there is none.
+    """Read the mask of an order; None if the order has none.
 
     Raises:
-        OrderRefused: if it is damaged.
+        OrderRefused: if `mask_message` cannot have written it.
     """
     if "mask_number" not in order.options:
         return None
@@ -255,7 +255,7 @@ def told_mask(order: Order) -> RunMask | None:
 
 
 def of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so, without it."""
+    """Return the tensors whose names start with a prefix, by the rest of the name."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
@@ -270,11 +270,11 @@ _PREFIX = "stage/metrics/"
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Sums of a site's metrics, as they leave it.
+    """States of torchmetrics objects, summed over the clients of a site.
 
     Attributes:
-        logged: name, name per epoch and place in the module of each.
-        states: by place, each by name.
+        logged: name, name per epoch and module path of each metric.
+        states: state tensors by name, by module path.
     """
 
     logged: list[list[str]]
@@ -282,7 +282,7 @@ class MetricSums:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The states as they travel."""
+        """The states as tensors of an answer."""
         return {
             f"{_PREFIX}{place}/{name}": tensor.detach().cpu()
             for place, state in self.states.items()
@@ -293,12 +293,12 @@ class MetricSums:
 def taken_sums(
     collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
 ) -> MetricSums:
-    """Sums that a site's clients have logged since the last call; resets the objects.
+    """Return the states of the torchmetrics objects that a site's clients have logged, and reset the objects.
 
     Args:
-        collector: of what they log.
-        module: in which the objects are.
-        allows: whether a metric of a name may leave.
+        collector: collector of logged metrics.
+        module: module that has the objects.
+        allows: returns True if a metric of this name may leave the site.
     """
     states: dict[str, dict[str, Tensor]] = {}
     logged: list[list[str]] = []
@@ -316,10 +316,10 @@ def taken_sums(
 
 
 def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
-    """Read a site's metric sums, if they fit the module's objects.
+    """Read the states of a site's torchmetrics objects.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if they do not fit the objects of the module.
     """
     metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
     states: dict[str, dict[str, Tensor]] = {}
@@ -338,10 +338,10 @@ def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> 
 
 
 def _texts(entry: Any, number: int) -> list[str]:
-    """Return a list of so many texts.
+    """Return a value that must be a list of ``number`` texts.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is anything else.
     """
     texts = [part for part in entry if isinstance(part, str)] if isinstance(entry, list) else []
     if len(texts) != number or texts != entry:
@@ -350,7 +350,7 @@ def _texts(entry: Any, number: int) -> list[str]:
 
 
 def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module) -> None:
-    """Give the module's objects the examples of all sites."""
+    """Merge the states of all sites into the module's torchmetrics objects."""
     all_of_them = list(sums)
     for name, epoch_name, place in sorted({tuple(e) for each in all_of_them for e in each.logged}):
         collector.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
@@ -360,13 +360,13 @@ def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Mo
 
 
 def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
-    """Return a SHA-256 of a module's numbers that neither travel nor are a client's own.
+    """Return the SHA-256 of the tensors of a module that are neither sent nor personal.
 
-    A site whose frozen backbone came from another file would train another model, without a word.
+    A site whose frozen backbone came from another file would train another model unnoticed.
 
     Args:
-        module: that trains.
-        local: knows what travels and what clients have for themselves.
+        module: module that trains.
+        local: knows which tensors are sent, and which are personal.
     """
     elsewhere = {*local.space.names, *local.buffers.names, *local.own.names}
     named = [*module.named_parameters(), *module.named_buffers()]

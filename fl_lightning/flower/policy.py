@@ -1,25 +1,25 @@
-"""The name, the data and the permissions of a site, by its ``site.yaml``, which only the site's people write.
+"""The policy of a site: its name, clients and permissions, in ``site.yaml``, which only the site's people write.
 
     name: hospital_a
-    server: fl.example.org:8443  # where it connects to
-    clients: [3, 4]              # global ids; or {3: 0, 4: 1}, to the places in the site's own data
-    socket: site.sock            # beside this file, unless the path is absolute
-    memory: memory               # folder of what clients remember between rounds
-    fewest_in_secure_sum: 3      # clients, this site's among them
+    server: fl.example.org:8443  # address of the server
+    clients: [3, 4]              # global ids; or {3: 0, 4: 1}, with positions in the site's own data
+    socket: site.sock            # relative to the folder of this file
+    memory: memory               # folder of the clients' state
+    fewest_in_secure_sum: 3      # smallest number of clients in a secure sum
     most_epsilon: {epsilon: 1.0, delta: 1.0e-5, per: year} # of each client, over all runs; a number alone: for
                                  # ever, at δ 1e-5; null: also runs without privacy
-    log_unprotected: false       # whether metrics and norms leave that clients' noise does not cover
-    metrics: ["*"]               # patterns of the names that may leave
-    most_bytes: 2000000000       # of an order
-    most_steps: 100000           # of a client in an order
-    most_parameters: 2000000000  # of a model
-    most_minutes: 720            # of an order
-    classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
-    signing_key: signing.key     # 32 bytes; signs what the site says in secure sums
+    log_unprotected: false       # whether metrics and norms without noise may leave
+    metrics: ["*"]               # patterns of the metrics that may leave
+    most_bytes: 2000000000       # size of an order
+    most_steps: 100000           # local steps of a client per order
+    most_parameters: 2000000000  # size of the model
+    most_minutes: 720            # time for an order
+    classes: [my_project.*]      # that the server may name, beside `class_paths.DEFAULT`
+    signing_key: signing.key     # 32 bytes; signs the site's messages in secure sums
     sum_key: sum.key             # 32 bytes that all sites share and the server never has, for EncryptedMean
     peers: {hospital_a: …}       # public signing keys of all sites, as `network init` wrote them
 
-The first four must be there.
+``name``, ``clients``, ``socket`` and ``memory`` are required.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ class Policy:
     """Policy of a site: its clients and its permissions.
 
     Attributes:
-        name: of the site.
-        server: where it connects to, ``host:port``.
-        clients: by global id, the client's place in the site's own data.
-        socket: where the site's resident process listens.
-        memory: folder of what its clients remember.
-        fewest_in_secure_sum: clients of a secure sum, at least 2: with fewer it hides too little.
-        most_epsilon: that each client of this site may spend, over all runs of a period, see
-            `PrivacyBudget`; None for no limit, and then runs without privacy are allowed too.
-        log_unprotected: whether metrics and norms may leave that the clients' noise does not cover.
-        metrics: patterns (``*``, ``?``) of names of metrics and facts that may leave.
-        most_bytes: of an order.
-        most_steps: local steps, or batches, of a client in an order.
-        most_parameters: numbers in the tensors that the model is built of.
-        most_minutes: that an order may take, and the set-up of a run.
-        classes: patterns of class paths that an order may have built, see `class_paths`. In a file
-            they come on top of the default.
-        signing_key: file of the key, 32 bytes, with which the site signs what it says in secure sums.
-        sum_key: file of the key, 32 bytes, that all sites share and the server never has, for EncryptedMean.
-        peers: public signing keys of all sites, this one's too, by name, 64 hexadecimal digits each.
-        seeded_noise: whether noise comes from the seed where a run says ``secure_noise: false``, so that
-            the server can take it off: for tests that compare a network with its simulation.
+        name: name of the site.
+        server: address of the server, ``host:port``.
+        clients: position of each client in the site's own data, by global id.
+        socket: path of the Unix socket at which the site's resident process listens.
+        memory: folder of the clients' state.
+        fewest_in_secure_sum: smallest number of clients in a secure sum, at least 2.
+        most_epsilon: privacy budget of each client, over all runs of a period, see `PrivacyBudget`; None
+            for no limit, which also allows runs without privacy.
+        log_unprotected: True if metrics and norms that have no noise may leave the site.
+        metrics: patterns (``*``, ``?``) of the names of metrics and facts that may leave.
+        most_bytes: largest size of an order, in bytes.
+        most_steps: most local steps, or batches, of a client per order.
+        most_parameters: most numbers in the tensors that are made when the model is built.
+        most_minutes: most minutes for an order, and for the set-up of a run.
+        classes: patterns of the class paths that the server may name, see `class_paths`; those in a file
+            are added to the default.
+        signing_key: file with the key, 32 bytes, that signs the site's messages in secure sums.
+        sum_key: file with the key, 32 bytes, that all sites share and the server never has, for EncryptedMean.
+        peers: public signing keys of all sites, this one included, by name, 64 hexadecimal digits each.
+        seeded_noise: True to draw noise from the seed if a run has ``secure_noise: false``. The server can
+            then remove the noise: only for tests that compare a network with its simulation.
 
     Raises:
-        ConfigurationError: for values out of range, all of them at once.
+        ConfigurationError: naming all values that are out of range.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Policy:
 
     @property
     def public_key(self) -> str:
-        """The public half of the signing key, 64 hexadecimal digits; empty if there is no key."""
+        """Public half of the signing key, 64 hexadecimal digits; empty without a key."""
         if self.signing_key is None:
             return ""
         # not above: without a key a site needs no cryptography
@@ -134,7 +134,7 @@ class Policy:
 
     @property
     def sum_key_fingerprint(self) -> str:
-        """Equal at sites whose `sum_key` is the same; empty if there is none."""
+        """Fingerprint of the `sum_key`, which is equal for equal keys; empty without a key."""
         if self.sum_key is None:
             return ""
         from fl_lightning.flower.sums import SumKey
@@ -142,13 +142,13 @@ class Policy:
         return SumKey(self.sum_key).fingerprint
 
     def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuse a configuration that names a class that may not be built; import none before.
+        """Raise if a configuration names a class that is not allowed; nothing is imported before.
 
         Args:
-            configuration: the command line's, as nested mappings.
+            configuration: nested mappings, as read from YAML.
 
         Returns:
-            It with full paths instead of the short names of fl_lightning's classes.
+            The configuration with full class paths instead of short names.
 
         Raises:
             Refused: naming the option and the path.
@@ -159,18 +159,18 @@ class Policy:
     def site_configuration(
         self, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Configuration that the site trains with: its own layer over the server's options.
+        """Return the configuration that the site trains with: its own options over the server's.
 
-        Options that are the site's own, see `fl_lightning.flower.layers`, are dropped from the shared
-        configuration; what is left of it is checked. The site's own layer is not: it is trusted.
+        Options that only the site sets, see `fl_lightning.flower.layers`, are dropped from the server's
+        configuration, and the rest is checked. The site's own options are trusted.
 
         Args:
-            shared: the run's configuration, as the server has it.
-            own: the site's, with its data, devices and precision.
+            shared: configuration of the run, from the server.
+            own: options of the site: data, devices, precision.
 
         Raises:
-            Refused: if what is left of the shared one names a class that may not be built, or has a number
-                that is too large.
+            Refused: if the server's configuration names a class that is not allowed, or has a number that
+                is too large.
         """
         lower = self.check_configuration(shared_part(shared))
         for place, most in (
@@ -190,7 +190,7 @@ class Policy:
         return any(fnmatchcase(name, pattern) for pattern in self.metrics)
 
     def check_secure_sum(self, num_clients: int) -> None:
-        """Refuse a secure sum over too few clients.
+        """Raise if a secure sum has fewer clients than `fewest_in_secure_sum`.
 
         Raises:
             Refused: with both numbers.
@@ -202,13 +202,13 @@ class Policy:
             )
 
     def check_unprotected(self, what: str) -> None:
-        """Refuse a release without the clients' own noise, if their privacy has a limit.
+        """Raise if clients have a privacy budget, before results without their noise are released.
 
         Args:
-            what: would show it.
+            what: name of the results, for the error.
 
         Raises:
-            Refused: naming it.
+            Refused: naming the results.
         """
         if self.most_epsilon is not None:
             raise Refused(
@@ -217,10 +217,10 @@ class Policy:
             )
 
     def clients_here(self, asked: tuple[int, ...]) -> list[int]:
-        """Return the local places of clients that are asked.
+        """Return the positions of clients in the site's data.
 
         Raises:
-            Refused: if one is not at this site.
+            Refused: if a client is not at this site.
         """
         if others := [client for client in asked if client not in self.clients]:
             raise Refused(
@@ -231,7 +231,7 @@ class Policy:
 
 
 def check_most(what: str, number: Any, most: float) -> None:
-    """Refuse a number above a site's limit; text that is one, too."""
+    """Raise if a number of the server's, or a text that is one, is above the limit of the site."""
     try:
         given = float(number or 0)
     except (TypeError, ValueError):
@@ -323,10 +323,10 @@ def _check_patterns(patterns: Any) -> None:
 
 
 def read_policy(path: str | Path) -> Policy:
-    """Return the policy in a file.
+    """Read the policy of a site from a file.
 
     Raises:
-        ConfigurationError: if it cannot be read or does not say what it must.
+        ConfigurationError: if the file cannot be read, or has missing, unknown or wrong values.
     """
     given = read(Path(path), "", remedy="fl-lightning network init writes one")
     known = [field.name for field in fields(Policy)]
@@ -344,7 +344,7 @@ def read_policy(path: str | Path) -> Policy:
 
 
 def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Values of a file in the types of `Policy`, as far as that is possible."""
+    """Convert the values of a file to the types of `Policy`, which checks values of other types."""
     found = dict(given)
     found["clients"] = _table(found["clients"])
     for name in ("socket", "memory"):
@@ -364,7 +364,7 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _table(clients: Any) -> Any:
-    """Return clients by global id; a list says their places by its order."""
+    """Return the position of each client by global id; in a list, positions are in order."""
     if not isinstance(clients, list):
         return clients
     names = [client if isinstance(client, int) else str(client) for client in clients]

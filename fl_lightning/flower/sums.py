@@ -1,9 +1,9 @@
-"""Hidden sums over a network: what all parties agree on, secure or encrypted, and the key of encrypted ones.
+"""Settings of hidden sums over a network, secure or encrypted, and the keys of encrypted sums.
 
-An order of a sum has a stage and the settings of its sum, which a site compares with its own.
+An order of a sum has a stage and the settings of the sum. A site compares the settings with its own.
 
-Encrypted sums: sites share a key that the server never has, a file of 32 bytes from `network init`. For every
-run one site makes the key of CKKS and seals it, so that the server can hand it to the others without reading it.
+Encrypted sums: sites share a key that the server never has, a file of 32 bytes from `network init`. In every
+run, one site makes a CKKS key and encrypts it with the shared key, so that the server can pass it on unread.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.session import Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 
-# names of what travels in orders and in answers
+# names of tensors in orders and answers
 TO_CLIENT, MESSAGE, NONCE = "stage/sum/{}", "stage/sum/message", "stage/sum/nonce"
 KEY, TOTAL, OPENED = "stage/sum/key", "stage/sum/total", "stage/sum/opened"
 FEWEST = "fewest"
-TRAINED_ON = "trained_on"  # beside the rules of vectors that are kept
+TRAINED_ON = "trained_on"  # a rule of a sum, beside those of `rules_of`
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """A session and its clients.
+class SecureSettings:
+    """Settings of a secure sum: its session and clients.
 
     Args:
-        session: of the protocol.
-        clients: in the order of their places.
-        sites: of each of them.
+        session: session of the protocol.
+        clients: global id of each client, in the order of their places in the session.
+        sites: name of the site of each client.
 
     Raises:
-        ValueError: if there are not as many of each, or a client twice.
+        ValueError: if the numbers of clients differ, or a client is named twice.
     """
 
     session: Session
@@ -67,11 +67,11 @@ class Agreed:
             )
 
     def place(self, client: int) -> int:
-        """Return the place of a client; ValueError if it has none."""
+        """Return the place of a client in the session; ValueError if it has none."""
         return self.clients.index(client)
 
     def directory(self, keys: Mapping[str, bytes]) -> Directory | None:
-        """Return the signing keys by place, given those of sites; None where nothing is signed."""
+        """Return the public keys of clients by place, from those of sites; None if nothing is signed."""
         if not self.session.active:
             return None
         return Directory({at: keys.get(site, b"") for at, site in enumerate(self.sites)})
@@ -82,27 +82,27 @@ class SecureStage:
     """Options of an order of a secure sum.
 
     Attributes:
-        stage: see `ProtocolStage`.
-        sum: of which it is a stage.
+        stage: number of the `ProtocolStage`.
+        sum: settings of the sum.
     """
 
     stage: Annotated[int, partial(check_whole, most=4)]
-    sum: Agreed
+    sum: SecureSettings
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
 def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
-    """Rules of a configuration for its sums, as plain JSON."""
+    """Return the options of a secure sum as plain JSON, without the id of the run."""
     return {name: value for name, value in asdict(secure_sum).items() if name != "run"}
 
 
 def trained_on(order: Order) -> str:
-    """SHA-256 of run, round, configuration, model and options that clients train with.
+    """Return the SHA-256 of run, round, configuration, model and options that clients train with.
 
-    Every hidden sum is bound to it, whatever its scheme. Vectors that were trained on something else are in no
-    sum together: a server could have all clients but one train nothing.
+    Every hidden sum is bound to this hash: vectors that were trained with different orders cannot be added.
+    Else a server could have all clients but one train nothing, and read the update of that one.
     """
     about = {"run": order.run, "round": order.round, "configuration": order.configuration}
     return sha256(
@@ -111,10 +111,9 @@ def trained_on(order: Order) -> str:
 
 
 def session_by(rules: Mapping[str, Any], given: Session) -> Session:
-    """Return the session that a site has where a server gave one: equal, if it is honest.
+    """Return the session that follows from a site's own rules; an honest server has sent an equal one.
 
-    A server that had its own way with thresholds, signatures or neighbours could open more than sums; see also
-    `trained_on`.
+    A server that chose thresholds, signatures or neighbours could open more than sums; see also `trained_on`.
 
     Example:
         >>> from dataclasses import replace
@@ -140,16 +139,16 @@ def session_by(rules: Mapping[str, Any], given: Session) -> Session:
 
 
 @dataclass(frozen=True)
-class EncryptedAgreed:
-    """A sum and the site that opens it.
+class EncryptedSettings:
+    """Settings of an encrypted sum: its round and clients, and the site that decrypts it.
 
     Attributes:
-        run: of the sites.
-        round: of the run.
-        size: coordinates of a vector.
-        degree: of the scheme, see `CKKSParameters`.
-        opener: site that opens it.
-        clients: of the round, as far as they have trained.
+        run: id of the run.
+        round: number of the round.
+        size: number of coordinates of a vector.
+        degree: degree of CKKS, see `CKKSParameters`.
+        opener: name of the site that decrypts the sum.
+        clients: clients of the round that have trained.
 
     Raises:
         ValueError: for values out of range.
@@ -168,15 +167,15 @@ class EncryptedAgreed:
 
     @property
     def parameters(self) -> CKKSParameters:
-        """Of the scheme."""
+        """Parameters of CKKS."""
         return CKKSParameters(degree=self.degree)
 
     def layout(self, sealed_key: bytes, trained_on: str) -> CKKSLayout:
-        """Layout that binds messages to the run, the round, its key and the opening site.
+        """Return the layout of messages, bound to the run, the round, the key and the opener.
 
         Args:
-            sealed_key: of the run.
-            trained_on: what clients were given to train from, see `agreed.trained_on`.
+            sealed_key: encrypted key of the run.
+            trained_on: hash of the order that clients trained with, see `trained_on`.
         """
         purpose = f"{self.run} {self.opener} {sha256(sealed_key).hexdigest()} {trained_on}".encode()
         return CKKSLayout(self.size, None, self.parameters, self.round, purpose)
@@ -187,13 +186,13 @@ class EncryptedStage:
     """Options of an order of an encrypted sum.
 
     Attributes:
-        stage: ``key``: make the run's key; ``encrypt``: send your clients' vectors; ``open``: decrypt the sum.
-        sum: of which it is a stage.
-        senders: whose vectors are in what is to be opened.
+        stage: ``key``: make the key of the run; ``encrypt``: send encrypted vectors; ``open``: decrypt the sum.
+        sum: settings of the sum.
+        senders: clients whose vectors are in the sum to decrypt.
     """
 
     stage: Literal["key", "encrypt", "open"]
-    sum: EncryptedAgreed
+    sum: EncryptedSettings
     senders: tuple[Sender, ...] = ()
 
     def __post_init__(self) -> None:
@@ -201,10 +200,10 @@ class EncryptedStage:
 
 
 def stage_of(order: Order) -> SecureStage | EncryptedStage:
-    """Read the stage that an order of a sum asks for.
+    """Read the stage of a hidden sum from an order.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the options of the order describe no stage.
     """
     if "senders" in order.options:
         return read_document(EncryptedStage, dict(order.options))
@@ -215,10 +214,10 @@ _NONCE_SIZE = 12
 
 
 class SumKey:
-    """The shared key of a network's sites.
+    """The key that all sites of a network share.
 
     Args:
-        file: of 32 bytes.
+        file: file with 32 bytes.
 
     Example:
         >>> import tempfile
@@ -235,20 +234,20 @@ class SumKey:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal keys, 16 hexadecimal digits, which tell nothing else of them."""
+        """16 hexadecimal digits that are equal for equal keys, and do not reveal the key."""
         return self._part(b"fingerprint")[:8].hex()
 
     def new_run_key(self, run: str, parameters: CKKSParameters) -> bytes:
-        """Return a new key for a run, sealed."""
+        """Return a new CKKS key for a run, encrypted with the shared key."""
         nonce = secrets.token_bytes(_NONCE_SIZE)
         secret = generate_keys(parameters).secret
         return nonce + self._cipher().encrypt(nonce, secret, _about(run, parameters))
 
     def run_key(self, sealed: bytes, run: str, parameters: CKKSParameters) -> CKKSKeys:
-        """Return the key of a run.
+        """Decrypt the CKKS key of a run.
 
         Raises:
-            ValueError: if no site with this key has sealed it for this run.
+            ValueError: if no site with the shared key has encrypted it for this run.
         """
         try:
             nonce, content = sealed[:_NONCE_SIZE], sealed[_NONCE_SIZE:]
@@ -276,15 +275,15 @@ _ADVICE = (
 
 
 def check_encrypted(sites: Mapping[str, SiteFacts], agreed: EncryptedSum, size: int) -> None:
-    """Refuse sites that do not share a key, or take no orders as large as the sum.
+    """Raise if sites do not share a sum key, or accept no orders as large as an encrypted sum.
 
     Args:
-        sites: what each says of itself.
-        agreed: what the configuration says.
-        size: numbers of the model that travel.
+        sites: facts about each site.
+        agreed: options of the sum.
+        size: number of coordinates of a vector.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: naming the sites.
     """
     fingerprints = {site: told.sum_key for site, told in sites.items()}
     problems = [*_of_keys(fingerprints)]

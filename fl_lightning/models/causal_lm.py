@@ -3,17 +3,17 @@
     loss = Σ_(t with a label) -log p(x_t | x_<t) / number of labels      of a batch
     perplexity = exp(Σ -log p / Σ labels)        over all batches, of all clients or of one
 
-Means are over tokens: batches and clients count by their labels, so that neither the batch size nor padding
-nor packing changes a value. Perplexity is the exponential of a mean, never a mean of exponentials. Clients'
-updates are weighed by examples, as everywhere; see `fl_lightning.server.Mean`.
+Means are over tokens: batches and clients are weighted by their number of labels, so that batch size, padding
+and packing do not change metrics. Perplexity is the exponential of a mean, not a mean of exponentials. Clients'
+updates are weighted by examples, as for other models; see `fl_lightning.server.Mean`.
 
 Adapters: W + s B A with A of shape (r, in) and B of shape (out, r), s = alpha / r (LoRA, Hu et al. 2022), or
 alpha / √r (rsLoRA, Kalajdzievski 2023), or with a magnitude per column (DoRA, Liu et al. 2024). B begins at 0.
 With ``freeze_a`` only B trains (FFA-LoRA, Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated
 Learning"): then the mean of clients' products B A is the product of their mean.
 
-Checkpoints hold what is not the frozen base: adapters, and what trains. Of the base they hold its name and a
-hash; another base is refused.
+Checkpoints contain adapters and other trainable parameters, but of the frozen base only a name and a hash; to
+load one with another base is an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models.schedule import Schedule, scheduled
 
 IGNORED = -100  # label of tokens that are not predicted
-ANSWERS = "answers.csv"  # in a run's folder: answers to prompts, after every validation
-_BASE = "frozen_base"  # its place in checkpoints
+ANSWERS = "answers.csv"  # file in a run's folder with answers to prompts, after every validation
+_BASE = "frozen_base"  # key of the base's name and hash in checkpoints
 _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -68,7 +68,7 @@ class Perplexity(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, count: Tensor) -> None:
-        """Add the mean loss of some tokens, and their number."""
+        """Add the mean loss of ``count`` tokens."""
         self.total += loss * count
         self.count += count
 
@@ -80,27 +80,28 @@ class Perplexity(Metric):
 class CausalLM(LightningModule):
     """A causal language model; a batch is a dict as `fl_lightning.data.Completions` makes it.
 
-    ``input_ids`` and ``labels`` have the shape (B, L), with -100 where nothing is to be predicted.
-    ``attention_mask`` or, of packed batches, ``position_ids`` go to the model as they are.
+    ``input_ids`` and ``labels`` have shape (B, L); a label of -100 is not predicted. ``attention_mask``, or
+    ``position_ids`` of a packed batch, is passed to the model.
 
     Args:
         network: a name on the hub or a folder; or a configuration with a ``model_type``, e.g.
-            ``{model_type: llama, hidden_size: 64}``, for random weights; in Python also the model.
+            ``{model_type: llama, hidden_size: 64}``, for random weights; in Python also a model.
         adapter: options of `peft.LoraConfig`, e.g. ``{r: 8, use_dora: true}``, in Python also any
             configuration of peft; None trains the whole model. Without ``target_modules`` all linear
             layers but the last get adapters.
         freeze_a: train only B of each adapter (FFA-LoRA).
-        four_bit: load the base in 4 bits (QLoRA's NF4), with bitsandbytes.
-        dtype: of the base's numbers; ``auto`` is as it was saved. Adapters are in float32.
-        gradient_checkpointing: compute activations twice instead of keeping them.
-        prompts: texts whose answers are written after every validation into ``answers.csv`` beside the
-            logs, into TensorBoard and the report; they need a data module with a ``tokenizer``.
-        seed: seed of random weights of a configuration.
-        optimizer: makes the optimizer of what trains; AdamW with rate 2e-4 and no decay if None.
+        four_bit: load the base in 4 bits (NF4 of QLoRA), with bitsandbytes.
+        dtype: data type of the base; ``auto`` is that of the saved weights. Adapters are in float32.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        prompts: texts whose answers are written after every validation to ``answers.csv`` beside the
+            logs, to TensorBoard and to the report. The data module must have a ``tokenizer``.
+        seed: seed of the random weights of a configuration.
+        optimizer: makes the optimizer of the trainable parameters; AdamW with rate 2e-4 and no decay if
+            None.
         schedule: schedule of the learning rate over rounds; constant if None.
 
     Raises:
-        ConfigurationError: if an option is refused by transformers or peft, or one of them is missing.
+        ConfigurationError: if transformers or peft rejects an option, or is not installed.
 
     Example:
         >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
@@ -132,8 +133,8 @@ class CausalLM(LightningModule):
             raise ConfigurationError(
                 "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
             )
-        self.base_name = _name(network)
         base: Any = _base(network, four_bit, dtype, seed)
+        self.base_name = network if isinstance(network, str) else type(base).__name__
         originals = {id(parameter) for parameter in base.parameters()}
         if gradient_checkpointing:
             # transformers before 5.24 has the second name alone
@@ -161,7 +162,7 @@ class CausalLM(LightningModule):
         return logits
 
     def loss_of(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the labels of a batch, and their number; 0 without labels."""
+        """Mean loss over the labels of a batch (0 if there are none), and the number of labels."""
         labels = batch["labels"][:, 1:].flatten()
         logits = self(batch)[:, :-1].flatten(0, 1).float()
         total = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -192,7 +193,7 @@ class CausalLM(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=int(count), sync_dist=True)
 
     def setup(self, stage: str) -> None:
-        """Raise ConfigurationError if there are prompts, and the data module has no tokenizer."""
+        """Raise ConfigurationError if there are prompts but the data module has no tokenizer."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if self._prompts and getattr(data, "tokenizer", None) is None:
             raise ConfigurationError(
@@ -202,7 +203,8 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Write the answers to the prompts."""
-        folder = self.trainer.log_dir if self._prompts and self.loggers else None  # all must ask
+        # a collective operation: every process must read log_dir
+        folder = self.trainer.log_dir if self._prompts and self.loggers else None
         if folder is None or self.trainer.sanity_checking or not self.trainer.is_global_zero:
             return
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
@@ -229,7 +231,7 @@ class CausalLM(LightningModule):
         return [self.answer(prompt) for prompt in prompts_of(batch)]
 
     def answer(self, prompt: Tensor, max_new_tokens: int = 64) -> Tensor:
-        """Return the tokens that most probably follow a prompt of shape (L,), one after the other."""
+        """Return the greedy continuation of a prompt of shape (L,): the likeliest token at each place."""
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True}
         with torch.no_grad():
             whole: Tensor = self.network.generate(  # type: ignore[operator]
@@ -242,10 +244,10 @@ class CausalLM(LightningModule):
         return scheduled(self, self._optimizer, self._schedule)
 
     def save_adapter(self, folder: str) -> None:
-        """Write the adapters as a folder of peft, which `peft.PeftModel.from_pretrained` reads.
+        """Write the adapters as a folder that `peft.PeftModel.from_pretrained` reads.
 
         Raises:
-            ConfigurationError: if there are no adapters, or the base is no longer the one of its name.
+            ConfigurationError: if there are no adapters, or the aggregator has changed the base.
         """
         if not hasattr(self.network, "peft_config"):
             raise ConfigurationError(
@@ -260,7 +262,7 @@ class CausalLM(LightningModule):
 
     @cached_property
     def base_hash(self) -> str:
-        """Hash of the frozen base's names and numbers, before anything changed it."""
+        """Hash of the names and values of the frozen base, as it was on first access."""
         digest = hashlib.blake2b(digest_size=16)
         parameters = dict(self.named_parameters())
         for name in sorted(self._frozen):
@@ -270,8 +272,8 @@ class CausalLM(LightningModule):
         return digest.hexdigest()
 
     def will_change(self, names: Iterable[str]) -> None:
-        """Announce that weights of the frozen base are about to change, so that checkpoints hold them."""
-        _ = self.base_hash
+        """Note names of frozen weights that an aggregator is about to change: checkpoints include them."""
+        _ = self.base_hash  # computed before the change
         self._changed |= self._frozen & set(names)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -284,7 +286,7 @@ class CausalLM(LightningModule):
         checkpoint[_BASE] = {"name": self.base_name, "hash": self.base_hash}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the frozen base to a checkpoint.
+        """Add the frozen base to a loaded checkpoint.
 
         Raises:
             ConfigurationError: if the checkpoint was trained on another base.
@@ -306,7 +308,7 @@ class CausalLM(LightningModule):
 
 
 def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the tokens before the first label of each example of a batch.
+    """Tokens before the first label of each example of a batch.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 7, 0, 0]])
@@ -324,18 +326,10 @@ def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
     return [row[: int((label != IGNORED).int().argmax())] for row, label in rows]
 
 
-def _name(network: str | dict[str, Any] | nn.Module) -> str:
-    if isinstance(network, str):
-        return network
-    if isinstance(network, nn.Module):
-        return type(network).__name__
-    return f"{network.get('model_type')} of random weights"
-
-
 def _base(
     network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
 ) -> nn.Module:
-    """Load or make the base.
+    """Load the base, or make it from a configuration.
 
     Raises:
         ConfigurationError: if there is no such model or option.
@@ -399,7 +393,7 @@ def _quantised(transformers: Any) -> dict[str, Any]:
 
 
 def _with_adapters(base: nn.Module, adapter: Any) -> nn.Module:
-    """Put adapters into a model.
+    """Return a model with adapters.
 
     Raises:
         ConfigurationError: if peft refuses an option.
@@ -446,7 +440,7 @@ def _extra(package: str) -> Any:
 
 
 def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Result of a library's call; its error becomes one sentence about an option."""
+    """Call a library, and convert its errors to a ConfigurationError that names the option."""
     try:
         return make()
     except Exception as error:  # both libraries have errors of many kinds

@@ -1,4 +1,4 @@
-"""Loading of a backbone's weights from a local file: published weights, or a checkpoint of its training.
+"""Loading of a backbone's weights from a local file: published weights, or a checkpoint of a run.
 
 A file contains a state dict, or a dict with one under "teacher", "student", "state_dict" or "model" (the
 first that exists, repeatedly), with or without the prefixes of wrappers ("module.", "backbone.",

@@ -97,7 +97,7 @@ class KMeans(LightningModule):
         return means, sizes
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return half the squared distance to the means, whose gradient is Lloyd's step."""
+        """Return half the squared distance of the centroids to their clusters' means."""
         vectors, _ = _parts(batch)
         if (
             self.training
@@ -117,7 +117,7 @@ class KMeans(LightningModule):
         self._evaluate("val", self.val_scores, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the same for the test set."""
+        """Log test/inertia and, if there are labels, the scores of the clusters."""
         self._evaluate("test", self.test_scores, batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Pictures of a search: a cell as a graph, architecture parameters as bars, a Pareto front.
 
-Nodes of a graph stand in a row. Edges between neighbours are straight, all others are arcs, above the row from
-even nodes and below it from odd ones, and higher the longer they are. So no edge passes through a node, and
-no label lies over another: labels of one side have different heights or stand two columns apart.
+Nodes of a graph stand in a row. Edges between neighbours are straight. Other edges are arcs: above the row
+from even nodes, below it from odd nodes, and higher the longer they are. So no edge passes through a node,
+and no two labels overlap: labels on one side have different heights or are two columns apart.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Edge = tuple[int, int, str]  # source, target, label; no letters: no label
+Edge = tuple[int, int, str]  # source, target, label; an empty label is not drawn
 COLUMN_WIDTH = 1.9  # inches
 NODE_RADIUS = 0.25
-RISE = 0.35  # height of an arc's control point over its length
+RISE = 0.35  # height of the control point of an arc, divided by the length of the arc
 
-# the same operation has the same color in every space; told apart without seeing red and green
+# one color per operation in all spaces, distinct also for red-green color blindness
 COLORS = {
     "none": "#c8c8c8",
     "skip_connect": "#444444",
@@ -45,13 +45,13 @@ _OTHERS = ("#d55e00", "#7a5195", "#2f6b2f", "#b33f62", "#4a6fa5", "#a0a03c")
 
 
 def cell_figure(architecture: Architecture, title: str = "") -> Figure:
-    """Draw the cells of an architecture: nodes from left to right, on each edge its operation.
+    """Draw the cells of an architecture as graphs: nodes from left to right, edges with operations.
 
-    Edges that are left out are not drawn. Gray arrows without a name concatenate. Dashed edges change
-    nothing: no path from an input to the output runs over them.
+    Missing edges are not drawn. Gray arrows without a name concatenate. Dashed edges have no effect: no
+    path from an input to the output uses them.
 
     Raises:
-        ConfigurationError: if its space is not made of cells.
+        ConfigurationError: if the space of the architecture is not made of cells.
     """
     from matplotlib.figure import Figure
 
@@ -74,15 +74,15 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
 
 
 def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Figure:
-    """Draw the weights of each edge's operations: a bar of length one per edge.
+    """Draw the probabilities of the operations of each edge: one stacked bar of length one per edge.
 
     Args:
-        space: of cells.
-        probabilities: of the operations, (num_rows, num_operations); a row sums to one.
-        title: over it.
+        space: space of cells.
+        probabilities: shape (num_rows, num_operations); each row sums to one.
+        title: title of the figure.
 
     Raises:
-        ValueError: if the shape is not the space's, or a number not finite.
+        ValueError: if the shape does not fit the space, or a probability is not finite.
     """
     from matplotlib.figure import Figure
 
@@ -123,14 +123,14 @@ def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Fi
 def front_figure(
     costs: Sequence[float], scores: Sequence[float], *, cost: str, score: str, title: str = ""
 ) -> Figure:
-    """Draw networks by cost and score, and the front: those that no cheaper one equals.
+    """Draw the cost and score of networks, and their Pareto front.
 
     Args:
-        costs: of each network.
-        scores: of each network, higher is better.
-        cost: what the costs are, with their unit.
-        score: what the scores are.
-        title: over it.
+        costs: cost of each network.
+        scores: score of each network, higher is better.
+        cost: label of the cost axis, with the unit.
+        score: label of the score axis.
+        title: title of the figure.
     """
     from matplotlib.figure import Figure
 
@@ -150,7 +150,7 @@ def front_figure(
 
 
 def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
-    """Return the numbers of the networks that no other one beats in both, cheapest first.
+    """Return the indices of the networks on the Pareto front of cost and score, cheapest first.
 
     Example:
         >>> on_front([3, 1, 2, 2], [0.9, 0.5, 0.4, 0.7])
@@ -164,12 +164,12 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
 
 
 def _title(kind: str) -> str:
-    """Return the name of a kind of cell as a title: stages are called so already."""
+    """Return the title of a kind of cell, e.g. "normal cell" or "stage 1"."""
     return kind if kind.startswith("stage") else f"{kind} cell"
 
 
 def _short(value: float) -> str:
-    """Return a number of an axis: 250 k, 1.5 M."""
+    """Return the short form of a number on an axis, e.g. "250 k" or "1.5 M"."""
     for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= unit:
             return f"{value / unit:g}{name}"
@@ -180,11 +180,11 @@ def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
     """Write a figure as PNG and as SVG; the same figure gives the same bytes.
 
     Args:
-        figure: of matplotlib.
-        path: of both, without an ending.
+        figure: a figure of matplotlib.
+        path: path of both files, without an ending.
 
     Returns:
-        The two files.
+        Paths of the two files.
     """
     from matplotlib import rc_context
 
@@ -207,19 +207,19 @@ def _graph(space: CellSpace, architecture: Architecture, kind: str) -> list[Edge
 
 
 def _num_inputs(space: CellSpace, kind: str) -> int:
-    """Number of a cell's input nodes, which no edge enters; they come first."""
+    """Number of input nodes of a cell: the first nodes, which no edge enters."""
     entered = {row.target for row in space.rows if row.cell == kind}
     entered |= {target for _, target in space.concatenated(kind)}
     return len(space.node_names(kind)) - len(entered)
 
 
 def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
-    """Return of each edge whether a path from an input to the last node runs over it.
+    """Return for each edge whether it is on a path from an input to the last node.
 
     Args:
-        graph: edges, whose sources are before their targets.
-        num_inputs: nodes that a path may begin with: the first ones.
-        last: the node that it ends with.
+        graph: edges; a source has a lower number than its target.
+        num_inputs: number of input nodes, which come first.
+        last: number of the output node.
 
     Example:
         >>> on_a_path([(0, 1, "skip"), (2, 3, "skip"), (1, 3, "pool")], num_inputs=1, last=3)
@@ -234,18 +234,18 @@ def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
 
 
 def arc(source: int, target: int) -> float:
-    """Height of an edge's control point over its length; positive above the row of nodes."""
+    """Height of the control point of an edge divided by the edge's length; positive above the row."""
     return 0.0 if target - source == 1 else RISE * (-1) ** source
 
 
 def middle(source: int, target: int) -> tuple[float, float]:
-    """Position of the middle of an edge, and of its label, in inches."""
+    """Position of the middle of an edge, where the label stands, in inches."""
     across, length = (source + target) / 2, target - source
     return COLUMN_WIDTH * across, COLUMN_WIDTH * length * arc(source, target) / 2
 
 
 def _limits(graph: Sequence[Edge]) -> tuple[float, float]:
-    """Lowest and highest position in the panel of a graph, in inches."""
+    """Lowest and highest vertical position in the panel of a graph, in inches."""
     heights = [middle(source, target)[1] for source, target, _ in graph]
     return min([0.0, *heights]) - 0.5, max([0.0, *heights]) + 0.5
 

@@ -1,17 +1,18 @@
 """Logs, files and batch norm statistics of a search by `Supernet`.
 
-Logged during the search: ``search/entropy`` of the operations' probabilities (nats per row, at most log of
-the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`), ``search/expected_flops``, ``search/expected_latency_ms`` if latencies are
-measured, ``search/table/…`` if there is a table, and in TensorBoard the current cell and the probabilities.
-At the end, in the run's folder:
+Logged in every round: ``search/entropy`` of the operation probabilities (nats per row, at most the log of
+the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`),
+``search/expected_flops``, ``search/expected_latency_ms`` with a latency file, ``search/table/…`` with a
+table of results; in TensorBoard also the current cell and the probabilities.
+Written at the end, in the folder of the run:
 
     cell.png, cell.svg      the architecture as a graph
     architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
-A search whose α has not decided says so: the operations' probabilities have 98 % of the largest entropy, or,
-if α is held, the mean gradient is below 2 of its standard errors, which takes 10 steps of α to know.
-In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
+The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
+if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
+In a federation the callback adds the stage by which the server steps α, see `ServerSearchStep`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from fl_lightning.nas.checks import (
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 
-# Part of the largest entropy from which α has not decided, standard errors below which it has not, and the
-# steps of α that it takes to know them
+# α has not decided above this share of the largest entropy, or, from so many steps of α on, below so many
+# standard errors
 _UNDECIDED_ENTROPY, _UNDECIDED_ERRORS, _LEAST_STEPS = 0.98, 2.0, 10
 
 # Number of pictures of a run, evenly spaced
@@ -48,9 +49,9 @@ _NUM_PICTURES = 20
 
 
 class SearchReport(Callback):
-    """Reports the search of a `Supernet`, which adds this callback itself."""
+    """Logs and saves the search of a `Supernet`, which adds this callback itself."""
 
-    # values that privacy does not cover: none, because it shows only the released model
+    # no values outside of ε: everything is computed from the released model
     unprotected: str | None = None
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class SearchReport(Callback):
         self._signal.load_state_dict(state_dict)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the run, and add the stage by which the server of a federation steps α."""
+        """Check the run, and add the stage by which the server steps α in a federation."""
         module: Any = pl_module
         check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ class SearchReport(Callback):
         if stage == "fit":
             check_length(trainer.max_epochs)
         for federation in federations:
-            check_beside_updates(federation, module.travels_beside)
+            check_beside_updates(federation, module.sends_buffers)
             if stage == "fit" and federation.local_steps is not None:
                 check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
         if stage == "fit" and by_server:
@@ -93,14 +94,14 @@ class SearchReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that α moves in an epoch of a central search."""
+        """Raise ConfigurationError if an epoch of a central search is too short for a step of α."""
         module: Any = pl_module
         if not module.is_federated:
             steps = trainer.num_training_batches
             check_turns(module.alpha_every, steps, "the number of batches in an epoch")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recalibrate the statistics for an evaluation or predictions."""
+        """Recompute the batch norm statistics before an evaluation or predictions."""
         module: Any = pl_module
         module.recalibrate()
 
@@ -114,7 +115,7 @@ class SearchReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the metrics at the end of a round, early enough for all other callbacks."""
+        """Log the metrics of the search at the end of a round, before other callbacks read them."""
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
@@ -135,7 +136,7 @@ class SearchReport(Callback):
         module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the cell and the probabilities, about twenty times in a run."""
+        """Draw the current cell and the probabilities for TensorBoard, about twenty times in a run."""
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
@@ -154,7 +155,7 @@ class SearchReport(Callback):
         )
 
     def _verdict(self, module: Any, last_round: int) -> str:
-        """Return the line that names the architecture, or says that there is none yet."""
+        """Return the line that names the found architecture, or says that α has not decided."""
         found, errors = module.architecture, self._signal.standard_errors
         if self._best_accuracy is not None:
             return f"architecture: {found}, the best drawn one (accuracy {self._best_accuracy:.3f})"
@@ -179,12 +180,12 @@ class SearchReport(Callback):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the best of some drawn architectures, if the search learns from rewards."""
+        """Choose the best of several drawn architectures, if the search learns from rewards."""
         module: Any = pl_module
         self._best_accuracy = module.choose_best()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log and save the architecture that was found."""
+        """Log the found architecture and write its files."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         found = module.architecture
@@ -207,12 +208,12 @@ class SearchReport(Callback):
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    """Mean entropy of the operations' probabilities, in nats per row."""
+    """Mean entropy of the operation probabilities, in nats per row."""
     return -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:
-    """Return the run's configuration, written by the command line; None in Python."""
+    """Return the configuration that the command line wrote, or None for a run started in Python."""
     path = folder / CONFIG
     content = yaml.safe_load(path.read_text()) if path.is_file() else None
     return content if isinstance(content, dict) else None

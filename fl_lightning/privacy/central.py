@@ -40,7 +40,7 @@ from fl_lightning.privacy.private_mean import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class CentralDP(Privacy):
-    """Protects each client, with all its examples, from all observers of the models.
+    """Central differential privacy: protects each client from observers of the models.
 
     The server sees updates in clear. Neighbouring data sets differ in one client: added or removed with
     Poisson sampling (`PoissonCohort`) or full participation, replaced by another one with a fixed

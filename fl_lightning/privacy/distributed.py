@@ -56,7 +56,7 @@ _FINENESS, _RADIUS = 64.0, 16.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class DistributedDP(Privacy):
-    """Protects each client from everybody, as long as the server sees only the sum of updates.
+    """Distributed differential privacy: protects each client if the server sees only sums of updates.
 
     Neighbours differ in the data of one client, replaced by any other. The server knows which clients
     are sampled, so there is no amplification by sampling: a client's ε grows with each of its rounds.
@@ -96,7 +96,7 @@ class DistributedDP(Privacy):
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
-        """Return the clients' mechanism."""
+        """Return the mechanism of the clients' shares of noise."""
         shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
 
         def made(noise_multiplier: float) -> DistributedSkellam:
@@ -309,7 +309,7 @@ def _bessel(variance: float) -> list[int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LocalDP(Privacy):
-    """Protects each client's data from everybody, including the server.
+    """Local differential privacy: protects each client's data from everybody, including the server.
 
     The noise of m clients adds up to √m times the noise that `CentralDP` needs for the same ε: use it
     with many clients, and small models or masks.
@@ -339,7 +339,7 @@ class LocalDP(Privacy):
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
-        """Return the clients' mechanism."""
+        """Return the mechanism of the clients' noise."""
         share = 0.5 / (GRID_COST * math.sqrt(run.most_turns(run.planned_rounds)))
         noise = self.noise(
             noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)

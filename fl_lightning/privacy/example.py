@@ -55,7 +55,7 @@ _TRAITS = Traits(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExampleDP(Budgeted):
-    """Protects each single example from everybody, including the server, by DP-SGD in the clients.
+    """Example-level privacy: protects each example from everybody, including the server, by DP-SGD.
 
     Neighbours are two shards of one client that differ in one example, added or removed. Assumed
     public: client dataset sizes, and which clients are sampled in which round. So there is no
@@ -128,7 +128,7 @@ class ExampleDP(Budgeted):
 
 @dataclass
 class ExampleGaussian(Accounted):
-    """ε of the examples of a run's clients; see `Accounted`."""
+    """Accounting of DP-SGD in all clients of a run; see `Accounted`."""
 
     run: AccountedRun
     delta: float

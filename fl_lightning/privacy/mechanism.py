@@ -24,7 +24,7 @@ from fl_lightning.server.protected import NoiseShares
 
 
 class Accounted(ABC):
-    """The releases of a run and their ε; rounds are independent by default.
+    """Base of privacy accounting: ε of a run's releases; by default rounds are independent.
 
     Attributes:
         noise_multiplier: z, in clip norms.
@@ -70,7 +70,7 @@ class Accounted(ABC):
 
 
 class Mechanism(Accounted):
-    """The noise on the sums of one run, with its ε; by default nobody adds any.
+    """Base of mechanisms: the noise on the sums of a run, and ε; by default there is no noise.
 
     Attributes:
         expected: expected size of the cohort, by which sums are divided.
@@ -113,7 +113,7 @@ class Mechanism(Accounted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """Options of every kind of privacy.
+    """Options that client-level and example-level privacy share.
 
     Attributes:
         clip_norm: largest L2 norm of an update or a gradient after clipping.
@@ -168,7 +168,7 @@ class Budgeted:
             )
 
     def noise(self, resumed: float | None, found: Callable[[float], float]) -> float:
-        """Noise multiplier: of a resumed run, as given, or the one found for the budget."""
+        """Return the noise multiplier: that of a resumed run, the option, or the one for the budget."""
         given = self.noise_multiplier if resumed is None else resumed
         if given is not None:
             return given
@@ -187,7 +187,7 @@ _WAYS = {
 
 
 class Privacy(Budgeted, ABC):
-    """Options of client-level privacy, ``federation.privacy``; your own is a frozen dataclass as well.
+    """Base of client-level privacy, ``federation.privacy``; subclasses are frozen dataclasses.
 
     Attributes:
         clients_add_noise: whether clients add the noise, so that their updates must not change; else
@@ -204,7 +204,7 @@ class Privacy(Budgeted, ABC):
 
     @property
     def traits(self) -> Traits:
-        """Traits; noisy updates must not change on their way."""
+        """Traits; updates with the client's noise must not be changed before they are summed."""
         needs = {Trait.PRIVATE_CLIENTS: "proves its ε for the mean of clipped updates"}
         if self.clients_add_noise:
             needs[Trait.UNCHANGED_UPDATES] = (
@@ -271,7 +271,7 @@ class LocalSampling:
 
 @dataclass(frozen=True)
 class AccountedRun:
-    """The facts about a run that its privacy mechanism needs."""
+    """Properties of a run that determine its ε."""
 
     cohort: Cohort  # sampler of the cohorts
     num_clients: int  # number of all clients

@@ -1,1 +1,1 @@
-"""Screen, log file and report of a run; charts, tables and pages for every room above."""
+"""Console output, log file and report of a run; charts, tables and HTML pages for all commands."""

@@ -1,9 +1,8 @@
-"""TensorBoard beyond charts by name: the important ones first, a table, the hparams tab.
+"""Order of TensorBoard's charts, its table of the last round, and its HPARAMS tab.
 
-TensorBoard sorts charts by name; ours have a dot ahead of their name and so come after ``train/`` and
-``val/`` (`board_tag`). The tab Custom Scalars has the order given here. At the end of a run the tab Text has
-its last round as a table, beside that of the numbers that are logged once, and HPARAMS has both beside the
-options of the run.
+TensorBoard sorts charts by name: names of this package's own metrics begin with a dot, and so come after
+``train/`` and ``val/`` (`board_tag`). The tab Custom Scalars has the order given here. When a run ends, the tab
+Text gets tables of the last round and of metrics logged once, and HPARAMS gets them with the run's options.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from fl_lightning.reports.history import History
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
 _MOST_METRICS = 12
-# what is often the same in every round
-_RARELY_CHANGES = (
-    r"(calibration|head|mask|predictor|privacy|recalibration|round|secure)/|hp_metric$"
-)
+# metrics that often have the same value in every round
+_RARELY_CHANGES = r"(calibration|head|mask|privacy|recalibration|round|secure)/|hp_metric$"
 # tabs in this order: title, then title of a chart and the names in it; losses have a scale of their own
 _LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {
@@ -57,13 +54,14 @@ _LAYOUT: dict[str, dict[str, str]] = {
 
 
 class Charts:
-    """Withholds from TensorBoard the epoch's number, and values until they change.
+    """Keeps metrics that never change, and the epoch's number, out of TensorBoard's charts.
 
-    A number that changes becomes a chart with all that was held back. Other loggers have everything.
+    A metric becomes a chart, with all of its earlier values, once its value changes. Other loggers get
+    every metric at once.
 
     Args:
-        trainer: with the loggers.
-        held: pattern of the names that are held back until their value changes; others are charts at once.
+        trainer: Trainer with the loggers.
+        held: pattern of the names that are held back until their value changes.
     """
 
     def __init__(self, trainer: Trainer, held: str = _RARELY_CHANGES) -> None:
@@ -75,7 +73,7 @@ class Charts:
         ]
 
     def start(self) -> Charts:
-        """Shadow the loggers' ``log_metrics``."""
+        """Replace the loggers' ``log_metrics``."""
         for board in self._boards:
             vars(board)["log_metrics"] = _Changing(
                 partial(log_event, board), re.compile(self._held)
@@ -83,7 +81,7 @@ class Charts:
         return self
 
     def stop(self) -> None:
-        """Give the loggers their own ``log_metrics`` back."""
+        """Restore the loggers' own ``log_metrics``."""
         for board in self._boards:
             vars(board).pop("log_metrics", None)
 
@@ -115,11 +113,16 @@ class _Changing:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone."""
+    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only.
+
+    Args:
+        trainer: Trainer with the loggers.
+        logged: names of the metrics logged so far.
+    """
     names = [*logged]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     curves = [callback for callback in callbacks if getattr(callback, "has_curves", False)]
-    # charts whose numbers need not be there in the first round
+    # charts whose metrics may be logged for the first time in a later round
     later = {title for callback in curves for title in getattr(callback, "late_charts", ())}
     layout = {
         tab: {
@@ -136,12 +139,12 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
 
 
 def show_results(trainer: Trainer, folder: Path, history: History) -> None:
-    """Write the table of the last round, and the hparams tab.
+    """Write the table of the last round and the HPARAMS tab to TensorBoard.
 
     Args:
-        trainer: with the loggers.
-        folder: of the run, with its ``config.yaml`` if there is one.
-        history: of its rounds.
+        trainer: Trainer with the loggers.
+        folder: folder of the run; its options are read from ``config.yaml`` if that exists.
+        history: history of the run's rounds.
     """
     from torch.utils.tensorboard.summary import hparams  # a second to import
 
@@ -152,14 +155,14 @@ def show_results(trainer: Trainer, folder: Path, history: History) -> None:
     for board in boards(trainer):
         board.experiment.add_text("last round", table(last), trainer.global_step)
         if (options := run_options(folder)) and (tests or metrics):
-            # this tab takes metrics from charts: what has none stands among the options
+            # this tab reads metrics from charts: those without a chart are written as options
             for summary in hparams({**tests, **options}, metrics):
                 board.experiment.file_writer.add_summary(summary)
         board.experiment.flush()
 
 
 def run_options(folder: Path) -> dict[str, str | float | bool]:
-    """Return the options of a run by their paths in its ``config.yaml``; none without that file."""
+    """Return the options in a run's ``config.yaml`` by path; empty without that file."""
     path = folder / "config.yaml"
     if not path.exists():
         return {}

@@ -1,7 +1,7 @@
-"""Charts of a report: one matplotlib panel each, as PNG and SVG files and inline in a page.
+"""Charts of a report, each a matplotlib panel, written as PNG and SVG files and inline into a page.
 
-Charts are drawn in the colours of light screens. In a page, each colour becomes a variable of the style
-sheet, so that one drawing serves dark screens too, and each point says its value under the pointer.
+Charts are drawn in the colours of the light theme. In a page each colour becomes a CSS variable, so that the
+same drawing also suits the dark theme, and a tooltip shows the value of each point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VARIABLES = dict(zip((INK, QUIET, RULE, *SERIES), _NAMES, strict=True))
 
 
 def series(number: int) -> str:
-    """Colour of the n-th series; colours repeat.
+    """Return the colour of the n-th series; colours repeat.
 
     Example:
         >>> series(0) == series(len(SERIES))
@@ -45,22 +45,22 @@ def series(number: int) -> str:
 
 
 def style_variables() -> tuple[str, str]:
-    """CSS definitions of the colour variables: for light, and for dark screens."""
+    """Return CSS definitions of the colour variables: for the light theme, and for the dark theme."""
     light = "".join(f"--{name}:{colour};" for colour, name in _VARIABLES.items())
     dark = "".join(f"--{name}:{c};" for name, c in zip(_NAMES, _DARK, strict=True))
     return light, dark
 
 
 @dataclass(frozen=True)
-class Spot:
-    """Text under the pointer, at a point or over a rectangle, in units of the axes.
+class Tooltip:
+    """Tooltip of a point or a rectangle of a chart, in units of the axes.
 
     Attributes:
-        x: horizontal place, of a rectangle its left side.
-        y: vertical place, of a rectangle its lower side.
-        text: what is said there.
-        width: of the rectangle; 0 for a point.
-        height: of the rectangle.
+        x: horizontal coordinate of the point, or of the rectangle's left side.
+        y: vertical coordinate of the point, or of the rectangle's lower side.
+        text: the text that is shown.
+        width: width of the rectangle; 0 for a point.
+        height: height of the rectangle.
     """
 
     x: float
@@ -70,20 +70,20 @@ class Spot:
     height: float = 0.0
 
 
-Panel = Callable[[Any], Sequence[Spot]]  # draws on axes
+Panel = Callable[[Any], Sequence[Tooltip]]  # draws on matplotlib axes and returns its tooltips
 _WIDTH, _HEIGHT = 4.3, 2.9  # inches
-_A_ROW = 2  # charts of a picture
-_MOST_SPOTS = 1200  # of a chart: a hundred bytes each
+_A_ROW = 2  # charts in a row of a picture
+_MOST_TOOLTIPS = 1200  # of a chart: a hundred bytes each
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel of a report.
+    """One chart of a report.
 
     Attributes:
-        name: name of its files, without an ending.
-        title: title above the panel.
-        panel: draws it.
+        name: name of the chart's files, without suffix.
+        title: title above the chart.
+        panel: function that draws the chart.
         names_are_long: whether to make room for long names, which takes twice as long to draw.
     """
 
@@ -93,11 +93,11 @@ class Chart:
     names_are_long: bool = False
 
 
-def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Spot]]:
+def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Tooltip]]:
     """Draw charts side by side, two in a row, on a transparent background.
 
     Returns:
-        The figure, and the spots of all of its charts.
+        The figure, and the tooltips of all charts.
     """
     from matplotlib import rc_context  # a second to import
     from matplotlib.figure import Figure
@@ -107,12 +107,12 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Spot]]:
     width = _WIDTH * columns
     height = _HEIGHT * rows
     has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1
-    spots: list[Spot] = []
+    tooltips: list[Tooltip] = []
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained" if has_room else None)
         places = [*figure.subplots(rows, columns, squeeze=False).flat]
         for chart, axes in zip(charts, places, strict=False):
-            spots += chart.panel(axes)
+            tooltips += chart.panel(axes)
             axes.set_title(chart.title)
         for axes in places[len(charts) :]:
             axes.remove()
@@ -123,7 +123,7 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Spot]]:
                 bottom=0.46 / height,
                 top=1 - 0.28 / height,
             )
-    return figure, spots
+    return figure, tooltips
 
 
 # matplotlib's own type of these names differs between its versions
@@ -156,15 +156,15 @@ _STYLE: Any = {
 
 
 def write_chart(chart: Chart, folder: Path) -> str:
-    """Write a chart as ``<name>.png`` and ``<name>.svg``, and return it for a page.
+    """Write a chart as ``<name>.png`` and ``<name>.svg``, and return its SVG for a page.
 
     Returns:
-        An ``<svg>`` element in the colours of the page, with ids that no other chart has.
+        An ``<svg>`` element in the colours of the page, whose ids are unique in the page.
     """
     from matplotlib import rc_context  # a second to import
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure, spots = draw([chart])
+    figure, tooltips = draw([chart])
     figure.savefig(folder / f"{chart.name}.png", dpi=130, facecolor="white")
     drawn = io.StringIO()
     # text stays text; without a date and random names, equal charts give equal files
@@ -174,31 +174,31 @@ def write_chart(chart: Chart, folder: Path) -> str:
     start = svg.index(">", svg.index("<svg")) + 1  # a file may be shown on any background
     on_white = f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'
     (folder / f"{chart.name}.svg").write_text(on_white, encoding="utf-8")
-    return inline(svg.replace("</svg>", f"{_spots(figure, spots)}</svg>"), chart.name)
+    return inline(svg.replace("</svg>", f"{_as_svg(figure, tooltips)}</svg>"), chart.name)
 
 
-def _spots(figure: Figure, spots: Sequence[Spot]) -> str:
-    """SVG of spots; of too many, some that are evenly spaced."""
+def _as_svg(figure: Figure, tooltips: Sequence[Tooltip]) -> str:
+    """Return tooltips as an SVG group; of too many, an evenly spaced part."""
     (axes, *_) = figure.axes
     points = 72 / figure.dpi
     height = figure.get_figheight() * 72
-    shown = spots[:: max(1, -(-len(spots) // _MOST_SPOTS))]
+    shown = tooltips[:: max(1, -(-len(tooltips) // _MOST_TOOLTIPS))]
     corners = np.array([(s.x, s.y, s.x + s.width, s.y + s.height) for s in shown], float)
     placed = axes.transData.transform(corners.reshape(-1, 2)).reshape(-1, 4) * points
     parts = []
-    for spot, (x, y, right, top) in zip(shown, placed.tolist(), strict=True):
-        title = f"<title>{escape(spot.text)}</title>"
-        if spot.width:
+    for tooltip, (x, y, right, top) in zip(shown, placed.tolist(), strict=True):
+        title = f"<title>{escape(tooltip.text)}</title>"
+        if tooltip.width:
             left, upper = min(x, right), height - max(y, top)
             size = f'width="{abs(right - x):.1f}" height="{abs(top - y):.1f}"'
             parts.append(f'<rect x="{left:.1f}" y="{upper:.1f}" {size}>{title}</rect>')
         else:
             parts.append(f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="5">{title}</circle>')
-    return f'<g class="spots">{"".join(parts)}</g>'
+    return f'<g class="tooltips">{"".join(parts)}</g>'
 
 
 def inline(svg: str, name: str) -> str:
-    r"""Prepare an SVG drawing for a page: unique ids, and colours of the page.
+    r"""Prepare an SVG drawing for a page: make its ids unique, and its colours CSS variables.
 
     Example:
         >>> inline('<?xml?>\n<svg id="a"><use xlink:href="#a" style="stroke: #1b1c1e"/></svg>', "bytes")

@@ -1,7 +1,7 @@
-"""Which model metrics belong to, and the table of results at the end.
+"""The table of results at the end of a command, with the model that the metrics belong to.
 
-``fit`` ends with a test of the last model, while ``test`` may be given the best one: their metrics differ
-and look alike, so each table names the round and the file of its model.
+``fit`` ends with a test of the last model, while ``test`` may be given the best one. Their metrics look alike,
+so each table names the round of the model and its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fl_lightning.reports.screen import table
 
 
 class ModelOrigin:
-    """Remembers which checkpoint a Trainer has loaded into its module for an evaluation.
+    """Describes the model that a Trainer evaluates: its checkpoint, or its round.
 
     Example:
         >>> trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -41,16 +41,16 @@ class ModelOrigin:
     def note(
         self, trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]
     ) -> None:
-        """Note the source of the module's weights from now on."""
+        """Record the checkpoint that was loaded into the module."""
         if trainer.state.fn == "fit":
-            return  # which goes on from it
+            return  # which trains further
         self._words = f"the model {_after(checkpoint)}, {shown_path(str(trainer.ckpt_path))}"
         self._steps, self._module = trainer.global_step, weakref.ref(module)
 
     def words(self, trainer: Trainer) -> str:
-        """Return in words which model the Trainer's module holds."""
+        """Describe the model in the Trainer's module, in words."""
         module, steps = trainer.lightning_module, trainer.global_step
-        # a fit since then would have gone on from it
+        # after a fit since then, the weights are no longer those of the checkpoint
         if self._module is not None and self._module() is module and self._steps == steps:
             return self._words
         if not steps:
@@ -59,9 +59,9 @@ class ModelOrigin:
 
 
 def saved_after(path: str) -> str:
-    """Return after which round a checkpoint was saved, as ``after round 7``; empty if unknown."""
+    """Return the round after which a checkpoint was saved, as ``after round 7``; empty if unknown."""
     try:
-        # mapped, not read: of a large model only what is looked at
+        # mapped: of a large model, only the parts that are used are read
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return _after(checkpoint)
     except (OSError, RuntimeError, UnpicklingError, KeyError):
@@ -69,7 +69,7 @@ def saved_after(path: str) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Return a path from the working directory on if it is below it, else from the root on."""
+    """Return a path relative to the working directory if it lies below, else the absolute path."""
     absolute, here = Path(path).resolve(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
@@ -83,7 +83,7 @@ def _unit(federated: bool) -> str:
     return "round" if federated else "optimizer step"
 
 
-# of a round, not of the model
+# metrics of a round, not of the model
 _OF_ROUNDS = re.compile(
     r"round/|secure/|privacy/|mask/|calibration/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/"
 )
@@ -93,14 +93,14 @@ _HEAD = ("model", "clients", "std", "worst 10 %")
 
 
 class ResultsTable(Callback):
-    """Prints the metrics at the end of a fit, a validation and a test, and of which model they are.
+    """Prints a table of metrics after a fit, a validation and a test, and names the evaluated model.
 
-    The log file has that model ahead of the figures as well; ``predict`` says it on the screen.
+    The log file names that model too; ``predict`` prints it on the screen.
 
     Args:
-        waits_for_test: whether a fit is followed by a test, whose table has the fit's metrics as well:
-            give them to `keep`.
-        is_wanted: whether to print at all.
+        waits_for_test: whether a test follows the fit; the test's table then has the fit's metrics too,
+            which `keep` stores.
+        is_wanted: whether to print the table.
     """
 
     def __init__(self, *, waits_for_test: bool = False, is_wanted: bool = True) -> None:
@@ -112,11 +112,11 @@ class ResultsTable(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember the checkpoint that is evaluated."""
+        """Record the checkpoint that is evaluated."""
         self._origin.note(trainer, pl_module, checkpoint)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell this round's metrics from those of earlier models."""
+        """Mark the start of a round, to separate its metrics from earlier ones."""
         begin_round(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,33 +125,33 @@ class ResultsTable(Callback):
             self.report(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the model in the ``validate`` command; a fit's own validations stand beside their round."""
+        """Log which model the command ``validate`` evaluates."""
         if trainer.state.fn == "validate":
             rank_zero_info(f"validate: {self._origin.words(trainer)}", **detail())
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the model in the ``test`` command and in the test at the end of a fit."""
+        """Log which model is tested, by the command ``test`` or at the end of a fit."""
         rank_zero_info(f"test: {self._origin.words(trainer)}", **detail())
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the model in the ``predict`` command."""
+        """Print which model the command ``predict`` uses."""
         rank_zero_info(f"predict: {self._origin.words(trainer)}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print in the ``validate`` command."""
+        """Print the table in the command ``validate``."""
         if trainer.state.fn == "validate":
             self.report(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print in the ``test`` command and in the test at the end of a fit."""
+        """Print the table in the command ``test`` and in the test at the end of a fit."""
         self.report(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Keep the present metrics for the next table."""
+        """Store the current metrics for the next table."""
         self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:
-        """Print the table, on standard output and into the log file."""
+        """Print the table on standard output, and write it into the log file."""
         results = results_table(self._kept | logged_in_round(trainer))
         if not results or not self._is_wanted or not trainer.is_global_zero:
             return
@@ -161,11 +161,11 @@ class ResultsTable(Callback):
 
 
 def results_table(metrics: Mapping[str, Any]) -> str:
-    """Return a table of metrics, a row each; empty if there is none.
+    """Return a table with a row for each metric; empty without metrics.
 
     Args:
-        metrics: by name, as the Trainer's ``callback_metrics``: ``val/accuracy`` of the model,
-            ``clients/val/accuracy_mean`` and its like over clients, ``personal/…`` of their own models.
+        metrics: values by name, as the Trainer's ``callback_metrics``: ``val/accuracy`` of the global
+            model, ``clients/val/accuracy_mean`` over clients, ``personal/…`` of personal models.
 
     Example:
         >>> metrics = {"test/accuracy": 0.96, "train/loss": 0.1, "clients/test/accuracy_mean": 0.95}

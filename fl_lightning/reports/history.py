@@ -1,10 +1,10 @@
-"""The history of rounds in ``rounds.jsonl`` of a run's folder: one line of JSON a round.
+"""The history of a run's rounds in ``rounds.jsonl``, with a line of JSON for each round.
 
     {"round": 3, "metrics": {"val/loss": 0.41, …}, "clients": {"ids": [4, 9], "train/loss": [0.5, 0.3]}}
 
-A line is written when its round ends, before the round's checkpoint. So a run that was killed has no
-fewer lines than rounds, and one that is resumed goes on after those of its checkpoint. Rounds are
-counted from 1. A number that is not finite is null.
+A round's line is written before its checkpoint, so a run that was killed has at least one line for each completed
+round; a resumed run drops the lines after its checkpoint. Rounds are counted from 1. A value that is not finite
+is null.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Curve = dict[int, float]  # round to value
 
 @dataclass(frozen=True)
 class RoundLine:
-    """The logged numbers of one round.
+    """Metrics of one round.
 
     Attributes:
-        number: of it, from 1.
-        metrics: what was logged in it, by name.
-        clients: those that took part, under ``ids``, and their metrics in the same order; empty where
-            that may not be known, or they were too many.
+        number: number of the round, from 1.
+        metrics: values logged in the round, by name.
+        clients: ids of the clients that took part, under ``ids``, and their metrics in the same order;
+            empty if privacy forbids it or there are too many clients.
     """
 
     number: int
@@ -38,7 +38,7 @@ class RoundLine:
     clients: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Return it as a line of JSON.
+        """Return the round as a line of JSON.
 
         Example:
             >>> RoundLine(1, {"val/loss": float("nan")}).text()
@@ -54,7 +54,7 @@ class RoundLine:
 
     @classmethod
     def of(cls, text: str) -> RoundLine:
-        """Return the round that a line describes."""
+        """Read a round from a line of JSON."""
         line = json.loads(text)
         metrics = {name: _number(value) for name, value in line["metrics"].items()}
         clients = {
@@ -66,13 +66,13 @@ class RoundLine:
 
 @dataclass(frozen=True)
 class History:
-    """All rounds of a run, in order."""
+    """The metrics of all rounds of a run, in order."""
 
     rounds: Sequence[RoundLine]
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Return those of a folder; none if it has no such file. Of a round twice the later counts."""
+        """Read the history in a run's folder; empty without the file. If a round is there twice, the later counts."""
         path = folder / NAME
         if not path.exists():
             return cls(())
@@ -87,23 +87,23 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, in the order in which they first occur."""
+        """Names of all metrics, in the order in which they first occur."""
         return list(dict.fromkeys(name for line in self.rounds for name in line.metrics))
 
     def curve(self, name: str) -> Curve:
-        """Return one metric, round to value; empty if it was not logged."""
+        """Return the values of one metric by round; empty if it was not logged."""
         return {r.number: r.metrics[name] for r in self.rounds if name in r.metrics}
 
     def of_clients(self, name: str) -> dict[int, Sequence[float]]:
-        """Return one metric of the clients that took part, round to values."""
+        """Return by round the values of one metric of the clients that took part."""
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
     def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:
-        """Bytes that all clients of a round sent or received, by purpose.
+        """Return the bytes that all clients sent or received, by purpose and round.
 
         Args:
-            way: ``up`` or ``down``.
-            once: what the run has logged once: sent ahead of the rounds, so in round 0.
+            way: ``up`` (from clients) or ``down`` (to clients).
+            once: metrics that the run has logged once; bytes among them count as sent in round 0.
 
         Example:
             >>> history = History([RoundLine(1, {"round/total_bytes_up": 8.0})])
@@ -120,13 +120,18 @@ class History:
 
     @property
     def client_names(self) -> list[str]:
-        """Of metrics that are known by client."""
+        """Names of the metrics that are known for each client."""
         names = dict.fromkeys(name for line in self.rounds for name in line.clients)
         return [name for name in names if name != IDS]
 
 
 def begin(folder: Path, after: int) -> None:
-    """Continue a folder's file after a number of rounds; later ones are dropped."""
+    """Keep the first rounds of a folder's history, and drop later ones.
+
+    Args:
+        folder: folder of the run.
+        after: number of rounds to keep.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     kept = [line for line in History.read(folder).rounds if line.number <= after]
     part = folder / f".{NAME}.part"
@@ -135,7 +140,7 @@ def begin(folder: Path, after: int) -> None:
 
 
 def append(folder: Path, line: RoundLine) -> None:
-    """Write a round's line."""
+    """Append a round to the history in a folder."""
     with (folder / NAME).open("a", encoding="utf-8") as file:
         file.write(f"{line.text()}\n")
 

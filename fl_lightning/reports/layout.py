@@ -1,7 +1,7 @@
-"""Text for a terminal: log messages in two columns; is a stream a terminal, and how wide.
+"""Layout of text for a terminal: log messages in two columns, wrapped to the terminal's width.
 
-On other streams, log messages have time and level instead. Nothing here imports rich, so that ``--help``
-and refusals come at once.
+On other streams log messages have time and level instead. Nothing here imports rich, so that ``--help`` and error
+messages appear at once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing_extensions import override
 
 LABEL_WIDTH = 12
 WITH_TIME = "%(asctime)s | %(levelname)s | %(message)s"
-# attribute of a log record that is for the log file only: it would be too much on a screen
+# attribute of log records that go into the log file only, not onto the screen
 DETAIL = "is_detail"
 
 _LABELLED = re.compile(r"(?P<label>\w[\w ./-]{0,10}): (?P<text>.*)", re.DOTALL)
 
 
 def laid_out(message: str, width: int) -> str:
-    """Lay a message out in two columns, label and text; lines are wrapped between words.
+    """Lay a log message out in two columns, label and text; lines are wrapped between words.
 
     Args:
-        message: the logged message; ``bytes: 4 MB`` has the label ``bytes``. A message of several
-            lines is returned unchanged.
+        message: the log message; in ``bytes: 4 MB``, the label is ``bytes``. A message of several lines
+            is returned unchanged.
         width: largest length of a line in columns.
 
     Example:
@@ -50,7 +50,7 @@ def laid_out(message: str, width: int) -> str:
 
 
 def in_lines(text: str, stream: Any) -> str:
-    """Wrap a line of text to a terminal's width; other streams, and several lines, stay unchanged."""
+    """Wrap a line of text to a terminal's width; for other streams, or several lines, it is unchanged."""
     if not is_terminal(stream) or "\n" in text:
         return text
     width = width_of(stream) - 1
@@ -80,10 +80,10 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class FileFormatter(logging.Formatter):
-    """Time, level and message; further lines of a message are indented.
+    """Formats a log record as time, level and message; further lines of a message are indented.
 
     Args:
-        process: number of the process, which marks its messages; 0 is not marked.
+        process: number of the process, written ahead of its messages unless it is 0.
     """
 
     def __init__(self, process: int = 0) -> None:
@@ -96,7 +96,7 @@ class FileFormatter(logging.Formatter):
 
 
 def with_time(text: str) -> str:
-    r"""Indent all but the first line, so that they do not look like messages of their own.
+    r"""Indent all lines but the first, so that they do not look like separate messages.
 
     Example:
         >>> with_time("1 | INFO | a\nb")
@@ -109,7 +109,7 @@ NARROWEST, USUAL = 40, 80
 
 
 def is_terminal(stream: Any) -> bool:
-    """True if a stream is a terminal on which the cursor can be moved.
+    """Return whether a stream is a terminal on which the cursor can be moved.
 
     Example:
         >>> from io import StringIO
@@ -123,7 +123,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 def width_of(stream: Any) -> int:
-    """Number of columns of a stream's lines, ≥ 40; 80 if it is unknown.
+    """Return the number of columns of a terminal, at least 40; 80 if unknown.
 
     Example:
         >>> from io import StringIO

@@ -1,9 +1,9 @@
-"""The log file of a run, and which messages the screen shows.
+"""The log file of a run, ``run.log``, and the choice of messages for the screen.
 
     2026-11-26 20:01:11,402 | INFO | round 3/50: val/accuracy 0.486, train/loss 1.59, 5 clients, 3.1 s
 
-The file has every message that is logged or warned of, by Lightning, by us or by anybody. The screen has
-those of this run, laid out for the width of the terminal.
+The file has every log message and warning of any library. The screen has the messages about this run, laid out
+for the terminal's width.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ADVERTISEMENT = "💡 Tip"
 
 
 class EarlyMessages(logging.Handler):
-    """Keeps messages until somebody takes them."""
+    """Log handler that stores messages until `take` returns them."""
 
     def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
@@ -44,13 +44,13 @@ class EarlyMessages(logging.Handler):
         self._records.append(record)
 
     def take(self) -> list[logging.LogRecord]:
-        """Return the messages so far, and forget them."""
+        """Return and remove the stored messages."""
         records, self._records = self._records, []
         return records
 
     @staticmethod
     def taken_from(names: tuple[str, ...]) -> list[logging.LogRecord]:
-        """Collect the messages of all such handlers of some loggers, the command line's."""
+        """Return and remove the messages that all handlers of this class on some loggers have stored."""
         handlers = [h for name in names for h in logging.getLogger(name).handlers]
         found = dict.fromkeys(h for h in handlers if isinstance(h, EarlyMessages))
         return sorted(
@@ -58,10 +58,10 @@ class EarlyMessages(logging.Handler):
         )
 
 
-# whose messages are shown and kept; some of them keep theirs from the root logger
+# loggers whose messages go to the screen and the file; some of them do not pass messages on to the root logger
 LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightning")
 
-# what Lightning says of every run, or of devices that are not there
+# messages that Lightning logs in every run, or about devices that do not exist
 _NOISE = re.compile(
     r"Seed set to |(GPU|TPU|HPU) available: False|💡|Initializing distributed|-{20}|"
     r"`Trainer\.fit` stopped: `max_(epochs|steps)=|LOCAL_RANK: |Loaded model weights from|"
@@ -70,7 +70,7 @@ _NOISE = re.compile(
 
 
 class ForTheScreen(logging.Filter):
-    """Lets messages about this run onto the screen, and keeps details for the log file."""
+    """Filter that shows messages about this run on the screen, and leaves details to the log file."""
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
@@ -81,14 +81,14 @@ class ForTheScreen(logging.Filter):
 
 
 def detail() -> dict[str, Any]:
-    """Return the options of a message that is for the log file alone, for ``rank_zero_info``."""
+    """Return the arguments of ``rank_zero_info`` for a message that goes into the log file only."""
     return {"extra": {DETAIL: True}}
 
 
 def tidy_screen() -> Callable[[], None]:
-    """Give Lightning's messages our look on the screen; returns a function that undoes it.
+    """Format Lightning's messages on the screen in two columns; returns a function that restores them.
 
-    Handlers that others have given a format of their own are left alone.
+    Handlers that already have a formatter are left alone.
     """
     undo: list[Callable[[], None]] = []
     for handler in _plain_handlers():
@@ -121,13 +121,13 @@ Level = Literal["debug", "info", "warning", "error"]
 class RunLog(Callback):
     """Writes ``run.log`` in the run's folder: time, level and message, a line for every round.
 
-    What is logged by `logging` and what is warned of, by anybody, is in it; so are the model's layers
-    and, when a run fails, the traceback. A run that is resumed, validated or tested writes at the end of
-    its file. A Trainer with neither logger nor ``default_root_dir`` has no folder, and so no file. On the
-    screen, Lightning's messages about itself are left out meanwhile.
+    The file has the log messages and warnings of all libraries, the model's layers and, if the run fails,
+    the traceback. A run that is resumed, validated or tested appends to its file. A Trainer with neither
+    logger nor ``default_root_dir`` has no folder, and so no file. On the screen, Lightning's messages
+    about itself are hidden meanwhile.
 
     Args:
-        level: of the least important messages that are kept: debug, info, warning or error.
+        level: lowest level of the messages that the file keeps: debug, info, warning or error.
 
     Raises:
         ConfigurationError: for another level.
@@ -141,8 +141,8 @@ class RunLog(Callback):
         super().__init__()
         if level not in get_args(Level):
             raise ConfigurationError(
-                f"level must be one of {', '.join(get_args(Level))}, got {level}: it is the least "
-                "important that the log file keeps"
+                f"level must be one of {', '.join(get_args(Level))}, got {level}: it is the lowest "
+                "level that the log file keeps"
             )
         self.level = level
         self._least: int = getattr(logging, level.upper())
@@ -153,7 +153,7 @@ class RunLog(Callback):
         self._put_back: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Collect messages from now on."""
+        """Start to collect messages."""
         self._close()
         self._put_back = tidy_screen()
         self._attach(self._early)
@@ -165,17 +165,17 @@ class RunLog(Callback):
             self._write(logging.INFO, f"layers\n{summarize(pl_module, max_depth=2)}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue in the file, and so in a test and a prediction."""
+        """Open the file at its end; also for a test and a prediction."""
         self._open(trainer)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell this round's metrics from older ones."""
+        """Mark the start of a round, to separate its metrics from earlier ones."""
         begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a line for the round, unless it stands on the screen, and so in the file."""
+        """Write a line for the round, unless the progress bar logs one anyway."""
         bars = [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)]  # type: ignore[attr-defined]
         if trainer.is_global_zero and not any(bar.says_rounds for bar in bars):
             self._write(logging.INFO, round_line(trainer))
@@ -183,18 +183,18 @@ class RunLog(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Write the error that has ended the run."""
+        """Write the error that has ended the run, with its traceback."""
         told = "".join(traceback.format_exception(exception))
         self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the file."""
+        """Close the file."""
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
         """Open the run's file at its end; the first process writes the earlier messages into it."""
-        folder = folder_of(trainer)  # which processes agree on: all must ask
+        folder = folder_of(trainer)  # a collective call: every process has to make it
         if folder is None or self._handler is not None:
             return
         path = Path(folder, NAME)
@@ -205,7 +205,7 @@ class RunLog(Callback):
         self._handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
         early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
         for record in {id(record): record for record in early}.values():
-            # the first process has all that was said before there were several
+            # messages from before there were several processes are the first process's to write
             if trainer.is_global_zero and record.levelno >= self._least:
                 self._handler.handle(record)
         self._detach(self._early)
@@ -216,7 +216,7 @@ class RunLog(Callback):
             self._write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
 
     def _write(self, level: int, message: str) -> None:
-        """Write a message that is for the file alone."""
+        """Write a message into the file only."""
         if self._handler is not None and level >= self._least:
             made = logging.LogRecord("fl_lightning", level, __file__, 0, message, (), None)
             self._handler.handle(made)
@@ -251,7 +251,7 @@ class RunLog(Callback):
             logger = logging.getLogger(name)
             if not name or not logger.propagate:
                 logger.addHandler(handler)
-            if name:  # the root logger's is everybody's
+            if name:  # the root logger's level applies to all libraries
                 self._levels.setdefault(name, logger.level)
                 if not logger.level or logger.level > self._least:
                     logger.setLevel(self._least)
@@ -265,9 +265,9 @@ class RunLog(Callback):
 
 
 def folder_of(trainer: Trainer) -> str | None:
-    """Return the folder of a run, which processes agree on: all must ask; None if it has none.
+    """Return the folder of a run, None if it has none; a collective call, which every process has to make.
 
-    Without a logger it is the Trainer's ``default_root_dir``, but for that where the program was started.
+    Without a logger it is the Trainer's ``default_root_dir``, unless that is the working directory.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
@@ -277,7 +277,7 @@ def folder_of(trainer: Trainer) -> str | None:
 
 
 def software() -> str:
-    """Versions of the most important packages of a run."""
+    """Return the versions of the most important packages, in words."""
     found = [f"{name} {_version(name)}".strip() for name in ("fl-lightning", "lightning", "torch")]
     return ", ".join([*found, f"Python {platform.python_version()}"])
 

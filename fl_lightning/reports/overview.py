@@ -1,4 +1,4 @@
-"""Overview of a run before its first round: model, optimizer, federation, machine, partition."""
+"""Callbacks that log a run's model, optimizer, federation, machine and partition before the first round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,26 +17,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import Federation, log_figure, overrides, run_folder
+from fl_lightning.federation import Federation, log_figure, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.log_file import detail, folder_of, software
 from fl_lightning.reports.progress import federation_of, unit
-
-# Schedules are worked out so many steps ahead, to tell the rate of the last round.
-_MOST_STEPS_AHEAD = 20_000
 
 
 class RunOverview(Callback):
     """Logs a fit's model, optimizer, federation, machine and folder.
 
-    Beside what others say of themselves: the data (`PartitionReport`), the cost, the engine.
+    The data (`PartitionReport`), the cost and the engine are logged elsewhere.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it once, before the first round."""
-        folder = folder_of(trainer)  # which processes agree on: all must ask
+        """Log the overview, before the first round."""
+        folder = folder_of(trainer)  # a collective call: every process has to make it
         if not trainer.is_global_zero:
             return
         for name, fact in facts_of(trainer, pl_module):
@@ -48,20 +43,13 @@ class RunOverview(Callback):
             rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say why the fit has ended early, if it has."""
+        """Log the reason if early stopping has ended the fit."""
         if (reason := why_it_stopped(trainer)) is not None:
             rank_zero_info(f"stopped: {reason}")
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the first and the last learning rate, now that a checkpoint has set the schedules."""
-        federation = federation_of(trainer)
-        if federation is not None and federation.rounds is not None:
-            line = _rate_line(trainer, federation.rounds.run.by_step)
-            rank_zero_info(line) if line is not None else None
-
 
 def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
-    """Model, optimizers, federation and machine of a fit, in words by name."""
+    """Yield names and descriptions of a fit's model, optimizers, federation and machine."""
     yield "model", ", ".join(_model(module))
     for optimizer in trainer.optimizers:
         yield "optimizer", ", ".join(_optimizer(optimizer))
@@ -71,7 +59,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, s
 
 
 def why_it_stopped(trainer: Trainer) -> str | None:
-    """Why an early stopping has ended a fit, in a sentence; None if none has."""
+    """Return a sentence with the reason why early stopping has ended a fit; None if it has not."""
     stopping = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
     ended = next((c for c in stopping if c.stopped_epoch), None)
     if ended is None:
@@ -94,7 +82,7 @@ def why_it_stopped(trainer: Trainer) -> str | None:
 
 
 def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Where a fit's numbers come from: date, data, model, algorithm, seed, versions, commit, machine."""
+    """Return the provenance of a fit: date, data, model, federation, seed, versions, commit, machine."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
@@ -114,7 +102,7 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Commit of the folder in which the program was started; empty outside of git."""
+    """Return the git commit of the working directory; empty outside of git."""
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5)
@@ -141,7 +129,7 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     yield type(optimizer).__name__
     known = inspect.signature(type(optimizer)).parameters
     for name in (name for name in optimizer.defaults if name in known):
-        own = f"initial_{name}"  # what a schedule has changed already
+        own = f"initial_{name}"  # the value before a schedule changed it
         values = dict.fromkeys(str(g.get(own, g.get(name))) for g in optimizer.param_groups)
         if name == "lr" or list(values) != [str(known[name].default)]:
             yield f"{name} {' or '.join(values)}"
@@ -177,7 +165,7 @@ def _machine(trainer: Trainer) -> Iterator[str]:
 
 
 def _short(count: int) -> str:
-    """Return a number in three digits.
+    """Format a number of parameters with three digits.
 
     Example:
         >>> _short(152_074), _short(21_700_000), _short(67)
@@ -189,61 +177,22 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
-    """Return the learning rates of the run's first and last local step; None without a schedule."""
-    module, configs = trainer.lightning_module, trainer.lr_scheduler_configs
-    if not module.automatic_optimization or not configs or overrides(module, "lr_scheduler_step"):
-        return None
-    first, begun, rounds = _rates(trainer), trainer.current_epoch, trainer.max_epochs or -1
-    num_steps = 1 if by_step is None else by_step[0]
-    if any(each.reduce_on_plateau for each in configs):
-        return f"learning rate: {first} at first, then by a metric"
-    if not 0 < (rounds - begun) * num_steps <= _MOST_STEPS_AHEAD:
-        return f"learning rate: {first} at first"
-    start = RoundStart(trainer.optimizers, [each.scheduler for each in configs])
-    start.note()
-    _move_to_end(trainer, by_step, rounds)
-    last = _rates(trainer)
-    start.put_back()
-    where = f"{num_steps} a round" if by_step is not None else "one a round"
-    return f"learning rate: {first} at first, {last} at last ({where}, {rounds - begun} rounds)"
-
-
-def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) -> None:
-    """Step the schedules until the run's last local step."""
-    num_steps, advance = by_step or (0, lambda step: None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        for number in range(trainer.current_epoch + 1, rounds + 1):
-            end = num_steps * number + (number < rounds)
-            for step in range(num_steps * (number - 1) + 1, end) if num_steps else ():
-                advance(step)
-            for config in trainer.lr_scheduler_configs if number < rounds else ():
-                if number % config.frequency == 0:
-                    config.scheduler.step()  # type: ignore[call-arg]
-
-
-def _rates(trainer: Trainer) -> str:
-    groups = [group for each in trainer.optimizers for group in each.param_groups]
-    return " or ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in groups))
-
-
 class PartitionReport(Callback):
     """Logs the partition when a fit starts.
 
-    Prints a line, and a few more into the log, draws clients × classes for loggers that take pictures as ``partition`` and saves
-    ``partition.csv``, one row per client, in the logger's directory.
+    It logs a summary, logs the picture ``partition`` (clients × classes) to loggers that accept pictures,
+    and saves ``partition.csv``, one row per client, in the run's folder.
     """
 
-    # what a private run must name
+    # what a private run reveals through this callback
     unprotected = "the picture and table of the partition"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report once, before the first round."""
+        """Log and save the partition, before the first round."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
             return
-        folder = run_folder(trainer)  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # a collective call: every process has to make it
         if not trainer.is_global_zero:
             return
         summary = data.summary()

@@ -12,7 +12,7 @@ from fl_lightning.reports.charts import Chart, style_variables, write_chart
 
 @dataclass
 class Page:
-    """An HTML page, built part by part.
+    """A self-contained HTML page, to which parts are added one by one.
 
     Attributes:
         title: title of the page.
@@ -30,7 +30,7 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def tiles(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Add the most important facts: pairs of a name and a short value."""
+        """Add tiles with the most important facts: pairs of a name and a short value."""
         inner = "".join(
             f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts
         )
@@ -45,12 +45,12 @@ class Page:
         self._parts.append(f'<p class="note">{escape(text)}</p>')
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """Add facts by name, a line each."""
+        """Add a list of facts by name, a line each."""
         rows = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts.items())
         self._parts.append(f'<dl class="facts">{rows}</dl>')
 
     def charts(self, charts: Sequence[Chart], folder: Path) -> None:
-        """Add charts, a cell each, and write their files into a folder."""
+        """Add charts, each in a cell, and write their PNG and SVG files into a folder."""
         cells = (
             f'<div role="img" aria-label="{escape(chart.title)}">{write_chart(chart, folder)}</div>'
             for chart in charts
@@ -73,7 +73,7 @@ class Page:
         self._parts.append(_folded(fold, table) if fold else table)
 
     def verbatim(self, text: str, fold: str) -> None:
-        """Add preformatted text in a fold with this label."""
+        """Add preformatted text in a fold with a label."""
         self._parts.append(_folded(fold, f"<pre>{escape(text)}</pre>"))
 
     def html(self) -> str:
@@ -125,8 +125,8 @@ align-items:start;margin:.7rem 0}
 .charts>div{padding:.6rem}
 .charts svg{display:block;width:100%;height:auto}
 .charts svg text{font-family:inherit!important}
-.spots *{fill:transparent}
-.spots :hover{fill:var(--ink);fill-opacity:.25}
+.tooltips *{fill:transparent}
+.tooltips :hover{fill:var(--ink);fill-opacity:.25}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.3rem .7rem;border-bottom:1px solid var(--rule);white-space:nowrap}

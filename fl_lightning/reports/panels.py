@@ -1,4 +1,4 @@
-"""Panels of charts: curves with bands, distributions, maps, bars; each says its values under the pointer."""
+"""Panels of charts with tooltips: curves with bands, distributions, maps, bars, points."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fl_lightning.reports.charts import INK, SERIES, Panel, Spot, series
+from fl_lightning.reports.charts import INK, SERIES, Panel, Tooltip, series
 
 _MARKED = 40  # curves with more points than this have no markers
-_FEWEST_OF_A_HISTOGRAM = 30  # values; fewer are a dot each
-_FEWEST_BARS = 6  # fewer different values are told in words
+_FEWEST_OF_A_HISTOGRAM = 30  # values; of fewer, each is drawn as a dot
+_FEWEST_BARS = 6  # different values; of fewer, no histogram is drawn
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,28 @@ class Line:
                 self.x, middle - half, middle + half, color=self.colour, alpha=0.18, linewidth=0
             )
 
-    def spots(self, of: str) -> Iterator[Spot]:
-        """A spot for each finite value; ``of`` is the name of the horizontal axis."""
+    def tooltips(self, of: str) -> Iterator[Tooltip]:
+        """Yield a tooltip for each finite value; ``of`` is the name of the horizontal axis."""
         owner = f"{self.label}, " if self.label else ""
         for number, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
             if math.isfinite(y):
                 std = "" if self.std is None else f" ± {self.std[number]:.2g}"
-                yield Spot(x, y, f"{owner}{of} {x:.6g}: {y:.4g}{std}")
+                yield Tooltip(x, y, f"{owner}{of} {x:.6g}: {y:.4g}{std}")
 
 
 def curves(
     lines: Sequence[Line], *, x: str = "round", y: str = "", from_zero: bool = False
 ) -> Panel:
-    """Return a panel of curves."""
+    """Return a panel of curves.
 
-    def panel(axes: Any) -> list[Spot]:
+    Args:
+        lines: the curves.
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        from_zero: whether the vertical axis begins at 0.
+    """
+
+    def panel(axes: Any) -> list[Tooltip]:
         for line in lines:
             line.draw(axes)
         axes.set(xlabel=x, ylabel=y)
@@ -70,20 +77,20 @@ def curves(
             axes.set_ylim(bottom=0)
         if any(line.label for line in lines):
             axes.legend(loc="best")
-        return [spot for line in lines for spot in line.spots(x)]
+        return [spot for line in lines for spot in line.tooltips(x)]
 
     return panel
 
 
 def fan(x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
-    """Return a panel of a distribution over rounds: its range, its inner 80 % and its median.
+    """Return a panel of a distribution over rounds: range, inner 80 % and median.
 
     Args:
         x: rounds.
         quantiles: ``min``, ``low``, ``median``, ``high``, ``max``, with one value per round each.
     """
 
-    def panel(axes: Any) -> list[Spot]:
+    def panel(axes: Any) -> list[Tooltip]:
         q = quantiles
         for below, above, opacity, label in (
             ("min", "max", 0.14, "all clients"),
@@ -97,7 +104,7 @@ def fan(x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="best")
         columns = zip(x, *(q[name] for name in ("median", "min", "max")), strict=True)
-        return [Spot(n, m, f"round {n}: {m:.4g}, {a:.4g} to {b:.4g}") for n, m, a, b in columns]
+        return [Tooltip(n, m, f"round {n}: {m:.4g}, {a:.4g} to {b:.4g}") for n, m, a, b in columns]
 
     return panel
 
@@ -105,15 +112,15 @@ def fan(x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
 def distribution(
     groups: Mapping[str, Mapping[str, float]], *, x: str = "", whole: bool = False
 ) -> Panel | None:
-    """Return a panel of values: a dot each if there are few of them, else a histogram.
+    """Return a panel of values, as dots below 30 values, else as a histogram.
 
     Args:
-        groups: values by owner, for example by client, of each group; those not finite are left out.
+        groups: for each group, the values by owner, for example by client; non-finite ones are left out.
         x: label of the values.
         whole: whether values are integers.
 
     Returns:
-        The panel, or None if many owners share so few values that a sentence says it better.
+        The panel, or None if there are fewer than 6 different values, which a sentence describes better.
     """
     finite = {
         name: kept
@@ -132,12 +139,12 @@ def distribution(
 
 
 def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
-    """One row an owner, the largest value of the first group on top."""
+    """Return a panel with a row for each owner, the largest value of the first group on top."""
     first = next(iter(groups.values()))
     owners = sorted(first, key=lambda owner: first[owner])
 
-    def panel(axes: Any) -> list[Spot]:
-        spots = []
+    def panel(axes: Any) -> list[Tooltip]:
+        tooltips = []
         for number, (name, values) in enumerate(groups.items()):
             at = {owner: place for place, owner in enumerate(owners) if owner in values}
             label = name if len(groups) > 1 else "_"
@@ -145,7 +152,9 @@ def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
                 [values[o] for o in at], [*at.values()], "o", color=series(number), label=label
             )
             group = f", {name}" if len(groups) > 1 else ""
-            spots += [Spot(values[o], y, f"{o}{group}: {values[o]:.4g}") for o, y in at.items()]
+            tooltips += [
+                Tooltip(values[o], y, f"{o}{group}: {values[o]:.4g}") for o, y in at.items()
+            ]
         axes.set(xlabel=x)
         axes.grid(visible=True, axis="both")
         names = [owner.removeprefix("client ") for owner in owners]
@@ -154,7 +163,7 @@ def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
         axes.margins(y=0.08)
         if len(groups) > 1:
             axes.legend(loc="best")
-        return spots
+        return tooltips
 
     return panel
 
@@ -162,8 +171,8 @@ def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
 def _histogram(
     groups: Mapping[str, Mapping[str, float]], bins: npt.NDArray[np.float64], x: str
 ) -> Panel:
-    def panel(axes: Any) -> list[Spot]:
-        spots = []
+    def panel(axes: Any) -> list[Tooltip]:
+        tooltips = []
         for number, (name, values) in enumerate(groups.items()):
             counts, _ = np.histogram([*values.values()], bins)
             colour = series(number)
@@ -171,8 +180,8 @@ def _histogram(
             wide = 0.92 * np.diff(bins)
             axes.bar(bins[:-1], counts, wide, align="edge", color=colour, alpha=0.55, label=label)
             group = f"{name}, " if len(groups) > 1 else ""
-            spots += [
-                Spot(a, 0, f"{group}{a:.4g} to {b:.4g}: {n}", width=b - a, height=n)
+            tooltips += [
+                Tooltip(a, 0, f"{group}{a:.4g} to {b:.4g}: {n}", width=b - a, height=n)
                 for a, b, n in zip(bins.tolist(), bins[1:].tolist(), counts.tolist(), strict=False)
                 if n
             ]
@@ -181,7 +190,7 @@ def _histogram(
         if len(groups) > 1:
             axes.margins(y=0.22)  # room for the legend
             axes.legend(loc="upper right", ncols=2)
-        return spots
+        return tooltips
 
     return panel
 
@@ -196,7 +205,7 @@ def table_map(
     legend: str = "",
     numbers: bool = False,
 ) -> Panel:
-    """Return a panel with a map of cells; darker cells have larger values.
+    """Return a panel of coloured cells; stronger colours are larger values.
 
     Args:
         values: shape (rows, columns), not negative unless ``numbers``; nan for no cell.
@@ -208,7 +217,7 @@ def table_map(
         numbers: whether to write each cell's value into it.
     """
 
-    def panel(axes: Any) -> list[Spot]:
+    def panel(axes: Any) -> list[Tooltip]:
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb  # a second
 
         least = float(np.nanmin(values)) if numbers else 0.0
@@ -229,7 +238,7 @@ def table_map(
             bar = axes.figure.colorbar(image, ax=axes, label=legend, pad=0.02)
             bar.outline.set_visible(False)
         return [
-            Spot(c - 0.5, r - 0.5, f"{y} {rows[r]}, {x} {columns[c]}: {v:.4g}", 1.0, 1.0)
+            Tooltip(c - 0.5, r - 0.5, f"{y} {rows[r]}, {x} {columns[c]}: {v:.4g}", 1.0, 1.0)
             for r, c, v in known
             if v or numbers
         ]
@@ -238,9 +247,15 @@ def table_map(
 
 
 def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]) -> Panel:
-    """Return a panel with one bar and its value per name, and a whisker for a finite deviation."""
+    """Return a panel with a bar for each name, labelled with the mean, and a whisker for the deviation.
 
-    def panel(axes: Any) -> list[Spot]:
+    Args:
+        names: labels of the bars.
+        means: lengths of the bars.
+        whiskers: standard deviations; one that is not finite has no whisker.
+    """
+
+    def panel(axes: Any) -> list[Tooltip]:
         at = np.arange(len(names))
         colours = [series(n) for n in range(len(names))]
         errors = {"ecolor": INK, "elinewidth": 1.0, "capsize": 3}
@@ -259,7 +274,7 @@ def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]
         axes.invert_yaxis()
         rows = zip(names, means, said, strict=True)
         return [
-            Spot(min(0.0, mean), n - 0.31, f"{name}: {text}", abs(mean), 0.62)
+            Tooltip(min(0.0, mean), n - 0.31, f"{name}: {text}", abs(mean), 0.62)
             for n, (name, mean, text) in enumerate(rows)
             if mean and math.isfinite(mean)
         ]
@@ -283,11 +298,11 @@ def points(
         x: label of the horizontal axis.
         y: label of the vertical axis.
         log: whether the horizontal axis is logarithmic.
-        ticks: names of the horizontal places 0, 1, …; none for numbers.
+        ticks: names of the horizontal places 0, 1, …; empty for a numeric axis.
         line: label and points of a stepped line.
     """
 
-    def panel(axes: Any) -> list[Spot]:
+    def panel(axes: Any) -> list[Tooltip]:
         for number, (label, pairs) in enumerate(groups.items()):
             face = "none" if number else SERIES[0]
             edge = SERIES[-1] if number else SERIES[0]
@@ -303,7 +318,9 @@ def points(
             axes.set_xticks(range(len(ticks)), ticks)
             axes.set_xlim(-0.5, len(ticks) - 0.5)
         return [
-            Spot(a, b, f"{label}, {a:.4g}: {b:.4g}") for label, ps in groups.items() for a, b in ps
+            Tooltip(a, b, f"{label}, {a:.4g}: {b:.4g}")
+            for label, ps in groups.items()
+            for a, b in ps
         ]
 
     return panel

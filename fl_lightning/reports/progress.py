@@ -1,10 +1,10 @@
-"""One bar for the run: rounds done, time left, and metrics, the one that is monitored first.
+"""The progress bar of a run: completed rounds, time left and metrics, the monitored metric first.
 
     round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
       clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
 
-A round that takes more than five seconds has a bar of its own below. If standard error is a file or a
-pipe, every round is a line in the log instead.
+A round that takes more than five seconds has a second bar below. If standard error is no terminal, every round is
+a line in the log instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class RoundProgressBar(ProgressBar):
-    """A bar of rounds, never cut off and never printed into; see the module's first lines.
+    """Progress bar that counts rounds; printed text and log messages appear above it.
 
     Args:
-        refresh_rate: draw after so many groups of clients, or batches, at the most often; 0 for no bar.
+        refresh_rate: number of groups of clients, or batches, between two drawings; 0 for no bar.
 
     Raises:
         ConfigurationError: if the rate is negative.
@@ -54,13 +54,13 @@ class RoundProgressBar(ProgressBar):
         self._pace = Pace()
         self._inner: Inner | None = None
         self._run_bar: Table | None = None
-        self._metrics: dict[str, float] = {}  # of the last whole round
-        self._has_begun = False  # the first round, after what calibrates a mask
+        self._metrics: dict[str, float] = {}  # of the last completed round
+        self._has_begun = False  # whether the first round has begun; masks are calibrated before it
         self._drawn_at = 0.0
 
     @property
     def says_rounds(self) -> bool:
-        """True if rounds are lines in the log, for want of a terminal."""
+        """True if each round is a line in the log, because there is no terminal."""
         return self._is_wanted and not self._screen.is_open
 
     @override
@@ -73,19 +73,19 @@ class RoundProgressBar(ProgressBar):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the federation of the fit."""
+        """Store the Trainer, and enable the bar."""
         self._trainer = trainer
         self.enable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to draw; other processes begin to keep their output away from the bar."""
+        """Show the bar; other processes print above it from now on."""
         self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
         if self._is_wanted:
             self._open()
         self._draw(at_once=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a round."""
+        """Start to count the clients, or batches, of a round."""
         begin_round(trainer)
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
@@ -103,7 +103,7 @@ class RoundProgressBar(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count clients, or batches."""
+        """Update the number of clients, or batches, that are done."""
         if self._inner is not None:
             self._inner.done = round(
                 (batch_idx + 1) / trainer.num_training_batches * self._inner.total
@@ -111,7 +111,7 @@ class RoundProgressBar(ProgressBar):
         self._draw(batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count a round; where there is no terminal, say it."""
+        """Count the completed round; without a terminal, log a line about it."""
         self._inner = None
         self._pace.end()
         self._metrics = metrics_in_order(trainer)
@@ -120,12 +120,12 @@ class RoundProgressBar(ProgressBar):
         self._draw(at_once=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say nothing of a round any more."""
+        """Remove the bar of the round."""
         self._inner = None
         self._draw(at_once=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches, and so in a test and a prediction."""
+        """Start to count batches; also for a test and a prediction."""
         if trainer.sanity_checking:
             return
         if trainer.testing:
@@ -142,7 +142,7 @@ class RoundProgressBar(ProgressBar):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Advance the bar by a batch."""
+        """Count a batch."""
         if self._inner is not None and not trainer.sanity_checking:
             self._inner.done += 1
             self._draw()
@@ -150,23 +150,28 @@ class RoundProgressBar(ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove validation from the progress bar."""
+        """Remove the bar of the validation."""
         self._inner = None
         self._draw()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the bar as it is, above the exception's message."""
+        """Print the bar a last time, above the exception's message."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the bar of the whole run, as a line like any other."""
+        """Print the bar of the run a last time, as an ordinary line."""
         self._close()
 
     @contextmanager
     def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show a bar of something else inside this block, and give the function that moves it by one."""
+        """Show another bar within this context; yields a function that advances the bar by one.
+
+        Args:
+            what: name of the things that are counted.
+            total: number of things; infinite if unknown.
+        """
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self._is_wanted:
             self._open()
@@ -186,7 +191,7 @@ class RoundProgressBar(ProgressBar):
 
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:
-        print(*args, **kwargs)  # goes above the bar, as all that is printed
+        print(*args, **kwargs)  # appears above the bar, like all printed text
 
     def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
         now = time.monotonic()
@@ -199,7 +204,7 @@ class RoundProgressBar(ProgressBar):
             self._show()
 
     def _show(self) -> None:
-        """Show the present counts; called every second, so that the clock moves on."""
+        """Draw the current counts; called every second, so that the clock advances."""
         width, inner = self._screen.width, self._inner
         lines: list[RenderableType] = [] if self._run_bar is None else [self._run_bar]
         if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
@@ -219,7 +224,7 @@ class RoundProgressBar(ProgressBar):
         return run_line(label, share, clock, metrics, width)
 
     def _close(self) -> None:
-        if self._screen.is_open:  # not where the processes were started that have a bar
+        if self._screen.is_open:  # it is not in the parent process, whose children have the bar
             is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
             left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
             self._screen.close(*left)
@@ -231,10 +236,10 @@ _WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
 class Pace:
-    """How many rounds are done, and how long the others will take.
+    """Counts completed rounds, and estimates the time that the remaining rounds take.
 
     Args:
-        done: rounds at the start.
+        done: number of rounds completed before the fit, by the run that is resumed.
     """
 
     def __init__(self, done: int = 0) -> None:
@@ -243,23 +248,23 @@ class Pace:
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """Note that a round begins."""
+        """Start the clock of a round."""
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """Note that it has ended."""
+        """Count a completed round, and store its seconds."""
         self.done += 1
         self._seconds.append(time.monotonic() - self._began)
 
     def words(self, total: int | None) -> str:
-        """Return the time that is left, or, at the end or without an end, the time that it took.
+        """Return the estimated time left; after the last round, or without a limit, the time taken so far.
 
         Args:
-            total: rounds of the run, None if nobody knows.
+            total: number of rounds of the run; None if it has no limit.
         """
         if total is None or self.done >= total:
             return f"in {duration(time.monotonic() - self._started)}"
-        # what is measured and compiled in the first round takes its time once
+        # the first round takes longer: engines are measured and compiled in it
         known = self._seconds[1:][-10:] or self._seconds
         if not known:
             return ""
@@ -267,11 +272,11 @@ class Pace:
 
 
 class Inner:
-    """Progress within a round: clients, or batches, that are done.
+    """Progress within a round: the number of clients, or batches, that are done.
 
     Args:
-        what: is counted.
-        total: how many there are; infinite if nobody knows.
+        what: name of the things that are counted.
+        total: number of things; infinite if unknown.
     """
 
     def __init__(self, what: str, total: float) -> None:
@@ -280,11 +285,11 @@ class Inner:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the count began."""
         return time.monotonic() - self._began
 
     def line(self, width: int) -> Table:
-        """Return a bar."""
+        """Return a bar of the given width, in columns."""
         is_known = 0 < self.total < float("inf")
         label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
         share = self.done / self.total if is_known else None
@@ -294,14 +299,14 @@ class Inner:
 def run_line(
     label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
 ) -> Table:
-    """Return a bar with metrics, of which as many are shown as there is room for, the first ones first.
+    """Return a bar followed by metrics; metrics that do not fit into the line are left out, the last first.
 
     Args:
-        label: what is counted, and how far.
-        share: that is done, in [0, 1]; None for no bar.
-        clock: time, left or taken.
-        metrics: by name.
-        width: columns of the line.
+        label: name and count, as ``round 12/50``.
+        share: completed share, in [0, 1]; None for no bar.
+        clock: time left or taken, in words.
+        metrics: values by name.
+        width: width of the line in columns.
 
     Example:
         >>> from fl_lightning.reports.screen import plain
@@ -312,7 +317,7 @@ def run_line(
     parts = [f"{name} {number(value)}" for name, value in metrics.items()]
     bar = 0 if share is None else _NARROWEST_BAR
     if parts and _length([*words, parts[0]]) + bar > width:
-        bar = 0  # a metric goes before the bar
+        bar = 0  # the first metric is more important than the bar
     while parts and _length([*words, *parts]) + bar > width:
         parts.pop()
     cells: list[RenderableType] = [*words, *parts]
@@ -326,25 +331,25 @@ def run_line(
 
 
 def _length(words: Sequence[str]) -> int:
-    """Number of columns of words with two spaces behind each."""
+    """Return the number of columns of words with two spaces after each."""
     return len("  ".join([*words, ""]))
 
 
 def federation_of(trainer: Trainer) -> Federation | None:
-    """Federation among a Trainer's callbacks, None if there is none."""
+    """Return the federation among a Trainer's callbacks; None if there is none."""
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, Federation)), None)
 
 
 def unit(trainer: Trainer) -> str:
-    """Name of a Trainer's epochs: ``round`` with a federation, else ``epoch``."""
+    """Return the name of a Trainer's epochs: ``round`` with a federation, else ``epoch``."""
     return "epoch" if federation_of(trainer) is None else "round"
 
 
 def metrics_in_order(trainer: Trainer) -> dict[str, float]:
-    """Metrics for the bar: those that checkpoints and early stopping watch, then the module's own.
+    """Return metrics for the bar: first those that checkpoints and early stopping monitor, then the module's.
 
-    Only what the present round has measured: without a validation none of its metrics.
+    Metrics that the current round has not measured are left out.
     """
     found: Mapping[str, object] = logged_in_round(trainer)
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
@@ -356,7 +361,7 @@ def metrics_in_order(trainer: Trainer) -> dict[str, float]:
 
 
 def number(value: float) -> str:
-    """Return a metric in as many characters from round to round, if it is not very small or large.
+    """Format a metric with three digits after the point; a very small or large one with an exponent.
 
     Example:
         >>> number(0.97), number(12.3456), number(1.5e-5), number(123456.0)

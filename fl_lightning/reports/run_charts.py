@@ -1,4 +1,4 @@
-"""Charts of a run's report: each is made of the rounds and tables in the run's folder, or left out."""
+"""Charts of a run's report, drawn from the rounds and tables in the run's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_CHARTS = 4  # of a section
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
-_SHOWN_PATHS = 12  # clients with a line of their own
+_SHOWN_PATHS = 12  # most clients that have a line each
 _EVALUATED = {"validation": "clients_validation.csv", "test": "clients_test.csv"}
 PARTITION = "partition.csv"
 LOCAL_MODELS = "local_models.csv"
@@ -29,12 +29,12 @@ LOCAL_MODELS = "local_models.csv"
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under a heading.
+    """Charts of a report under a common heading.
 
     Attributes:
         title: the heading.
-        caption: one or two sentences about all of them.
-        charts: one or more.
+        caption: one or two sentences about the charts.
+        charts: the charts; a section without charts is left out.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Section:
 
 
 def run_sections(folder: Path, history: History) -> Iterator[Section]:
-    """Yield the charts of a run, the most important first; sections without charts are left out."""
+    """Yield the sections of a run's report that have charts, the most important first."""
     sections = (
         *(_validation(history), _training(history), _clients(folder), _local_models(folder)),
         *(_distribution(history), _participants(history), _partition(folder)),
@@ -56,20 +56,20 @@ def run_sections(folder: Path, history: History) -> Iterator[Section]:
 
 
 def read_table(path: Path) -> DataFrame:
-    """Return a CSV file of a run; without columns if there is no such file."""
+    """Read a CSV file of a run; an empty table if the file does not exist."""
     import pandas  # half a second to import
 
     return pandas.read_csv(path) if path.exists() else pandas.DataFrame()
 
 
 def evaluated_clients(folder: Path) -> dict[str, DataFrame]:
-    """Return every client's metrics at the end, by stage; only of stages that there are."""
+    """Return a table of all clients' metrics after the fit, for each evaluated stage."""
     tables = {stage: read_table(folder / name) for stage, name in _EVALUATED.items()}
     return {stage: table for stage, table in tables.items() if len(table)}
 
 
 def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Section:
-    """Charts of panels by title; panels that are None are left out."""
+    """Make a section of panels by title, at most 4; panels that are None are left out."""
     start = _file(title)
     charts = [
         Chart(f"{start}-{_file(name)}", name, panel)
@@ -80,7 +80,7 @@ def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Se
 
 
 def _file(title: str) -> str:
-    """Name of a file for a title.
+    """Return a file name for a title.
 
     Example:
         >>> _file("clients/val_loss, last")
@@ -202,7 +202,7 @@ def _participants(history: History) -> Section:
 
 
 def _in_words(counts: Iterable[float], what: str) -> str:
-    """How many clients have which count; only the range of many different ones.
+    """Describe how many clients have each count; of more than 6 different counts only the range.
 
     Example:
         >>> _in_words([1.0, 3.0, 3.0], "took part in {} rounds")
@@ -276,7 +276,7 @@ def _sum(curves_: Iterable[Curve]) -> Curve:
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Section:
-    """Metrics with a prefix that change; one-off numbers are in the table."""
+    """Make a section of the metrics with a prefix whose values change over rounds."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
     moving = {n: curves([_line(c)]) for n, c in found.items() if len(set(c.values())) > 1}
     return _section(title, caption, moving)
@@ -305,12 +305,12 @@ def _is_of(name: str, stage: str) -> bool:
 
 
 def _best_first(names: Sequence[str]) -> list[str]:
-    """Return accuracies first, losses next, then the others."""
+    """Sort metric names: accuracies first, then losses, then other metrics."""
     rank = {"acc": 0, "loss": 1}
     return sorted(names, key=lambda name: next((r for w, r in rank.items() if w in name), 2))
 
 
 def byte_unit(num_bytes: float) -> tuple[str, float]:
-    """Return the unit for a number of bytes, and its size."""
+    """Return the unit that suits a number of bytes, and the bytes of that unit."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))

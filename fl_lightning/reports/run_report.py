@@ -1,4 +1,4 @@
-"""The callback that keeps every round and writes ``report.html``, and the page itself."""
+"""The callback that records every round and writes ``report.html``; the command ``report``."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _CONFIG = "config.yaml"
 
 
 class RunReport(Callback):
-    """Keeps every round in ``rounds.jsonl``, and makes ``report.html`` and ``figures/`` of them.
+    """Records every round in ``rounds.jsonl``, and writes ``report.html`` and ``figures/``.
 
-    The page is one file that opens without a network, in light and dark. It has the curves, the clients'
-    distributions, who took part, the partition, bytes, privacy, masks and seconds; each figure is also in
-    ``figures/`` as PNG and SVG. It is made at the end of a fit and again after its test. Central runs have
-    one as well, with epochs for rounds. A trainer without a logger keeps nothing. TensorBoard gets an order
-    of charts (tab Custom Scalars), tables of the last round and of what is logged once, such as the test's
-    numbers (Text), and the run's options (HPARAMS).
+    The page is one file without external resources, with a light and a dark theme. It shows curves,
+    distributions over clients, participation, the partition, bytes, privacy, masks and seconds; each figure
+    is also in ``figures/`` as PNG and SVG. It is written after a fit and again after the test. Central runs
+    have one too, with epochs instead of rounds. Without a logger nothing is recorded. TensorBoard gets an
+    order of charts (tab Custom Scalars), tables of the last round and of metrics logged once, such as the
+    test's (Text), and the run's options (HPARAMS).
 
     Args:
-        page: whether to make the page and its figures, a few seconds; the rounds are kept anyway.
-        max_clients: of rounds with more clients than this the clients' own numbers are not kept.
-        waits_for_test: whether a test follows the fit, or `finish`, and makes the page.
+        page: whether to write the page and its figures, which takes a few seconds.
+        max_clients: largest cohort of which each client's metrics are recorded.
+        waits_for_test: whether the page is written only after a test, or by `finish`.
 
     Example:
         >>> from fl_lightning import Federation
@@ -62,14 +62,14 @@ class RunReport(Callback):
         self._folder: Path | None = None
         self._seen: dict[str, Any] = {}
         self._ahead: dict[str, Any] = {}
-        self._noted: int | None = None  # the last round that is kept
+        self._noted: int | None = None  # the last round that is recorded
         self._has_begun = False
         self._charts: Charts | None = None
         self._provenance: dict[str, str] = {}
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move behind all callbacks but those that save, so that a round has all their metrics."""
+        """Move behind all callbacks except checkpoints, so that a recorded round has all metrics."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [each for each in callbacks if isinstance(each, Checkpoint)]
         others = [each for each in callbacks if each not in saving and each is not self]
@@ -79,8 +79,8 @@ class RunReport(Callback):
             self._charts = Charts(trainer).start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Learn where the run's folder is."""
-        folder = run_folder(trainer)  # which processes agree on: all must ask
+        """Find the run's folder, and write the run's provenance into it."""
+        folder = run_folder(trainer)  # a collective call: every process has to make it
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
         self._seen, self._noted, self._has_begun = {}, None, False
@@ -95,22 +95,22 @@ class RunReport(Callback):
             self._keep_provenance()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the epoch before of a central run: by now all of it has been logged."""
+        """Record the previous epoch of a central run: all of its metrics are logged by now."""
         if self._noted is None:  # only now Lightning has restored which one a resumed run is in
             self._noted = trainer.current_epoch
         self._note_central(trainer, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the round, before its checkpoint is saved."""
+        """Record the round, before its checkpoint is saved."""
         if federation_of(trainer) is not None:
             self._note(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the last epoch of a central run."""
+        """Record the last epoch of a central run."""
         self._note_central(trainer, trainer.current_epoch)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the page, unless the test's numbers are still to come."""
+        """Write the page, unless a test follows."""
         if self._folder is not None:
             took = duration(time.monotonic() - self._began)
             took += " since it was resumed" if "resumed" in self._provenance["date"] else ""
@@ -120,25 +120,25 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep TensorBoard from making charts of numbers that are logged once."""
+        """Keep metrics that are logged once out of TensorBoard's charts."""
         self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do the same where the run is a validation alone."""
+        """Do the same in the command ``validate``, if its folder has no rounds."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
             self._charts = Charts(trainer, held=".*").start()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the numbers of a validation alone."""
+        """Record the metrics of the command ``validate``."""
         self._keep_evaluation(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the test's numbers, and make the page again with them."""
+        """Record the test's metrics, and write the page again with them."""
         self._keep_evaluation(trainer)
         self.finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the loggers back, also after an evaluation that failed."""
+        """Restore the loggers, also after an evaluation that failed."""
         self._give_back()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
@@ -153,7 +153,7 @@ class RunReport(Callback):
             self._charts = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Make the page of the files in the run's folder; all processes call it."""
+        """Write the page from the files in the run's folder; a collective call: every process has to make it."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
@@ -163,7 +163,9 @@ class RunReport(Callback):
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
-        told = detail() if self.waits_for_test else {}  # else the command tells of all files
+        told = (
+            detail() if self.waits_for_test else {}
+        )  # the command prints the path of all files then
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
 
     def _keep_provenance(self, **more: str) -> None:
@@ -191,7 +193,7 @@ class RunReport(Callback):
         append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
 
     def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
-        """Metrics of the round's clients, as far as privacy lets them be known."""
+        """Return the metrics of the round's clients; empty if privacy forbids it."""
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
             return {}
@@ -214,7 +216,7 @@ def write_report(folder: str | Path) -> Path:
     It can be called at any time, also for a run that was stopped or is still training.
 
     Args:
-        folder: of a run, with its ``rounds.jsonl``.
+        folder: folder of the run, with ``rounds.jsonl``.
 
     Raises:
         ConfigurationError: if the folder has no rounds.
@@ -312,12 +314,12 @@ def _size(num_bytes: float) -> str:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command ``report``."""
+    """Add the options of the command ``report`` to a parser."""
     parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
 
 
 def report(given: Any) -> None:
-    """Run the command ``report``: make a run's page again.
+    """Run the command ``report``: write a run's page again.
 
     Raises:
         ConfigurationError: if the folder has no rounds.

@@ -1,4 +1,4 @@
-"""The screen by rich: tables, and status lines at the bottom, above which printed text scrolls.
+"""Tables and status lines on a terminal, by rich; printed text scrolls above the status lines.
 
 The cursor always waits at the start of the first status line. Each print, from this process or one
 forked from it, first clears the screen from there; the status lines are then drawn again below it. So
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from fl_lightning.reports.layout import is_terminal, width_of
 
-# The rest of the screen: rich itself clears lines or everything.
+# Clears the screen below the cursor: rich itself clears single lines, or everything.
 _CLEAR_DOWN = Segments([Segment("\r\x1b[J", control=[(ControlType.CARRIAGE_RETURN,)])])
 
 # One thread at a time moves the cursor, and none during a fork, after which the child could never
@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def plain(renderable: RenderableType, width: int = 10_000) -> str:
-    """Text of anything that rich prints, without colours."""
+    """Return the text of anything that rich prints, without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     printed: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def _filled(made: Table, rows: Iterable[Sequence[str]]) -> str:
 
 
 def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Format a table no wider than the screen: columns without room go into further blocks below.
+    """Format a table no wider than the screen; columns that do not fit go into further blocks below.
 
     Args:
         head: names of the columns; the first column is repeated in every block.
@@ -109,8 +109,8 @@ def clear_leftovers() -> None:
 class StatusLines(RenderHook):
     """Status lines at the bottom of the terminal, on standard error.
 
-    Between `open` and `close`, text that Python prints, logs or warns of appears above the lines. If
-    standard error is no terminal, all of this does nothing.
+    Between `open` and `close`, printed text, log messages and warnings appear above the lines. If
+    standard error is no terminal, none of the methods does anything.
 
     Args:
         tick: called every second, in a thread, between `open` and `close`; it must not block.
@@ -125,7 +125,7 @@ class StatusLines(RenderHook):
 
     @property
     def is_open(self) -> bool:
-        """True between `open` and `close`, if there is a terminal."""
+        """True while the status lines are shown; never without a terminal."""
         return self._console is not None
 
     @property
@@ -158,7 +158,7 @@ class StatusLines(RenderHook):
                 self._console.print(Control(), end="")
 
     def close(self, *lines: RenderableType) -> None:
-        """Remove the status lines and print others, which scroll like all text."""
+        """Remove the status lines, and print the given lines as ordinary text."""
         if self._ends is not None:
             self._ends.set()
             self._ends = None
@@ -205,7 +205,7 @@ class StatusLines(RenderHook):
 
 
 class _Above(FileProxy):
-    """A terminal whose complete lines are printed above the status lines."""
+    """Stream that prints complete lines above the status lines."""
 
     @override
     def write(self, text: str) -> int:
@@ -215,7 +215,7 @@ class _Above(FileProxy):
 
     @override
     def flush(self) -> None:
-        """Flush the terminal; the start of a line still waits, or it would be in a status line."""
+        """Flush the terminal; an incomplete line is held back, or it would be drawn into a status line."""
         self.rich_proxied_file.flush()
 
     @override
@@ -223,12 +223,12 @@ class _Above(FileProxy):
         return True
 
     def finish(self) -> None:
-        """Write the start of a line that never ended."""
+        """Write the last, incomplete line."""
         super().flush()
 
 
 def _console(stream: Any) -> Console:
-    """A console that prints text as it is, on a stream that is a terminal."""
+    """Return a console that prints text unchanged on a terminal."""
     return Console(
         file=stream,
         force_terminal=True,
@@ -244,5 +244,5 @@ def _handlers_on(stream: Any) -> list[logging.StreamHandler[Any]]:
     known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = [h for logger in known for h in getattr(logger, "handlers", ())]
     streamed = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
-    # others, like logging.lastResort, look sys.stderr up on each write, and so find its replacement
+    # handlers like logging.lastResort look sys.stderr up on each write, and so find its replacement
     return [handler for handler in streamed if "stream" in vars(handler)]

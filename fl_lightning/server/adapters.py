@@ -1,7 +1,8 @@
 """Aggregators of low-rank adapters, also of clients with different ranks.
 
-A layer computes W + s B A, with A of shape (r, in), B of shape (out, r). Client i trains the first r_i rows of A
-and columns of B; what it lacks counts as 0. p_i = n_i / Σ n, and M = Σ p_i B_i A_i is the mean of products.
+A layer computes W + s B A, with A of shape (r, in), B of shape (out, r). Client i trains the first r_i
+rows of A and columns of B; missing ones count as 0. p_i = n_i / Σ n, and M = Σ p_i B_i A_i is the mean of
+products.
 
     FedIT      A = Σ p_i A_i, B = Σ p_i B_i        `Mean`; biased: B A is not M
     HetLoRA    A = Σ w_i A_i, B = Σ w_i B_i        w_i = ‖B_i A_i‖_F / Σ ‖B_j A_j‖_F over all layers
@@ -103,7 +104,7 @@ class AdapterAggregator(KeptUpdates):
 
     @property
     def num_stacked(self) -> int:
-        """How many numbers the factors have that changed the frozen weights in the last round."""
+        """Number of elements of the stacked factors that changed the frozen weights in the last round."""
         return int(self.memory.get("stacked", 0))
 
     @override
@@ -159,7 +160,7 @@ class AdapterAggregator(KeptUpdates):
         """Called at the end of a round with the clients' parameters, shape (n, k)."""
 
     def take_changes(self) -> list[Tensor | None]:
-        """Return the changes of the layers' weights by the last round, once."""
+        """Return the last round's changes of the layers' frozen weights, and clear them."""
         changes, self._changes = self._changes or [], None
         return changes
 
@@ -184,7 +185,7 @@ def _checked(owner: str, ranks: Sequence[int]) -> list[int]:
 
 @final
 class HetLoRA(AdapterAggregator):
-    """Means of zero-padded factors, weighed by the size of clients' products.
+    """Means of zero-padded factors, weighted by the Frobenius norms of the clients' products.
 
     Args:
         ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters. With
@@ -251,7 +252,7 @@ class HetLoRA(AdapterAggregator):
 
 @final
 class FlexLoRA(AdapterAggregator):
-    """The best factors of the mean of products, by its singular values; clients get the largest.
+    """Factors of the mean of products by a truncated SVD; clients of lower rank get the largest values.
 
     Args:
         ranks: as for `HetLoRA`.

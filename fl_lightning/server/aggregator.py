@@ -99,12 +99,12 @@ class Aggregator(ABC):
 
     @property
     def protection(self) -> Protected | None:
-        """Itself if it hides updates from the server, or None if the server sees them."""
+        """The aggregator itself if it hides updates from the server, else None."""
         return None
 
     @property
     def noise_shares(self) -> TakesNoiseShares | None:
-        """Itself if it can add up integers with clients' noise, else None."""
+        """The aggregator itself if it can add up integers that contain clients' noise, else None."""
         return None
 
     @property
@@ -120,7 +120,7 @@ class Aggregator(ABC):
         ) | _OF_SUMS
 
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
-        """Return the aggregator for clients that train with this optimizer: itself by default."""
+        """Return the aggregator to use with this optimizer of the clients; by default itself."""
         return self
 
     def start_round(self, round_index: int) -> None:
@@ -145,7 +145,7 @@ class Aggregator(ABC):
         return UpdateRows(like)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Exchange updates so that all processes hold the same; called by all of them."""
+        """Exchange updates so that all processes hold all of them; called by every process."""
         return
 
     @abstractmethod
@@ -271,7 +271,7 @@ class PrivateAggregator(Aggregator):
 
 
 class TakesNoiseShares(Protocol):
-    """An aggregator that can add up integers with clients' noise."""
+    """An aggregator that can add up integers that contain the clients' noise."""
 
     def fewest_survivors(self, num_clients: int) -> int:
         """Return the smallest number of updates in a sum over a cohort of ``num_clients``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.core.seeds import Integers
 from fl_lightning.core.update import ClientUpdate
 
-# Adds up vectors that are at the clients' sites, given what all agreed on and the clients in order
+# Adds up vectors at the clients' sites, given the agreed protocol and the clients in order
 SumsAtSites = Callable[[Any, Sequence[int]], Any]
 # fewer updates would be visible in their sum: such a round is dropped
 FEWEST_CLIENTS = 2
@@ -45,11 +45,11 @@ class Protected(Protocol):
 
     @property
     def protection_cost(self) -> ProtectionCost:
-        """Cost of the last closed round; empty while a round is open."""
+        """Bytes and seconds of the last closed round; empty while a round is open."""
 
     @property
     def hides(self) -> str:
-        """Sentence on the server's view instead of updates, and on their protection."""
+        """Sentence that says what the server sees instead of updates, and how they are protected."""
 
     @property
     def over_sites(self) -> SumsOverSites | None:
@@ -62,7 +62,7 @@ class Protected(Protocol):
         """Called before `close` with the clients of the cohort that sent no update."""
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Bytes per client for ``size`` numbers: uploaded, and downloaded besides the model."""
+        """Return the bytes of a client for ``size`` numbers: (uploaded, downloaded besides the model)."""
 
 
 class SumsOverSites(Protocol):
@@ -77,7 +77,7 @@ class SumsOverSites(Protocol):
 
     @property
     def agreed_sum(self) -> Any:
-        """The protocol with the options of the configuration, which no server may change."""
+        """The protocol with the configured options, which a server may not change."""
 
     def start_round(self, round_index: int) -> None:
         """Called before the first update of a round."""

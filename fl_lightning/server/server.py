@@ -1,11 +1,11 @@
-"""The server's side of a round: fold the updates, then step.
+"""The server's side of a round: aggregate the updates, then step.
 
     x ← server_optimizer(x, Σ_k w_k Δ_k / Σ_k w_k)
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
-Buffers are not optimized: floating-point buffers become their mean weighted by examples, or what a
-robust rule makes of them; integer buffers stay the server's. With a private
-aggregator all buffers stay the server's.
+Buffers are not optimized: floating-point buffers become their mean weighted by examples, or the result
+of the robust rule; integer buffers keep the server's values. With a private aggregator all buffers keep
+the server's values.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 ServerSchedule = Callable[[Optimizer], LRScheduler]
 # Sending this many numbers takes less time than waiting for the other processes.
 _FEW_NUMBERS = 1000
-
-
 # Maps an aggregate to the pseudo-gradient, shape (k,); None skips the server's step.
 PseudoGradient = Callable[[Tensor], Tensor | None]
 
@@ -145,7 +143,7 @@ class Server:
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
     def receive(self, updates: ClientUpdate | Updates) -> None:
-        """Fold updates in; only their sums are kept."""
+        """Add updates to the open round; most aggregators keep only their sums."""
         if not isinstance(updates, Updates):
             updates = Updates.of(updates)
         self._aggregator.receive(updates)
@@ -154,7 +152,7 @@ class Server:
         self.num_replies += len(updates.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
-        """Merge the sums of all processes, so that all hold the same.
+        """Add up the sums of all processes, so that every process holds those of all updates.
 
         Called by all processes before `close_round`, which then gives the same model everywhere.
 

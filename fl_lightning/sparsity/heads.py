@@ -1,9 +1,9 @@
-"""Heads: linear classifiers fitted on frozen features, before calibration.
+"""Linear classifiers (heads) fitted on frozen features, before calibration.
 
     logits = x Wᵀ + b  for features x
 
-A fit needs only sums over examples. So clients send sums, the server adds them up, and the head of a
-federation equals that of the pooled examples.
+A fit needs only sums over examples. Clients send their sums, and the server adds them up, so that the head
+equals that of the pooled examples.
 
 `LinearHead` is logistic regression over all classes, a linear probe:
 
@@ -107,8 +107,8 @@ class HeadFit(ABC):
         """Return the classifier of all owners' examples.
 
         Args:
-            owners: examples of each client; one entry if all examples are in one place; with several
-                processes, the share of this process, which may be empty.
+            owners: examples of each client, or one entry for pooled examples; with several processes, the
+                clients of this process, which may be none.
             num_features: D.
             num_classes: number of classes of the head.
             has_bias: whether the head has a bias.
@@ -118,23 +118,23 @@ class HeadFit(ABC):
 
 @runtime_checkable
 class OneExchange(Protocol):
-    """A fit for which every owner sends its sums once, so that owners may be remote clients.
+    """A fit that needs the sums of every owner only once, so that owners may be remote clients.
 
-    ``reduce`` of `fit` is called once, with the sums over the owners given.
+    `HeadFit.fit` then calls ``reduce`` once, with the sums over the given owners.
     """
 
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Return the sums that an owner sends, in float64.
+        """Sums that an owner sends, in float64.
 
         Args:
-            owner: examples of the owner.
+            owner: the owner's examples.
             num_features: D.
             num_classes: number of classes of the head.
         """
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
-    """Return the inputs of a head for a batch, shape (B, D), without gradients.
+    """Inputs of a head for a batch, shape (B, D), without gradients.
 
     Raises:
         ConfigurationError: if the head is not called exactly once, with one vector per example.
@@ -252,7 +252,7 @@ class LinearHead(HeadFit):
 
 
 def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
-    """Number of examples, and their sums of losses and gradients, as one vector."""
+    """Number of an owner's examples, the sum of their losses, and that of their gradients, as one vector."""
     device = owner[0].device
     here, num_classes = weights.to(device), len(weights)
     sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
@@ -324,7 +324,7 @@ class RidgeHead(HeadFit):
         )
 
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Return Σ zᵀ(z, y) over an owner's examples; see `OneExchange`."""
+        """Matrix Σ zᵀ(z, y) over an owner's examples; see `OneExchange`."""
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
         for features, labels in double_rows(owner, num_classes):

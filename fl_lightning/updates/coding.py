@@ -1,19 +1,17 @@
-"""Integers in few bits: small codes side by side, and indices by the gaps between them.
+"""Compact byte encodings of integers: packed codes of 1 to 8 bits, and Rice codes of indices.
 
-Codes of 1 to 8 bits side by side, without a gap and without a loop over codes.
-
-Eight codes of b bits fill b bytes, the first code in the lowest bits. Neighbours are merged in
+Packed codes. Eight codes of b bits fill b bytes, the first in the lowest bits. Neighbours are merged in
 three steps, each one shift over the whole array: two bytes to 2b bits of a 16-bit lane, two lanes
 to 4b bits of 32, two of these to 8b bits of 64, of which the first b bytes are kept.
 
-Where the numbers of a sparse vector stand: Rice codes of the gaps between them.
+Rice codes of the gaps between the indices of a sparse vector.
 
     g_0 = i_0,   g_j = i_j - i_(j-1) - 1 ≥ 0,   g = q 2^r + l,   0 ≤ l < 2^r
 
 The quotients q are written in unary (q zeros and a one), all of them first; the remainders l follow
-in r bits each. The length in bits, n (r + 1) + Σ ⌊g / 2^r⌋, is convex in r, so that the best r is
-found by going downhill. It is at most n (log2(k/n) + 3) for any n of k indices; for indices without
-order it is within about 3 % of the entropy of a choice. r = 0 is a bitmap.
+in r bits each. The length in bits, n (r + 1) + Σ ⌊g / 2^r⌋, is convex in r, so the best r is found by
+descent. It is at most n (log2(k/n) + 3) for any n of k indices; for random indices it is within about
+3 % of the entropy. r = 0 is a bitmap.
 
 Source: Rice and Plaunt 1971; the split into two streams is that of Elias 1974, which lets both be
 read without a loop. Byte-wise variable-length integers take 8 bits an index or more.
@@ -31,12 +29,12 @@ from numpy.typing import NDArray
 from fl_lightning.core.seeds import Integers
 
 Bytes = NDArray[np.uint8]
-CHUNK = 1 << 17  # codes at a time, so that what happens between the steps stays in the cache
+CHUNK = 1 << 17  # codes at a time, so that intermediate results stay in the processor's cache
 _LANES: tuple[tuple[str, int], ...] = (("<u2", 8), ("<u4", 16), ("<u8", 32))
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes fill.
+    """Return the number of bytes that ``count`` packed codes fill.
 
     Example:
         >>> packed_size(3, bits=3)
@@ -49,8 +47,8 @@ def pack(codes: Bytes, bits: int) -> Bytes:
     """Return the packed codes; unused bits at the end are zero.
 
     Args:
-        codes: each below 2^bits, shape (n,).
-        bits: from 1 to 8.
+        codes: integers below 2^bits, shape (n,).
+        bits: bits of a code, from 1 to 8.
 
     Example:
         >>> pack(np.array([1, 2, 3, 0], np.uint8), bits=2)
@@ -70,12 +68,12 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(packed: Bytes, count: int, bits: int) -> Bytes:
-    """Return ``count`` codes.
+    """Return ``count`` codes from their packed bytes, the inverse of `pack`.
 
     Args:
-        packed: `packed_size` bytes.
-        count: of codes.
-        bits: from 1 to 8.
+        packed: packed codes, as many bytes as `packed_size` says.
+        count: number of codes.
+        bits: bits of a code, from 1 to 8.
 
     Example:
         >>> unpack(np.array([57], np.uint8), count=4, bits=2)
@@ -123,7 +121,7 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 @dataclass(frozen=True)
 class RiceCode:
-    """How some indices are written."""
+    """Parameter and sizes of a Rice code of some indices."""
 
     num_low_bits: int  # r, bits of a remainder
     unary_size: int  # bytes of the quotients
@@ -131,7 +129,7 @@ class RiceCode:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Total number of bytes."""
         return self.unary_size + self.low_size
 
 
@@ -141,7 +139,7 @@ def gaps_of(indices: Integers) -> Integers:
 
 
 def best_code(gaps: Integers) -> RiceCode:
-    """Return the shortest code of these gaps.
+    """Return the shortest Rice code of these gaps.
 
     Example:
         >>> best_code(np.array([0, 9, 20, 15]))
@@ -170,7 +168,7 @@ def low_size(count: int, num_low_bits: int) -> int:
 
 
 def write_gaps(gaps: Integers, code: RiceCode) -> list[Bytes]:
-    """Return the quotients and the parts of the remainders, to be written one after the other."""
+    """Return the encoded quotients and remainders, to be written one after the other."""
     ends = np.cumsum((gaps >> code.num_low_bits) + 1) - 1
     bits = np.zeros(8 * code.unary_size, np.uint8)
     bits[ends] = 1
@@ -181,9 +179,9 @@ def write_gaps(gaps: Integers, code: RiceCode) -> list[Bytes]:
 
 
 def read_indices(unary: Bytes, low: Bytes, count: int, num_low_bits: int) -> Integers | None:
-    """Return ``count`` indices, strictly increasing; None if the quotients are not as many.
+    """Return ``count`` indices, strictly increasing; None if the number of quotients differs.
 
-    The caller has made sure that sizes fit together and that nothing can overflow.
+    The caller has checked that sizes fit together and that nothing can overflow.
     """
     ends = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
     if len(ends) != count or (count and ends[-1] // 8 != len(unary) - 1):
@@ -199,5 +197,5 @@ def read_indices(unary: Bytes, low: Bytes, count: int, num_low_bits: int) -> Int
 
 
 def _planes(num_low_bits: int) -> list[tuple[int, int]]:
-    """Return shift and width of the bytes of a remainder, the lowest first."""
+    """Return (shift, width) in bits for each byte of a remainder, the lowest first."""
     return [(shift, min(8, num_low_bits - shift)) for shift in range(0, num_low_bits, 8)]

@@ -1,20 +1,18 @@
-"""Messages: a payload, its header, its bytes.
+"""Messages between clients and server: an update or a model, encoded as bytes.
 
-Up goes a client's update, down the global model. Both say of which space (and mask) and of which
-round they are; the receiver knows what it waits for and refuses everything else.
+A client sends its update, the server sends the global model. Both messages name their space (with its
+mask) and round; a receiver refuses any message that differs from the expected one.
 
 As a container (`fl_lightning.core.container`) of the kind ``update`` or ``model``:
 
-    fields     space (fingerprint of space and mask), transforms and metrics (names), and what
-               the payloads params and buffers say; those that say nothing are left out
+    fields     space (fingerprint of space and mask), transforms and metrics (names), and the fields of
+               the payloads params and buffers; empty fields are left out
     tensors    numbers (int64: round, client, examples, local steps), metrics (float64), payloads
 
-Every number of a payload must be finite; a metric may be NaN, it is only shown.
+Every number of a payload must be finite; a metric may be NaN, because it is only shown.
 
-Bytes up and down of one client, counted without encoding: those of the real encoding.
-
-A dense message's length depends on sizes, dtypes and metrics' names alone, which clients share, so
-that a run computes it once.
+`bytes_up` and `bytes_down` return the length of the encoded messages without encoding them. For dense
+messages it depends only on sizes, dtypes and metric names, which clients share, so a run computes it once.
 """
 
 from __future__ import annotations
@@ -46,22 +44,22 @@ _FIELDS = ("space", "transforms", "metrics", *_PAYLOADS)
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An update on its way up, or a model on its way down.
+    """An update from a client, or a global model to a client.
 
     Args:
-        kind: which of the two.
+        kind: ``update`` or ``model``.
         space: fingerprint of the space and its mask, 32 hexadecimal digits.
-        round_index: the round, ≥ 0.
-        client_id: from whom, or to whom, ≥ 0.
-        params: the delta, or the model's parameters.
-        buffers: floating-point buffers.
-        num_examples: the aggregation weight; ≥ 1 of an update, 0 of a model.
-        num_steps: local steps taken; 0 of a model.
-        metrics: by name. A metric may be NaN or infinite, unlike everything else: it is only shown.
-        transforms: what has been done to the delta, in order.
+        round_index: number of the round, ≥ 0.
+        client_id: id of the client that sends or receives, ≥ 0.
+        params: payload of the delta, or of the model's parameters.
+        buffers: payload of the floating-point buffers.
+        num_examples: aggregation weight; ≥ 1 in an update, 0 in a model.
+        num_steps: number of local steps; 0 in a model.
+        metrics: metrics by name, which may be NaN or infinite.
+        transforms: names of the transforms of the delta, in order.
 
     Raises:
-        MessageError: if a field is outside its range.
+        MessageError: if a field is out of range.
     """
 
     kind: MessageKind
@@ -94,14 +92,14 @@ class Message:
         params: Payload | None = None,
         transforms: tuple[str, ...] = (),
     ) -> Message:
-        """Return the message that carries a client's update.
+        """Return the message with a client's update.
 
         Args:
-            update: what the client has.
+            update: the client's update.
             space: fingerprint of the space and its mask.
-            round_index: the round.
-            params: what ``transforms`` made of the delta; the delta as it is if None.
-            transforms: their names, in order.
+            round_index: number of the round.
+            params: payload of the transformed delta; the delta itself if None.
+            transforms: names of the transforms, in order.
         """
         return cls(
             kind="update",
@@ -117,10 +115,10 @@ class Message:
         )
 
     def to_update(self) -> ClientUpdate:
-        """Return the update, its delta dense.
+        """Return the update with a dense delta.
 
         Raises:
-            ValueError: if this is a model.
+            ValueError: if the message holds a model.
         """
         if self.kind != "update":
             raise ValueError("the message holds a model, not an update")
@@ -136,27 +134,26 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Properties that a receiver expects of a message; one that differs is refused."""
+    """Properties that a receiver expects of a message; a message with others is refused."""
 
-    kind: MessageKind  # whether an update or a model is waited for
+    kind: MessageKind  # ``update`` or ``model``
     space: str  # fingerprint of the space and its mask
-    round_index: int  # the round
-    # numbers that the params' payload stands for: `Chain.sent_size` of k, which is k itself for all
-    # transforms but `RandomK`
+    round_index: int  # number of the round
+    # number of values in the payload of the params: `Chain.sent_size` of k
     num_params: int
-    num_buffers: int = 0  # of the floating-point buffers
-    transforms: tuple[str, ...] = ()  # what is done to a delta, in order
+    num_buffers: int = 0  # number of values in the floating-point buffers
+    transforms: tuple[str, ...] = ()  # names of the transforms of a delta, in order
 
 
 def encoded_size(message: Message) -> int:
-    """Return the length of `encode`'s result in bytes, without joining and hashing them."""
+    """Return the length of the encoded message in bytes, without encoding it."""
     fields, tensors = _content(message)
     forms = {n: (DTYPE_NAMES[each.dtype], tuple(each.shape)) for n, each in tensors.items()}
     return size_of(message.kind, fields, forms)
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as bytes.
+    """Encode a message as bytes.
 
     Raises:
         MessageError: if a payload cannot be sent, e.g. because a number is not finite.
@@ -181,15 +178,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Message:
-    """Return the message that was encoded.
+    """Decode a message.
 
     Args:
-        data: from a stranger.
-        agreement: what the message must be.
+        data: bytes from an untrusted sender.
+        agreement: expected properties of the message.
 
     Raises:
-        MessageError: if the bytes are not exactly what `encode` returns for some message, or if
-            that message is not of the kind, space, round, sizes and transforms agreed on.
+        MessageError: if `encode` cannot have returned these bytes, or if the message's kind, space,
+            round, sizes or transforms differ from the expected ones.
     """
     fields, tensors = read(data, agreement.kind)
     given = fields_of(fields, tuple(n for n in _FIELDS if n == "space" or n in fields), "a message")
@@ -221,7 +218,7 @@ def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Messag
 
 
 def _content(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the fields of a message, those that say nothing left out, and its tensors."""
+    """Return a message's fields, without empty ones, and its tensors."""
     numbers = [getattr(message, name) for name in _NUMBERS]
     tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
     if message.metrics:
@@ -239,7 +236,7 @@ def _content(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Compare bits: a metric may be NaN."""
+    """Return whether two sets of tensors have equal bits; metrics may be NaN."""
     return some.keys() == others.keys() and all(
         tensor is others[name]
         or (
@@ -259,13 +256,13 @@ Shape = tuple[int, torch.dtype]
 
 
 def bytes_up(updates: ClientUpdate | Updates) -> int:
-    """Return the length of a client's update as a message; of several, which are alike, of each.
+    """Return the length in bytes of the message with a client's update; for several, of each.
 
-    Of an update with coordinates that its client may not move, the others travel.
+    Coordinates that a client's own mask freezes are not sent.
 
     Example:
         >>> update = ClientUpdate(0, torch.zeros(100), torch.zeros(0), 5, 1, {"train/loss": 0.5})
-        >>> bytes_up(update)  # 4 bytes a number and 424 for everything else
+        >>> bytes_up(update)  # 4 bytes for each number and 424 for the rest
         824
     """
     if isinstance(updates, Updates):
@@ -278,12 +275,12 @@ def bytes_up(updates: ClientUpdate | Updates) -> int:
 
 
 def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) -> int:
-    """Return the length of the global model as a message to one client.
+    """Return the length in bytes of the message with the global model to one client.
 
     Args:
-        params: shape (k,).
-        buffers: shape (b,).
-        active: which coordinates the client needs, bool, shape (k,); None for all.
+        params: parameters, shape (k,).
+        buffers: floating-point buffers, shape (b,).
+        active: True for coordinates that are sent, bool, shape (k,); None for all.
     """
     size = params.shape[-1] if active is None else int(active.count_nonzero())
     return _dense_size("model", (size, params.dtype), (buffers.shape[-1], buffers.dtype), ())
@@ -291,7 +288,7 @@ def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) ->
 
 @lru_cache(maxsize=256)
 def _dense_size(kind: MessageKind, params: Shape, buffers: Shape, metrics: tuple[str, ...]) -> int:
-    """Return the size of a message whose vectors have no storage, because none is looked at."""
+    """Return the size of a dense message, computed from vectors without storage."""
 
     def payload(shape: Shape) -> Dense:
         return Dense(torch.empty(shape[0], dtype=shape[1], device="meta"))

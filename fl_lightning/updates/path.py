@@ -1,18 +1,17 @@
-"""Both ways of a round: updates up to the server, and the model down to clients.
+"""Compressed transport between clients and server: the arriving vector, and the length of its message.
 
-The way of an update from its client to the server: what arrives, and how many bytes travel.
+Upload of an update:
 
     Δ → T_1 → T_2 → … → bytes → … → T_2⁻¹ → T_1⁻¹ → Δ'
 
-Nothing is encoded on the way: the bytes are counted, and they are those of the real encoding. With
-error feedback a client keeps what did not arrive, and sends it later.
+In a simulation nothing is encoded, but the number of bytes is that of the real encoding. With error
+feedback a client keeps the compression error and adds it to the next update.
 
-The global model on its way down to the clients: what they get, and how many bytes travel.
+Download of the global model:
 
     x → Q_1 → Q_2 → … → bytes → x'          a client trains from x', and sends Δ = x' - y
 
-The server keeps x and descends Δ from there, so that what rounding loses in one round is not lost
-for the next one.
+The server keeps x and applies Δ to it, so a rounding error of one round does not carry over to the next.
 """
 
 from __future__ import annotations
@@ -51,27 +50,27 @@ OF_DOWNLOAD = Traits(
     },
 )
 
-# The step that keeps a memory, and what a federation's `updates` consists of.
+# An entry of a federation's `updates`.
 Step = Transform | ErrorFeedback
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Update as it arrives at the server, with its costs."""
+    """An update as the server receives it, with its number of bytes and its compression error."""
 
-    update: ClientUpdate  # as the server has it
-    num_bytes: int  # length of its message
-    error: Tensor  # ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0
-    # what the client keeps for its next round, shape (k,); None without error feedback
+    update: ClientUpdate  # update with the delta that the server reads
+    num_bytes: int  # length of the message
+    error: Tensor  # ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 if both are 0
+    # the client's memory for its next round, shape (k,); None without error feedback
     memory: Tensor | None = None
-    payload: Payload | None = None  # what the delta travels as; None for the delta itself
+    payload: Payload | None = None  # compressed delta; None for the delta itself
 
 
 class _Way:
-    """Transforms between two ends, of which both know the seed.
+    """Base of both directions: transforms between a sender and a receiver that know the same seed.
 
     Attributes:
-        is_empty: whether vectors arrive as they are.
+        is_empty: whether there is no transform, so that vectors arrive unchanged.
     """
 
     def __init__(self, seed: int, first: Chain, last: Chain) -> None:
@@ -80,10 +79,10 @@ class _Way:
         self.is_empty = not (first.transforms or last.transforms)
 
     def place(self, shapes: Shapes) -> None:
-        """Learn which tensors make the vectors that are sent from here on.
+        """Set the shapes of the tensors in the vectors that are sent from now on.
 
         Args:
-            shapes: `Space.shapes`, in order.
+            shapes: shapes in order, see `Space.shapes`.
         """
         self._first, self._last = (chain.with_shapes(shapes) for chain in self._unplaced)
 
@@ -93,7 +92,7 @@ class _Way:
         return self._first.names + self._last.names
 
     def num_sent(self, size: int) -> int:
-        """Number of values that the payload of ``size`` numbers stands for."""
+        """Number of values in the payload of ``size`` numbers."""
         return self._last.sent_size(self._first.sent_size(size))
 
     def _arrived(self, payload: Payload, like: Tensor, seed: int) -> Tensor:
@@ -104,18 +103,17 @@ class _Way:
 
 
 class UpdatePath(_Way):
-    """Sends updates through transforms.
+    """Upload of updates through transforms.
 
     Args:
-        steps: in the order in which a client applies them; `ErrorFeedback`, if there is any, last.
-        seed: the run's.
+        steps: steps in the order in which a client applies them; `ErrorFeedback` must be the last.
+        seed: seed of the run.
 
     Raises:
-        ConfigurationError: if something follows an error feedback, or steps are in an order that
-            makes no sense.
+        ConfigurationError: if a step follows an error feedback, or a transform cannot follow another.
 
     Attributes:
-        has_memory: whether clients remember something.
+        has_memory: whether clients keep a memory, for error feedback.
 
     Example:
         >>> from fl_lightning.updates.sparsifiers import TopK
@@ -139,14 +137,14 @@ class UpdatePath(_Way):
         _check_order(steps)
 
     def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
-        """Update as it arrives at the server.
+        """Return the update as it arrives at the server.
 
-        Of an update with coordinates that its client may not move, only the others travel.
+        Coordinates that a client's own mask freezes are not sent.
 
         Args:
-            update: the client's own.
-            round_index: the round.
-            memory: what this client kept from its last round, shape (k,); None if nothing.
+            update: the client's update.
+            round_index: number of the round.
+            memory: the client's memory from its last round, shape (k,), or None.
         """
         if self.is_empty:
             return Arrival(update, bytes_up(update), torch.zeros(()))
@@ -174,13 +172,13 @@ class UpdatePath(_Way):
         )
 
     def opened(self, payload: Payload, *, round_index: int, client_id: int, like: Tensor) -> Tensor:
-        """Delta that the server reads from a payload, to the bit as in `send`.
+        """Return the delta that the server reads from a payload, bit-identical to `send`.
 
         Args:
-            payload: from the client.
-            round_index: the round.
-            client_id: whose it is.
-            like: of the delta's shape (k,), dtype and device.
+            payload: payload from the client.
+            round_index: number of the round.
+            client_id: id of the client.
+            like: a tensor with the delta's shape (k,), dtype and device.
         """
         return self._arrived(payload, like, self._seed_of(round_index, client_id))
 
@@ -188,11 +186,11 @@ class UpdatePath(_Way):
         return derive_seed(self._seed, "update", round_index, client_id)
 
     def typical_bytes(self, like: Tensor, num_buffers: int = 0) -> int:
-        """Return about how long a client's message is, without metrics.
+        """Return the approximate length in bytes of a client's message without metrics.
 
         Args:
-            like: of an update's shape (k,), dtype and device; normal draws stand for its numbers.
-            num_buffers: floating-point buffers of the model.
+            like: a tensor with the delta's shape (k,), dtype and device; its values are random draws.
+            num_buffers: number of values in the model's floating-point buffers.
         """
         delta = like
         if not self.is_empty:  # else only its size counts
@@ -203,7 +201,7 @@ class UpdatePath(_Way):
 
 
 def _check_order(steps: Sequence[UpdateStep]) -> None:
-    """Send a small update through, which raises if a transform cannot follow another."""
+    """Compress a small update; raise ConfigurationError if a transform cannot follow another."""
     chain = Chain(tuple(part for step in steps for part in step.parts))
     try:
         chain.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
@@ -218,22 +216,22 @@ def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
 
 
 class SentModel(NamedTuple):
-    """Model as the clients of a round receive it."""
+    """The global model as the clients of a round receive it."""
 
-    params: Tensor  # of the global model as they have it, shape (k,)
-    num_bytes: int  # length of the message to one of them
-    payload: Payload | None = None  # what they travel as; None for the params themselves
+    params: Tensor  # parameters that clients read, shape (k,)
+    num_bytes: int  # length of the message to one client
+    payload: Payload | None = None  # compressed parameters; None for the parameters themselves
 
 
 class Broadcast(_Way):
-    """Sends models through transforms, all clients of a round the same.
+    """Download of global models through transforms; all clients of a round get the same model.
 
     Args:
-        steps: in the order in which the server applies them: quantisers, like `QSGD` or `Affine`.
-        seed: the run's.
+        steps: quantisers, like `QSGD` or `Affine`, in the order in which the server applies them.
+        seed: seed of the run.
 
     Raises:
-        ConfigurationError: for a transform that leaves numbers out: a model has none to spare.
+        ConfigurationError: for a transform that drops numbers, because clients need the whole model.
 
     Example:
         >>> from fl_lightning.updates.quantisers import Affine
@@ -254,12 +252,12 @@ class Broadcast(_Way):
         self._known = None
 
     def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
-        """Global model of a round as it arrives at clients.
+        """Return the global model of a round as it arrives at the clients.
 
         Args:
-            params: the server's, which do not change as long as the round lasts, shape (k,).
-            buffers: its floating-point buffers, which arrive as they are, shape (b,).
-            round_index: the round.
+            params: the server's parameters, constant during the round, shape (k,).
+            buffers: floating-point buffers, which arrive unchanged, shape (b,).
+            round_index: number of the round.
         """
         if self.is_empty:
             return SentModel(params, bytes_down(params, buffers))
@@ -285,12 +283,12 @@ class Broadcast(_Way):
         return SentModel(arrived, encoded_size(message), payload)
 
     def opened(self, payload: Payload, round_index: int, like: Tensor) -> Tensor:
-        """Model that clients read from a payload, to the bit as in `send`.
+        """Return the parameters that clients read from a payload, bit-identical to `send`.
 
         Args:
-            payload: from the server.
-            round_index: the round.
-            like: of the params' shape (k,) and dtype.
+            payload: payload from the server.
+            round_index: number of the round.
+            like: a tensor with the parameters' shape (k,) and dtype.
         """
         return self._arrived(payload, like, derive_seed(self._seed, "broadcast", round_index))
 

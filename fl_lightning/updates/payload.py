@@ -1,21 +1,22 @@
-"""Payloads: the values of an update in the form that transforms pass on and the codec writes.
+"""Payloads: a vector in the form between two transforms, and its encoding in a message.
 
     Dense       x_i                           the numbers themselves, in their dtype
-    Quantised   x_i = o_b + s_b c_i           integers c_i of 1 to 8 bits, a scale (and offset) a block
-    Sparse      x_i = v_j if i = i_j, else 0  some of k numbers, and where they stand
+    Quantised   x_i = o_b + s_b c_i           integers c_i of 1 to 8 bits, a scale (and offset) per block
+    Sparse      x_i = v_j if i = i_j, else 0  some of k numbers, and their indices
 
-`Sparse` holds either of the other two.
+The values of `Sparse` are `Dense` or `Quantised`.
 
-In a container, the params' payload for instance, a payload is up to three tensors and what its fields say:
+In a message a payload is up to three tensors and some fields. For the payload ``params``:
 
-    Dense       params (unless it is empty)   nothing
+                tensors                       fields
+    Dense       params (unless it is empty)   none
     Quantised   params.codes (packed),        bits, count (of codes), block (a number, a list of
-                params.scales and .offsets    the blocks' sizes, or nothing for one block)
-    Sparse      params.gaps (a Rice code,     low_bits (of the Rice code), size, and those of the
-                see `coding`), and values     values
+                params.scales and .offsets    the blocks' sizes, or absent for one block)
+    Sparse      params.gaps (a Rice code,     low_bits (of the Rice code), size, and the fields of
+                see `coding`), and values     the values
 
-Every size follows from numbers that were checked before, so that nothing is allocated which the bytes
-at hand or the agreed number of coordinates do not justify. A payload has one encoding only.
+Every size is checked before it is used, so no more memory is allocated than the bytes at hand or the
+expected number of coordinates justify. A payload has exactly one encoding.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fl_lightning.updates.coding import (
     write_gaps,
 )
 
-# How many neighbours share a scale: so many each, each group its own number, or all of them.
+# Blocks that share a scale: a fixed number of neighbours, the size of each block, or None for one block.
 Block = int | tuple[int, ...] | None
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -51,10 +52,10 @@ _LARGEST = float(np.finfo(np.float32).max) / 2
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Every number by itself.
+    """A vector of floating-point numbers.
 
     Args:
-        values: shape (n,), of dtype float64, float32, float16 or bfloat16, in which it travels.
+        values: numbers of dtype float64, float32, float16 or bfloat16, shape (n,).
 
     Raises:
         ValueError: for another shape or dtype.
@@ -75,7 +76,7 @@ class Dense:
 
     @property
     def size(self) -> int:
-        """How many numbers this stands for."""
+        """Number of values."""
         return self.values.numel()
 
     @property
@@ -93,13 +94,13 @@ class Quantised:
     """Integers of a few bits, with a scale for each block of neighbours.
 
     Args:
-        codes: shape (n,). Without offsets int8, from -2^(bits-1) to 2^(bits-1) - 1; with offsets
-            uint8, from 0 to 2^bits - 1.
-        bits: of a code, from 1 to 8; without offsets from 2, because one bit has no sign and value.
-        scales: what a step of one is worth, ≥ 0, float32, shape (number of blocks,).
-        offsets: what the code 0 stands for, float32, shape (number of blocks,); None for 0.
-        block: numbers that share a scale, the last block may have fewer; of blocks that differ,
-            the size of each; None for one block.
+        codes: integers, shape (n,): without offsets int8, from -2^(bits-1) to 2^(bits-1) - 1; with
+            offsets uint8, from 0 to 2^bits - 1.
+        bits: bits of a code, from 1 to 8; without offsets from 2, because one bit is the sign.
+        scales: difference between neighbouring codes' values, ≥ 0, float32, shape (number of blocks,).
+        offsets: value of the code 0, float32, shape (number of blocks,); None for 0.
+        block: size of a block, where the last may be smaller; the size of each block if they differ;
+            None for one block.
 
     Raises:
         ValueError: if shapes, dtypes or ranges do not fit together.
@@ -143,12 +144,12 @@ class Quantised:
 
     @property
     def size(self) -> int:
-        """How many numbers this stands for."""
+        """Number of values."""
         return self.codes.numel()
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks share their scale."""
+        """Number of blocks."""
         return num_blocks(self.size, self.block)
 
     def to_dense(self) -> Tensor:
@@ -161,12 +162,12 @@ class Quantised:
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """Some of ``size`` numbers; the others are zero.
+    """A vector of ``size`` numbers that are zero except at some indices.
 
     Args:
-        indices: where they stand, int64, strictly increasing from 0 to size - 1, shape (n,).
-        values: the numbers there, n of them.
-        size: how many numbers there are in all.
+        indices: indices of the values, int64, strictly increasing in [0, size), shape (n,).
+        values: payload of the n values.
+        size: length of the whole vector.
 
     Raises:
         ValueError: if shapes or dtypes do not fit together.
@@ -204,14 +205,14 @@ Payload = Dense | Quantised | Sparse
 
 
 def num_blocks(size: int, block: Block) -> int:
-    """Number of blocks of ``size`` numbers; 0 of none."""
+    """Number of blocks of ``size`` numbers; 0 for no number."""
     if isinstance(block, tuple):
         return len(block)
     return -(-size // (block or max(size, 1)))
 
 
 def per_member(per_block: Tensor, size: int, block: Block) -> Tensor:
-    """Return each block's number for each of its members; one block's as it is."""
+    """Repeat each block's number for all its members; for one block the tensor is returned unchanged."""
     if isinstance(block, tuple):
         sizes = torch.tensor(block, dtype=torch.int64, device=per_block.device)
         return per_block.repeat_interleave(sizes)
@@ -227,8 +228,8 @@ def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
     """Return a payload's fields and tensors in a container.
 
     Args:
-        name: of the payload there.
-        payload: that will be sent; numbers without storage (``meta``) are not looked at.
+        name: name of the payload in the container.
+        payload: payload to encode; values without storage (``meta``) are not checked.
 
     Raises:
         MessageError: for numbers that are not finite, codes that do not fit into their bits, scales
@@ -252,16 +253,16 @@ def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
 
 
 def read_payload(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
-    """Return the payload of a container, which must stand for ``size`` numbers.
+    """Return a payload of ``size`` numbers from a container.
 
     Args:
-        name: of the payload in its container.
-        fields: what is said of it there.
-        tensors: of the container.
-        size: that is agreed on.
+        name: name of the payload in the container.
+        fields: fields of the payload.
+        tensors: tensors of the container.
+        size: expected number of values.
 
     Raises:
-        MessageError: if it cannot be read; the caller holds it to `content_of` of what is returned.
+        MessageError: if the payload cannot be read. The caller encodes the result again and compares.
     """
     try:
         return _read(name, fields or {}, tensors, size)
@@ -320,10 +321,10 @@ def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
 
 
 def vector_in(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """Return a vector of one of these dtypes.
+    """Return a vector of one of these dtypes from a container's tensors.
 
     Raises:
-        MessageError: if it is not there, or something else.
+        MessageError: if the tensor is missing, no vector, or of another dtype.
     """
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or tensor.dtype not in dtypes:

@@ -1,14 +1,14 @@
-"""Quantisers: numbers with fewer bits, with a scale for each block of neighbours.
+"""Quantisers: numbers with fewer bits, and a scale for each block of neighbours.
 
-Blocks of numbers that share a scale: so many neighbours, those of a tensor each, or all in one.
+A block is a fixed number of neighbours, a tensor of the model, or the whole vector.
 
-Numbers in half precision: two bytes each.
+`Cast`: half precision, two bytes for each number.
 
     T(x)_i = x_i rounded to the nearest number of bfloat16 (8 bits of precision) or float16 (11 bits)
 
-What is beyond the format's range becomes its largest number, so that everything stays finite.
+Numbers beyond the format's range become its largest number, so that all stay finite.
 
-Rounding to evenly spaced levels between the smallest and the largest number of a block.
+`Affine`: evenly spaced levels between the smallest and the largest number of a block.
 
     c_i = round((x_i - o_b) / s_b),   o_b = min x,   s_b = (max x - min x) / (2^bits - 1)
 
@@ -16,16 +16,16 @@ The error is at most half a step. A block whose numbers are equal has s_b = 0 an
 Source: Jacob et al. 2018 (1712.05877), section 2.1, with the minimum itself in place of an integer
 zero point, so that blocks far from zero lose nothing.
 
-Stochastic uniform quantisation to a few bits, unbiased.
+`QSGD`: stochastic uniform quantisation to a few bits, unbiased.
 
     T(x)_i = (N_b / s) ξ_i        ξ_i = ⌊y⌋ + 1 with probability y - ⌊y⌋, else ⌊y⌋;  y = s x_i / N_b
 
 N_b is the norm of the block that holds x_i, s = 2^(bits-1) - 1 the number of levels on each side of
 zero. One bit has the two levels ±N_b. Source: Alistarh et al. 2017 (1610.02132), section 3.1 with
 the L2 norm; its experiments use the largest magnitude in blocks, which is the default here. Levels
-are of fixed width: the paper's Elias code gains for few large numbers, for which there is top-k.
+are of fixed width: the paper's Elias code pays off for few large numbers, for which top-k is better.
 
-Signs with a scale: one bit a number.
+`Sign`: one bit for each number.
 
     T(x)_i = s_b sign(x_i)        s_b = mean |x| over the block b
 
@@ -57,10 +57,10 @@ from fl_lightning.updates.payload import (
 from fl_lightning.updates.sparsifiers import TopK
 from fl_lightning.updates.transform import Chain, Shapes, Transform, with_values
 
-# What a user says of blocks, and what it becomes once the tensors are known.
+# The option ``block``; ``tensor`` is replaced by the tensors' sizes once they are known.
 BlockOption = Block | Literal["tensor"]
 
-# Numbers that are rounded at a time on a CPU: all that is made of them stays in its cache.
+# Numbers that are rounded at a time on a CPU, so that intermediate results stay in its cache.
 _PIECE = 1 << 15
 
 
@@ -68,7 +68,7 @@ class InBlocks(Transform):
     """Base of transforms that round numbers block by block; subclasses are dataclasses.
 
     Attributes:
-        block: neighbours that share a scale, ``tensor`` for those of each tensor, None for all.
+        block: number of neighbours that share a scale; ``tensor`` for each tensor, None for one block.
     """
 
     block: BlockOption
@@ -84,34 +84,36 @@ class InBlocks(Transform):
 
     @property
     def needs_shapes(self) -> bool:
-        """True if the blocks are tensors whose shapes are not known yet."""
+        """True if blocks are tensors whose shapes are not set yet."""
         return self.block == "tensor"
 
     def with_shapes(self, shapes: Shapes) -> Self:
-        """Return the transform with a block for each of these tensors."""
+        """Return the transform with one block for each tensor of these shapes."""
         sizes = tuple(size for size in map(math.prod, shapes) if size)
         return replace(self, block=sizes) if self.needs_shapes else self  # type: ignore[type-var]
 
 
 def block_name(block: BlockOption) -> str:
-    """Part of a transform's name that describes its blocks."""
+    """Return the part of a transform's name that describes its blocks."""
     if block is None:
         return ""
     return f", blocks of {block}" if isinstance(block, int) else ", a block a tensor"
 
 
 def known_block(block: BlockOption, size: int) -> Block:
-    """Return the blocks of so many numbers.
+    """Return the blocks of ``size`` numbers.
 
     Raises:
-        ValueError: if they are tensors, and these are not known, or others.
+        ValueError: if blocks are tensors whose shapes are not set, or have another total size.
     """
     if block == "tensor":
-        raise ValueError("blocks of a tensor each: say their shapes")
+        raise ValueError(
+            "block is 'tensor', and the tensors' shapes are not known: use a fixed block"
+        )
     if isinstance(block, tuple) and sum(block) != size:
         raise ValueError(
-            f"blocks of a tensor each make {sum(block)} numbers, got {size}: use blocks of a fixed "
-            "size after what leaves numbers out"
+            f"blocks of whole tensors have {sum(block)} numbers, got {size}: use a block of fixed size "
+            "after a transform that drops numbers"
         )
     return block
 
@@ -122,10 +124,10 @@ def over_blocks(
     """Apply a function to each block of values; returns shape (number of blocks, …).
 
     Args:
-        values: shape (n,).
-        block: see `Quantised`.
-        measure: of rows of one block each.
-        pad: what the last row is filled up with.
+        values: numbers, shape (n,).
+        block: blocks, see `Quantised`.
+        measure: function of a matrix with one block per row.
+        pad: value that fills the last row.
     """
     if isinstance(block, tuple):
         parts = [measure(part[None]) for part in values.split(list(block))]
@@ -143,13 +145,13 @@ def over_blocks(
 def in_pieces(
     values: Tensor, dtype: torch.dtype, code: Callable[..., Tensor], *of_members: Tensor
 ) -> Tensor:
-    """Return the codes of numbers, shape (n,), computed piece by piece.
+    """Compute the codes of numbers piece by piece; returns shape (n,).
 
     Args:
-        values: shape (n,).
-        dtype: of codes.
-        code: of a piece, given also its numbers of ``of_members``.
-        of_members: shape (n,), or (1,) for all.
+        values: numbers, shape (n,).
+        dtype: dtype of the codes.
+        code: function of a piece of values and the same piece of each of ``of_members``.
+        of_members: further tensors of shape (n,), or (1,) for one number.
     """
     count = values.numel()
     codes = torch.empty(count, dtype=dtype, device=values.device)
@@ -163,7 +165,7 @@ def in_pieces(
 @final
 @dataclass(frozen=True)
 class Cast(Transform):
-    """Sends numbers in half precision; after a choice like `TopK` or `PowerSGD`, those chosen.
+    """Sends numbers in half precision; it may follow `TopK`, `RandomK` or `PowerSGD`.
 
     Args:
         dtype: ``bfloat16``, which has float32's range, or ``float16``, which is finer between
@@ -204,11 +206,12 @@ class Affine(InBlocks):
     """Rounds to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.
 
     Args:
-        bits: of a number, from 1 to 8.
-        block: neighbours that share their levels, ``tensor`` for those of each tensor, None for all.
+        bits: bits of a number, from 1 to 8.
+        block: number of neighbours that share their levels; ``tensor`` for each tensor, None for all
+            numbers.
 
     Raises:
-        ConfigurationError: if an option is outside its range.
+        ConfigurationError: if an option is out of range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -229,7 +232,7 @@ class Affine(InBlocks):
         return with_values(payload, self._quantised, self.name)
 
     def _quantised(self, values: Tensor) -> Quantised:
-        # the last block is filled with a member of its own
+        # the last block is padded with one of its own numbers
         block = known_block(self.block, values.numel())
         low, high = over_blocks(values, block, _range, pad=values[-1:].sum()).unbind(1)
         levels = 2**self.bits - 1
@@ -245,8 +248,8 @@ class Affine(InBlocks):
 
 
 def _range(rows: Tensor) -> Tensor:
-    """Return the least and the largest number of each row, shape (rows, 2)."""
-    if len(rows) == 1:  # vectors of the processor are used only without an axis
+    """Return the smallest and the largest number of each row, shape (rows, 2)."""
+    if len(rows) == 1:  # torch vectorises `aminmax` only without an axis
         return torch.stack(rows.aminmax()).unsqueeze(0)
     return torch.stack(rows.aminmax(dim=1), 1)
 
@@ -257,12 +260,12 @@ class QSGD(InBlocks):
     """Rounds at random to one of 2^bits - 1 levels (of 2, for one bit).
 
     Args:
-        bits: of a number, from 1 to 8.
-        norm: which norm of a block its outermost level is: its largest magnitude or its length.
-        block: neighbours that share a norm, ``tensor`` for those of each tensor, None for all.
+        bits: bits of a number, from 1 to 8.
+        norm: norm of a block that is the outermost level: ``max`` for the largest magnitude, or ``l2``.
+        block: number of neighbours that share a norm; ``tensor`` for each tensor, None for all numbers.
 
     Raises:
-        ConfigurationError: if an option is outside its range.
+        ConfigurationError: if an option is out of range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -307,7 +310,7 @@ def _rounded(
     limits: tuple[int, int],
     shift: float = 0.0,
 ) -> Tensor:
-    """Return values / steps + shift, rounded at random; where a step is 0 so are the values."""
+    """Return values / steps + shift, rounded at random; where a step is 0 the values are 0 as well."""
     safe = per_member(torch.where(steps > 0, steps, 1.0), values.numel(), block)
     if rounds_in_one_pass(values):
         return rounded_at_random(values, safe, seed, limits, shift)
@@ -325,10 +328,10 @@ def _rounded(
 @final
 @dataclass(frozen=True)
 class Sign(InBlocks):
-    """Sends signs. Biased: use it with `ErrorFeedback`.
+    """Sends signs and a scale for each block. Biased: use it with `ErrorFeedback`.
 
     Args:
-        block: neighbours that share a scale, ``tensor`` for those of each tensor, None for all.
+        block: number of neighbours that share a scale; ``tensor`` for each tensor, None for all numbers.
 
     Raises:
         ConfigurationError: if ``block`` is below 1.
@@ -347,7 +350,7 @@ class Sign(InBlocks):
         return f"sign{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Return the sign of each number, and the mean magnitude of each block."""
+        """Replace each number by its sign times the mean magnitude of its block."""
         return with_values(payload, self._quantised, self.name)
 
     def _quantised(self, values: Tensor) -> Quantised:
@@ -362,10 +365,10 @@ class Sign(InBlocks):
 
 
 def ternary(fraction: float) -> Chain:
-    """Return sparse ternary compression: the largest numbers, each as ± their mean magnitude.
+    """Return sparse ternary compression: `TopK`, then signs times the kept numbers' mean magnitude.
 
     Args:
-        fraction: of numbers that are kept.
+        fraction: fraction of numbers to keep, in (0, 1].
 
     Example:
         >>> from fl_lightning.updates.payload import Dense

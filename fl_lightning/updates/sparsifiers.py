@@ -1,35 +1,35 @@
-"""Some numbers of an update are sent, the others count as zero; of matrices, a low rank.
+"""Sparsifiers: top-k, random-k and low rank, which send a part of an update's numbers.
 
-Top-k: only the numbers of largest magnitude are sent.
+Top-k: only the numbers of largest magnitude are sent, the others count as zero.
 
     T(x)_i = x_i if |x_i| is among the k largest, else 0
 
 Source: Aji and Heafield 2017 (1704.05021); Stich et al. 2018 (1809.07599) for why it needs error
-feedback. Of equal magnitudes the first ones are taken, so that the choice is the same everywhere;
+feedback. Of equal magnitudes the first ones are chosen, so that the choice is the same everywhere;
 numbers that are exactly zero are never sent.
 
-Random-k: numbers in random places are sent, and where they stand need not be said.
+Random-k: numbers at random indices are sent, without the indices, which the seed determines.
 
     T(x)_i = (d / k) x_i if i ∈ S, else 0         S: k of d places, drawn from the shared seed
 
 Unbiased, because every place is drawn with probability k / d. Source: Konečný et al. 2016
 (1610.05492), random mask; Stich et al. 2018 (1809.07599).
 
-Low rank: of each matrix two thin factors are sent, which a few power iterations find.
+Low rank: two thin factors of each matrix are sent, which a few power iterations find.
 
-    P = orth(M Q),  Q ← orth(Mᵀ P), again and again;   sent: P and R = Mᵀ P;   T(M) = P Rᵀ
+    P = orth(M Q),  Q ← orth(Mᵀ P), repeated;   sent: P and R = Mᵀ P;   T(M) = P Rᵀ
 
-M is a tensor of shape (out, …) as a matrix of shape (out, rest), without dimensions of 1. Biases,
-norms and every tensor of which the factors would have as many numbers travel as they are. P Pᵀ
-projects, so that T(M) is M itself if its rank is at most r, and never longer.
+M is a tensor of shape (out, …) as a matrix of shape (out, rest), without dimensions of 1. Biases, norm
+layers and tensors whose factors would save nothing are sent unchanged. P Pᵀ is a projection, so T(M) is
+M itself if M has rank r or less, and is never longer than M.
 
 Source: Vogels, Karimireddy and Jaggi 2019 (1905.13727), Algorithm 1. Differs: there, workers
-average their P before they compute R, with which P Rᵀ is of the mean gradient; here each client's
-update has factors of its own, as clients do not wait for each other, and the server adds up what
-they stand for. There, Q goes on from the last step, because each iteration costs an exchange. Here
-it costs arithmetic only: Q starts at random from the update's seed and several iterations take
-place at once (Halko, Martinsson and Tropp 2011, Algorithm 4.4). So a client needs no second memory,
-and one that is seen for the first time in a thousand rounds sends as good a matrix as others.
+average their P before they compute R, so that P Rᵀ approximates the mean gradient; here each client
+factors its own update, because clients do not wait for each other, and the server adds up the products.
+There, Q starts from the last step's, because each iteration costs an exchange. Here an iteration costs
+arithmetic only: Q starts at random from the update's seed, and several iterations follow (Halko,
+Martinsson and Tropp 2011, Algorithm 4.4). So a client needs no second memory, and a client's first
+update is compressed as well as later ones.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ from fl_lightning.updates.transform import Shapes, Transform, checked_fraction, 
 @final
 @dataclass(frozen=True)
 class TopK(Transform):
-    """Keeps the largest numbers. Biased: use it with `ErrorFeedback`.
+    """Keeps the numbers of largest magnitude. Biased: use it with `ErrorFeedback`.
 
     Args:
-        fraction: of numbers that are kept, rounded to a whole number of at least one; 1 keeps all
-            and changes nothing.
+        fraction: fraction of numbers to keep, in (0, 1], at least one number; 1 changes nothing.
 
     Raises:
         ConfigurationError: if ``fraction`` is not in (0, 1].
@@ -110,13 +109,12 @@ _AS_OPTION = Traits(
 @final
 @dataclass(frozen=True)
 class RandomK(Transform):
-    """Keeps random numbers.
+    """Keeps the numbers at random indices.
 
     Args:
-        fraction: of numbers that are kept, rounded to a whole number of at least one; 1 keeps all
-            and changes nothing.
-        unbiased: scale what is kept by d / k. False for use with `ErrorFeedback`, which sends the
-            others later.
+        fraction: fraction of numbers to keep, in (0, 1], at least one number; 1 changes nothing.
+        unbiased: scale the kept numbers by d / k. Use false with `ErrorFeedback`, which sends the other
+            numbers later.
 
     Raises:
         ConfigurationError: if ``fraction`` is not in (0, 1].
@@ -143,7 +141,7 @@ class RandomK(Transform):
 
     @property
     def scaling(self) -> RandomK | None:
-        """The transform itself if its values make up for those that it drops; else None."""
+        """The transform itself if it scales the kept numbers, else None."""
         return self if self.unbiased and self.fraction < 1 else None
 
     @property
@@ -156,7 +154,7 @@ class RandomK(Transform):
         return num_kept(size, self.fraction)
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Choose and scale."""
+        """Keep the numbers at random indices, and scale them if unbiased."""
         if self.fraction == 1:
             return payload
         values = only_dense(payload, self.name)
@@ -164,22 +162,22 @@ class RandomK(Transform):
         return Dense(kept * (values.numel() / max(1, len(kept))) if self.unbiased else kept)
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Put the numbers back in their places."""
+        """Restore the indices of the numbers."""
         if self.fraction == 1:
             return payload
         values = payload.to_dense()
         return Sparse(self._indices(seed, size).to(values.device), Dense(values), size)
 
     def _indices(self, seed: int, size: int) -> Tensor:
-        """Return the places of the smallest of as many random keys, in order.
+        """Return the increasing indices of the smallest of ``size`` random keys.
 
-        Of PCG64 the raw integers are promised to be the same in every version of NumPy; what makes
-        choices and permutations out of them, there and in PyTorch, is not.
+        NumPy guarantees the raw integers of PCG64 in every version, but not its choices and permutations;
+        neither does PyTorch.
         """
         kept = num_kept(size, self.fraction)
         if not kept:
             return torch.empty(0, dtype=torch.int64)
-        # all but certainly the smallest are among those below a little more than their share
+        # almost certainly the smallest keys are below this bound, a little above their share
         share = min(1.0, kept / size + 8 * np.sqrt(kept) / size + 64 / size)
         places, small = keys_below(seed, size, min(2**64 - 1, int(share * 2**64)))
         largest = np.partition(small, kept - 1)[kept - 1]
@@ -189,15 +187,15 @@ class RandomK(Transform):
 @final
 @dataclass(frozen=True)
 class PowerSGD(Transform):
-    """Sends matrices of low rank. Biased: use it with `ErrorFeedback`.
+    """Sends low-rank factors of each matrix. Biased: use it with `ErrorFeedback`.
 
-    It comes before every other compression; a quantiser in blocks may follow. With a mask, tensors
-    that train only in part have no matrix and travel as they are.
+    It must come before other compressions; a quantiser in blocks may follow. With a mask, tensors with
+    frozen entries are no matrices and are sent unchanged.
 
     Args:
-        rank: r of each matrix; where it is high enough to save nothing, nothing changes.
-        iterations: of the power method; with 1 a client computes the least.
-        shapes: of the tensors that a vector consists of; a federation tells those of its model.
+        rank: rank r of each matrix, ≥ 1; matrices for which the factors save nothing are sent unchanged.
+        iterations: number of power iterations, ≥ 1.
+        shapes: shapes of the tensors in a vector; a federation sets those of its model.
 
     Raises:
         ConfigurationError: if ``rank`` or ``iterations`` is below 1.
@@ -228,16 +226,16 @@ class PowerSGD(Transform):
 
     @property
     def needs_shapes(self) -> bool:
-        """True: see `Transform`."""
+        """True: matrices are tensors of the model."""
         return True
 
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
-        """Return the same for vectors of these tensors."""
+        """Return the transform for vectors that are the concatenation of tensors of these shapes."""
         return replace(self, shapes=shapes)
 
     @property
     def approximates(self) -> bool:
-        """True: see `Transform`."""
+        """True: a matrix of higher rank is not sent exactly."""
         return True
 
     def sent_size(self, size: int) -> int:
@@ -245,7 +243,7 @@ class PowerSGD(Transform):
         return sum(part.num_sent for part in self._parts_of(size))
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Factor each matrix of the delta."""
+        """Factor each matrix of the update."""
         values = only_dense(payload, self.name)
         parts = self._parts_of(values.numel())
         if not any(part.rank for part in parts):
@@ -282,7 +280,7 @@ class PowerSGD(Transform):
 
     def _parts_of(self, size: int) -> list[_Part]:
         if self._parts is None:
-            raise ValueError(f"{self.name} works on tensors: say their shapes")
+            raise ValueError(f"{self.name} works on tensors: set shapes to those of the tensors")
         expected = sum(part.size for part in self._parts)
         if size != expected:
             raise ValueError(
@@ -295,13 +293,13 @@ class PowerSGD(Transform):
 def low_rank_factors(
     matrix: Tensor, rank: int, iterations: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return P and R, whose product P Rᵀ is near the best approximation of its rank.
+    """Return P and R, whose product P Rᵀ is close to the best approximation of rank r.
 
     Args:
         matrix: M, shape (m, n).
         rank: r, at most m and n.
-        iterations: of the power method, ≥ 1.
-        generator: of the start, on the CPU.
+        iterations: number of power iterations, ≥ 1.
+        generator: CPU generator of the random start.
 
     Returns:
         P with orthonormal columns, shape (m, r), and R = Mᵀ P, shape (n, r).
@@ -320,7 +318,7 @@ def low_rank_factors(
 
 
 def _times_transposed(matrix: Tensor, left: Tensor) -> Tensor:
-    """Return Mᵀ P; written so, the matrix is read along its rows, at several times the speed."""
+    """Return Mᵀ P, computed as (Pᵀ M)ᵀ, which is several times faster: it reads M along the rows."""
     return (left.T @ matrix).T
 
 
@@ -331,7 +329,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor as a matrix; rank 0 where it travels as it is."""
+    """A tensor as a matrix; rank 0 if it is sent unchanged."""
 
     rows: int
     columns: int

@@ -1,16 +1,16 @@
-"""What may happen to an update on its way, and how several such steps compose.
+"""Transforms that compress updates, chains of transforms, and error feedback.
 
     client: x → T_1 → T_2 → … → bytes          server: bytes → … → T_2⁻¹ → T_1⁻¹ → x'
 
-A transform maps payloads to payloads and keeps nothing: the same payload and seed give the same
-result. Both sides know the seed, so that what is drawn need not be sent.
+A transform maps payloads to payloads and has no state: the same payload and seed give the same result.
+Client and server know the seed, so random draws are not sent.
 
-Error feedback: what a biased compression leaves out is kept and sent later.
+Error feedback: a client keeps the error of a biased compression and adds it to its next update.
 
     p_t = x_t + e_t,   sent = T(p_t),   e_(t+1) = p_t - T(p_t),   e_0 = 0
 
-so that what was sent by round t adds up to what there was to send, less one memory:
-Σ T(p) = Σ x - e_(t+1). Source: Seide et al. 2014; Karimireddy et al. 2019 (1901.09847), Algorithm 2.
+so the sent updates add up to the true ones except for one memory: Σ T(p) = Σ x - e_(t+1).
+Source: Seide et al. 2014; Karimireddy et al. 2019 (1901.09847), Algorithm 2.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class UpdateStep(ABC):
 
 
 class Transform(UpdateStep):
-    """One step that keeps nothing; leaves are frozen dataclasses.
+    """A compression without state; subclasses are frozen dataclasses.
 
     Attributes:
-        name: what it is and with which options, e.g. ``"top-k 0.1"``. It travels in the header.
+        name: name and options, e.g. ``"top-k 0.1"``, as sent in the message's header.
 
     Example:
         >>> import torch
@@ -90,47 +90,46 @@ class Transform(UpdateStep):
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """The transform itself, alone."""
+        """A tuple of the transform itself."""
         return (self,)
 
     @property
     def needs_shapes(self) -> bool:
-        """True if the transform needs the shapes of tensors, because it does not act on one vector."""
+        """True if the transform works on whole tensors and needs their shapes, see `with_shapes`."""
         return False
 
     def with_shapes(self, shapes: Shapes) -> Self:
-        """Return the transform for vectors that such tensors make, one after the other."""
+        """Return the transform for vectors that are the concatenation of tensors of these shapes."""
         return self
 
     @property
     def scaling(self) -> Transform | None:
-        """Option that makes numbers larger, with which error feedback diverges; None if there is none."""
+        """The transform that scales values up, with which error feedback diverges, or None."""
         return None
 
     @property
     def approximates(self) -> bool:
-        """True if the transform loses more than rounding each number does."""
+        """True if the transform loses more than the rounding of each number."""
         return False
 
     def sent_size(self, size: int) -> int:
-        """Number of values that the payload of ``size`` numbers stands for."""
+        """Number of values in the transformed payload of ``size`` numbers."""
         return size
 
     @abstractmethod
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Payload that is sent instead of ``payload``.
+        """Return the transformed payload, which the client sends.
 
         Args:
-            payload: of ``size`` numbers.
-            seed: of this update and this step.
+            payload: payload of an update.
+            seed: seed of this update and transform.
         """
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Payload that the server reads from an arrived one, of ``size`` numbers again.
+        """Return the payload before the transform, of ``size`` numbers; by default the same payload.
 
-        It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
-        be applied once to their sum instead of to each. By default a payload says itself what its
-        numbers are.
+        Except in `PowerSGD` the result is linear in the values: if all clients have the same seed, it may
+        be computed once from their sum.
         """
         return payload
 
@@ -138,10 +137,10 @@ class Transform(UpdateStep):
 @final
 @dataclass(frozen=True)
 class Chain(Transform):
-    """Several transforms, one after the other; none is the identity.
+    """Several transforms in sequence; without transforms it is the identity.
 
     Args:
-        transforms: in the order in which the client applies them.
+        transforms: transforms in the order in which the client applies them.
 
     Example:
         >>> import torch
@@ -164,7 +163,7 @@ class Chain(Transform):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in order, as the header has them."""
+        """Names of the transforms in order, as in the message's header."""
         return tuple(step.name for step in self.transforms)
 
     @property
@@ -173,12 +172,12 @@ class Chain(Transform):
         return any(step.needs_shapes for step in self.transforms)
 
     def with_shapes(self, shapes: Shapes) -> Chain:
-        """Return the chain for vectors of these tensors."""
+        """Return the chain for vectors that are the concatenation of tensors of these shapes."""
         return Chain(tuple(step.with_shapes(shapes) for step in self.transforms))
 
     @property
     def scaling(self) -> Transform | None:
-        """The first that does."""
+        """The first transform that scales values up, or None."""
         return next((step.scaling for step in self.transforms if step.scaling is not None), None)
 
     @property
@@ -187,17 +186,17 @@ class Chain(Transform):
         return any(step.approximates for step in self.transforms)
 
     def sent_size(self, size: int) -> int:
-        """Number of values that the payload stands for."""
+        """Number of values in the transformed payload of ``size`` numbers."""
         return self._sizes(size)[-1]
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Apply all in order."""
+        """Apply all transforms in order."""
         for place, step in enumerate(self.transforms):
             payload = step.on_client(payload, _seed_of(step, seed, place))
         return payload
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Undo all in reverse order."""
+        """Invert all transforms in reverse order."""
         sizes = self._sizes(size)
         for place, step in reversed(list(enumerate(self.transforms))):
             payload = step.on_server(payload, _seed_of(step, seed, place), size=sizes[place])
@@ -217,16 +216,16 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 def with_memory(
     chain: Chain, update: Tensor, memory: Tensor | None, seed: int
 ) -> tuple[Payload, Tensor]:
-    """Payload with error feedback, and the client's memory for its next round.
+    """Compress an update with error feedback; returns the payload and the client's new memory.
 
     Args:
-        chain: what compresses.
-        update: shape (k,).
-        memory: what this client got from its last round, shape (k,); None if it is its first.
-        seed: of this update.
+        chain: transforms that compress.
+        update: the update, shape (k,).
+        memory: the client's memory from its last round, shape (k,), or None in its first.
+        seed: seed of this update.
 
     Raises:
-        ValueError: if the memory is of another length.
+        ValueError: if the memory has another length.
 
     Example:
         >>> from fl_lightning.updates.sparsifiers import TopK
@@ -250,21 +249,17 @@ def with_memory(
 
 
 def checked_fraction(fraction: float) -> None:
-    """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
+    """Raise ConfigurationError if ``fraction`` is not in (0, 1]."""
     check_range("fraction", fraction, "in (0, 1]", ": it is the share of numbers that is sent")
 
 
 def num_kept(size: int, fraction: float) -> int:
-    """Number of values kept of ``size``: at least one, if there is one."""
+    """Number of values to keep of ``size``: rounded, at least one."""
     return min(size, max(1, round(fraction * size)))
 
 
 def only_dense(payload: Payload, name: str) -> Tensor:
-    """Return a dense payload's numbers.
-
-    Raises:
-        ValueError: if it has gone through a transform that chooses or rounds.
-    """
+    """Return the numbers of a dense payload; raise ValueError if they were selected or rounded before."""
     if isinstance(payload, Dense) and not payload.is_half:
         return payload.to_dense()
     raise ValueError(f"{name} chooses among all numbers: put it before every other compression")
@@ -273,11 +268,7 @@ def only_dense(payload: Payload, name: str) -> Tensor:
 def with_values(
     payload: Payload, quantise: Callable[[Tensor], Quantised], name: str
 ) -> Quantised | Sparse:
-    """Return the payload with its numbers quantised; of a sparse one those that it holds.
-
-    Raises:
-        ValueError: if they are quantised already.
-    """
+    """Return the payload with its values quantised; raise ValueError if they are quantised already."""
     if isinstance(payload, Dense) and not payload.is_half:
         return quantise(payload.to_dense().float())
     if isinstance(payload, Sparse) and isinstance(payload.values, Dense) and not payload.is_half:
@@ -300,17 +291,17 @@ _MEMORIES = Traits(
 @final
 @dataclass(frozen=True)
 class ErrorFeedback(UpdateStep):
-    """Keeps at the client what transforms leave out, for its next update, see `with_memory`.
+    """Error feedback: a client adds the compression error of its last update to the next one.
 
     Args:
-        transforms: what compresses, in the order in which the client applies them.
-        under_privacy: whether it may be used with `federation.privacy`. What clients send is clipped
-            and accounted for as ever; what they remember is their data without noise, which must
-            stay with them, and which checkpoints of a simulation hold.
+        transforms: transforms that compress, in the order in which the client applies them.
+        under_privacy: allow it with `federation.privacy`. Sent updates are clipped and accounted for as
+            without it; memories are functions of the clients' data without noise, which must stay with
+            the clients, and which checkpoints of a simulation contain.
 
     Raises:
-        ConfigurationError: if it holds a `RandomK` that scales: its error may be larger than what it was
-            given, and the memory would grow without bound.
+        ConfigurationError: for a `RandomK` that scales, whose error may be larger than the update, so that
+            the memory would grow without bound.
     """
 
     transforms: Sequence[Transform]
@@ -329,10 +320,10 @@ class ErrorFeedback(UpdateStep):
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """The transforms of the chain."""
+        """The transforms inside."""
         return tuple(self.transforms)
 
     @property
     def traits(self) -> Traits:
-        """Those of a step; no noise covers memories, unless the user says that they stay with the clients."""
+        """Traits; memories break client-level privacy unless ``under_privacy`` is set."""
         return super().traits if self.under_privacy else super().traits | _MEMORIES

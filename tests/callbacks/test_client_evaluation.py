@@ -250,7 +250,7 @@ class TestCommonTestSet:
         evaluation = ClientEvaluation(common_test_set=True)
         trainer = toy_trainer(evaluation, logger=CSVLogger(tmp_path))
         trainer.test(ToyModule(), datamodule=toy_data(client_test_fraction=0.2), verbose=False)
-        assert "all clients have the figures of the global model" in caplog.text
+        assert "all clients have the metrics of the global model" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class TestWhereScoresComeFrom:
         assert torch.equal(trained(scored=True), trained(scored=False))
 
 
-class TestWhatMoves:
+class TestMaskApplier:
     @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
     @pytest.mark.parametrize("optimizer", [None, lambda p: SparseAdamW(p, lr=0.1)])
     def test_nothing_but_the_masks_entries_and_the_head(self, precision, optimizer):
@@ -424,10 +424,10 @@ class TestMasksOfClients:
         sent = sum(float(row["calibration/total_bytes_up"]) for row in rows)
         assert sent == len(masks) * (32 // 8 + 8 // 8)
         assert "40 of 40" not in caplog.text
-        assert f"masks of clients: {len(masks)} of 6 found; of 40 maskable" in caplog.text
+        assert f"masks of clients: {len(masks)} of 6 calibrated; mean density" in caplog.text
 
     def test_nobody_to_keep_to_them_is_refused(self):
-        with pytest.raises(ConfigurationError, match="clients keep to masks of their own"):
+        with pytest.raises(ConfigurationError, match="clients apply their own masks"):
             fit(calibration(per_client=True), federated=False)
 
 

@@ -19,9 +19,10 @@ from fl_lightning.experiments.experiment import PlannedRun, plan_runs
 from fl_lightning.experiments.results import (
     RunResult,
     curves_table,
-    matrix_table,
+    head_and_rows,
+    matrix_cells,
     read_result,
-    results_table,
+    results_cells,
     runs_table,
     spreads,
 )
@@ -118,13 +119,10 @@ def test_the_table_has_mean_spread_and_number_of_runs():
         result("sparse", 0, 0.25, **{"bytes up": 2e5}),
         result("dense", 1, 0.7, **{"bytes up": 2e6}),
     ]
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in results_table(results).splitlines()
-    ]
-    assert rows[0] == ["variant", "test/accuracy", "seconds", "bytes up", "runs"]
-    assert rows[2] == ["dense", "0.600 ± 0.141", "10", "2 MB", "2"]
-    assert rows[3] == ["sparse", "0.250", "10", "200 kB", "1"]
+    head, rows = head_and_rows(results_cells(results))
+    assert head == ["variant", "test/accuracy", "seconds", "bytes up", "runs"]
+    assert rows[0] == ["dense", "0.600 ± 0.141", "10", "2 MB", "2"]
+    assert rows[1] == ["sparse", "0.250", "10", "200 kB", "1"]
 
 
 def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
@@ -140,7 +138,7 @@ def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
     assert found.columns["bytes up"] == 3e6
     assert found.columns["calibration bytes up"] == 4e6
     assert "head bytes up" not in found.columns
-    assert "| 4 MB " in results_table([found])
+    assert results_cells([found])["calibration bytes up"].tolist() == ["4 MB"]
 
 
 def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
@@ -149,10 +147,9 @@ def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
         result(f"{a} / {d}", 0, value, {"attack": a, "defence": d})
         for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
     ]
-    lines = matrix_table(results, "test/accuracy", axes).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert rows[0] == ["attack \\ defence", "mean", "median"]
-    assert rows[2:] == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
+    head, rows = head_and_rows(matrix_cells(results, "test/accuracy", axes), "attack")
+    assert head == ["attack", "mean", "median"]
+    assert rows == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
 
 
 def test_the_csv_keeps_every_digit(tmp_path):
@@ -183,9 +180,9 @@ def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
         for name, clock in (("waits", slow), ("buffer", fast))
         for seed in (0, 1)
     ]
-    assert results[0].curve_over_clock("val/loss") == [(10.0, 3.0), (30.0, 1.0)]
     panel = Figure().subplots()
     _curves("val/loss", results, "round/total_virtual_seconds")(panel)
+    assert panel.lines[0].get_xydata().tolist() == [[10.0, 3.0], [30.0, 1.0]]
     assert [line.get_xdata()[-1] for line in panel.lines] == [30.0, 30.0, 6.0, 6.0]
     assert panel.get_legend_handles_labels()[1] == ["waits", "buffer"]
     over = {"over": "round/total_virtual_seconds", "monitor": "val/loss"}

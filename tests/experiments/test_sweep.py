@@ -106,7 +106,7 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_happened(tmp_path):
     options = {"env": env, "capture_output": True, "text": True}
     second = subprocess.run([*command, "--out=killed"], check=False, **options)
     assert second.returncode == 0, second.stderr
-    assert "trial 1: taken up where it was interrupted" in second.stdout
+    assert "trial 1: resumed where it was interrupted" in second.stdout
     assert "1 done before" in second.stdout
     whole = subprocess.run([*command, "--out=whole"], check=False, **options)
     assert whole.returncode == 0, whole.stderr

@@ -15,7 +15,7 @@ from fl_lightning.experiments.study import (
     draw_trials,
     importances,
     ranked,
-    told,
+    trial_line,
     trials_table,
     write_best,
 )
@@ -80,9 +80,9 @@ def test_a_table_has_values_or_states():
 
 def test_a_line_for_every_trial():
     trials = mixed().trials
-    line = told(trials[2], 3, 6, None, is_best=True)
+    line = trial_line(trials[2], 3, 6, None, is_best=True)
     assert line == "[3/6] trial 2: 0.9000, best so far, 9 s"
-    line = told(trials[1], 4, 6, "stopped after round 2", is_best=False)
+    line = trial_line(trials[1], 4, 6, "stopped after round 2", is_best=False)
     assert line == "[4/6] trial 1: stopped after round 2, 8 s"
 
 

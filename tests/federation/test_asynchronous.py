@@ -16,7 +16,7 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
 from fl_lightning.client.clocks import VirtualClock, write_arrivals
-from fl_lightning.client.devices import Fate
+from fl_lightning.client.devices import WorkResult
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.data import Cohort
 from fl_lightning.federation.stage import Start, Upload
@@ -86,10 +86,10 @@ def test_weights_fall_from_one(tau, exponent, slope):
 
 
 def told(speeds, concurrency, buffer_size, lost=()):
-    def fate(client, start):
-        return Fate(1, speeds[client], (client, start) in lost)
+    def result(client, start):
+        return WorkResult(1, speeds[client], (client, start) in lost)
 
-    return Arrivals(VirtualClock(fate), len(speeds), concurrency, buffer_size, seed=0)
+    return Arrivals(VirtualClock(result), len(speeds), concurrency, buffer_size, seed=0)
 
 
 def test_arrivals_by_hand():
@@ -125,11 +125,11 @@ def test_arrivals_are_consistent(num_clients, data, seed, sigma):
     buffer_size = data.draw(st.integers(1, num_clients))
     speeds = LogNormalSpeeds(sigma=sigma).seconds_per_step(num_clients, seed)
 
-    def fate(client, start):
-        return Fate(1, float(speeds[client]), start % 5 == 4)
+    def result(client, start):
+        return WorkResult(1, float(speeds[client]), start % 5 == 4)
 
     def steps(order):
-        arrivals = Arrivals(VirtualClock(fate), num_clients, concurrency, buffer_size, seed)
+        arrivals = Arrivals(VirtualClock(result), num_clients, concurrency, buffer_size, seed)
         return {n: arrivals.step(n) for n in order}
 
     found = steps(range(12))
@@ -297,7 +297,7 @@ def recorded(tmp_path_factory):
     devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.3)
     module, rows, federation = run(devices, **settings)
     fleet = federation._calendar.time.fleet
-    clock = Noting(lambda client, start: fleet.fate(client, 2, draw=start))
+    clock = Noting(lambda client, start: fleet.result(client, 2, draw=start))
     again = Arrivals(clock, 6, 4, 2, federation.seed)
     step = [again.step(number) for number in range(6)][-1]
     assert step == federation._calendar.time.arrivals.step(5)

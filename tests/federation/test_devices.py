@@ -98,7 +98,7 @@ def test_lost_updates_come_at_the_stated_rate_and_resume_alike(tmp_path):
         assert torch.equal(weights(module), weights(expected)), moment
         assert again == rows[-len(again) :]
     fleet = Fleet(devices, 100, seed=0)
-    lost = [fleet.fate(c, 1, draw=r).is_lost for c in range(100) for r in range(20)]
+    lost = [fleet.result(c, 1, draw=r).is_lost for c in range(100) for r in range(20)]
     seconds = fleet._seconds
     in_time = np.array([s < 6 for s in seconds]).mean()
     assert in_time > 0.95
@@ -144,14 +144,14 @@ def test_slots_count_the_same_work():
 )
 def test_partial_work_fits_and_one_step_more_would_not(num_steps, speed, latency, wait):
     devices = Devices(speeds=GivenSpeeds([speed]), latency=latency, deadline=latency + wait)
-    fate = Fleet(devices, 1, 0).fate(0, num_steps, 0)
-    if fate.is_lost:
+    result = Fleet(devices, 1, 0).result(0, num_steps, 0)
+    if result.is_lost:
         assert latency + speed > devices.deadline
     else:
-        assert fate.seconds <= devices.deadline * (1 + 1e-9)
-        assert 1 <= fate.num_steps <= num_steps
-        more = latency + (fate.num_steps + 1) * speed
-        assert fate.num_steps == num_steps or more > devices.deadline * (1 - 1e-9)
+        assert result.seconds <= devices.deadline * (1 + 1e-9)
+        assert 1 <= result.num_steps <= num_steps
+        more = latency + (result.num_steps + 1) * speed
+        assert result.num_steps == num_steps or more > devices.deadline * (1 - 1e-9)
 
 
 def test_speeds_have_the_stated_law():

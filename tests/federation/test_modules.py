@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
-from toys import Ordered, ToyData, ToyModule, toy_data, toy_trainer, weights
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from toys import Ordered, ToyData, ToyModule, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
 from fl_lightning.data.partitions.partition import DirichletSizes
@@ -285,6 +286,44 @@ def test_batch_norm_statistics_are_averaged_and_counters_kept():
     fit(module, data=data, max_epochs=1, federation=Federation(local_steps=1))
     assert not torch.equal(module.net[1].running_mean, torch.zeros(8))
     assert module.net[1].num_batches_tracked == 0
+
+
+class Teacher(ToyModule):
+    """Follows itself by an exponential moving average of PyTorch's."""
+
+    def __init__(self, count=1):
+        super().__init__(scheduler=False, momentum=0)
+        self.teacher = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.teacher.requires_grad_(False).n_averaged.fill_(count)
+
+    def on_train_batch_end(self, *_):
+        self.teacher.update_parameters(self.net)
+
+
+def test_a_mean_teacher_follows_over_rounds():
+    module, data = toy(Teacher), toy_data(num_clients=1, batch_size=100)
+    expected, path = module.net[0].weight.detach().clone(), []
+
+    class Note(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            path.append(pl_module.net[0].weight.detach().clone())
+
+    toy_trainer(Federation(local_steps=1), Note(), max_epochs=3).fit(module, datamodule=data)
+    for weight in path:
+        expected = (expected + weight) / 2
+    torch.testing.assert_close(module.teacher.module[0].weight, expected)
+
+
+def counting_norm():
+    module = ToyModule(batch_norm=True)
+    module.net[1].momentum = None
+    return module
+
+
+@pytest.mark.parametrize("module", [lambda: Teacher(count=0), counting_norm])
+def test_averages_that_need_their_count_are_refused(module):
+    with pytest.raises(ConfigurationError, match="counts its updates in an integer buffer"):
+        fit(module(), max_epochs=1)
 
 
 def test_fp16_scaler_starts_every_client_from_the_same_scale():

@@ -88,8 +88,8 @@ def test_the_recorded_order_of_arrival_simulates_to_the_same_bits(options, tmp_p
 class Noting(VirtualClock):
     """Virtual time that notes who ended."""
 
-    def __init__(self, fate_of):
-        super().__init__(fate_of)
+    def __init__(self, result_of):
+        super().__init__(result_of)
         self.order = []
 
     def wait(self):
@@ -101,7 +101,7 @@ class Noting(VirtualClock):
 def virtual_order(num_clients, num_steps, concurrency, buffer_size):
     """Who arrives when in the simulation of these tests, and with which version."""
     fleet = Fleet(Devices(speeds=LogNormalSpeeds(sigma=0.7), jitter=0.1), num_clients, seed=0)
-    clock = Noting(lambda client, start: fleet.fate(client, num_steps, draw=start))
+    clock = Noting(lambda client, start: fleet.result(client, num_steps, draw=start))
     Arrivals(clock, num_clients, concurrency, buffer_size, seed=0).step(ROUNDS - 1)
     return [(ended.client, ended.version) for ended in clock.order]
 

@@ -25,7 +25,7 @@ from fl_lightning.flower.sums import (
     NONCE,
     OPENED,
     TOTAL,
-    EncryptedAgreed,
+    EncryptedSettings,
     EncryptedStage,
     SumKey,
     check_encrypted,
@@ -80,7 +80,7 @@ def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
 def test_neither_key_nor_vector_is_ever_on_the_wire(tmp_path):
     sites = Sites(tmp_path)
     added(sites)
-    agreed = EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS)
+    agreed = EncryptedSettings(RUN, 0, SIZE, 8192, "a", CLIENTS)
     sealed = (tmp_path / "a" / "sealed.key").read_bytes()
     keys = SumKey(tmp_path / "sum.key").run_key(sealed, RUN, agreed.parameters)
     secret = [
@@ -187,7 +187,7 @@ class Encrypted:
 
     def __init__(self, sites, clients=CLIENTS, opener="a", round_index=0):
         self.sites = sites
-        self.agreed = EncryptedAgreed(RUN, round_index, SIZE, 8192, opener, clients)
+        self.agreed = EncryptedSettings(RUN, round_index, SIZE, 8192, opener, clients)
         self.layout = CKKSLayout(SIZE, round_index=round_index)
         self.key = self.ask(opener, "key", ()).tensors[KEY]
         self.messages, self.senders = {}, {}
@@ -353,7 +353,9 @@ SUM_CHANGES = [{"size": -1}, {"degree": 1000}, {"clients": [0, 0]}, {"opener": "
 @pytest.mark.parametrize("change", [*CHANGES, *({"sum": each} for each in SUM_CHANGES)])
 def test_what_is_not_agreed_is_refused(change, tmp_path):
     sites = Sites(tmp_path)
-    options = document_of(EncryptedStage("key", EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS)))
+    options = document_of(
+        EncryptedStage("key", EncryptedSettings(RUN, 0, SIZE, 8192, "a", CLIENTS))
+    )
     if change.get("sum"):
         change = {"sum": options["sum"] | change["sum"]}
     with pytest.raises(OrderRefused) as refused:
@@ -362,7 +364,7 @@ def test_what_is_not_agreed_is_refused(change, tmp_path):
 
 
 def test_what_is_agreed_comes_back_as_it_was():
-    agreed, sender = EncryptedAgreed(RUN, 3, 9, 8192, "a", (0, 4)), Sender(4, bytes(16), 3)
+    agreed, sender = EncryptedSettings(RUN, 3, 9, 8192, "a", (0, 4)), Sender(4, bytes(16), 3)
     stage = EncryptedStage("open", agreed, (sender,))
     assert read_document(EncryptedStage, document_of(stage)) == stage
 

@@ -14,7 +14,7 @@ from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.server.sums import SumOverSites
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.sums import Agreed, SecureStage, rules_of, trained_on
+from fl_lightning.flower.sums import SecureSettings, SecureStage, rules_of, trained_on
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
@@ -237,7 +237,9 @@ def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
     assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
 
 
-AGREED = SecureStage(2, Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS)))
+AGREED = SecureStage(
+    2, SecureSettings(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
+)
 
 
 def test_what_is_agreed_comes_back_as_it_was():

@@ -153,7 +153,9 @@ def test_checkpoints_hold_adapters_alone_and_runs_resume_to_the_bit(tmp_path):
     assert 4 * numbers < path.stat().st_size < 4 * numbers + 50_000
 
     other = model(network={**LLAMA, "hidden_size": 64}, seed=1)
-    with pytest.raises(ConfigurationError, match=r"belong to the base llama .*model.network"):
+    with pytest.raises(
+        ConfigurationError, match=r"belong to the base LlamaForCausalLM .*model.network"
+    ):
         fit(other, 3, tmp_path, path)
 
 

@@ -127,7 +127,7 @@ def test_a_run_with_capabilities_goes_on_in_the_same_bits(tmp_path):
 def test_refusals():
     with pytest.raises(ConfigurationError, match=r"within .*: the smallest, .* costs"):
         fitted(one_shot(optimizer=SPARSE, capability=DeviceClasses([1e-6])), data(2), Federation())
-    with pytest.raises(ConfigurationError, match="masks need an optimizer that keeps to them"):
+    with pytest.raises(ConfigurationError, match="masks need a masked optimizer"):
         fitted(one_shot(capability=WEAK), data(2), Federation(local_steps=1))
     with pytest.raises(ConfigurationError, match="shares must be 2 numbers from 0"):
         DeviceClasses([0.1, 0.2], [0.5, 0.6])

@@ -159,14 +159,16 @@ def test_the_command_makes_the_page_again(tmp_path, capsys):
 def test_few_values_are_dots_and_few_different_ones_are_words():
     few = {f"client {n}": float(n) for n in range(5)}
     axes = Figure().subplots()
-    spots = distribution({"a": few}, x="loss")(axes)
-    assert [spot.text for spot in spots] == [f"client {n}: {n}" for n in range(5)]
+    tooltips = distribution({"a": few}, x="loss")(axes)
+    assert [tooltip.text for tooltip in tooltips] == [f"client {n}: {n}" for n in range(5)]
     assert not axes.patches
     assert distribution({"a": {str(n): float(n % 3) for n in range(90)}}) is None
     many = {str(n): float(n) for n in range(100)}
-    spots = distribution({"a": many}, x="loss")(axes := Figure().subplots())
+    tooltips = distribution({"a": many}, x="loss")(axes := Figure().subplots())
     assert (
-        sum(spot.height for spot in spots) == sum(bar.get_height() for bar in axes.patches) == 100
+        sum(tooltip.height for tooltip in tooltips)
+        == sum(bar.get_height() for bar in axes.patches)
+        == 100
     )
 
 

@@ -152,7 +152,7 @@ def test_with_feedback_nothing_is_lost_and_memories_stay_bounded():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: received(PowerSGD(), torch.ones(4)), "say their shapes"),
+        (lambda: received(PowerSGD(), torch.ones(4)), "set shapes to those"),
         (lambda: received(PowerSGD(shapes=[(2, 2)]), torch.ones(5)), "of 4 numbers in all, got 5"),
     ],
 )

@@ -1,6 +1,7 @@
-"""The parts of a module that a mask trains, and checks ahead of a calibration.
+"""Application of a mask to a module and its optimizer, and checks before a calibration.
 
-What trains is told by ``requires_grad`` of the parameters and by the masks of the optimizer.
+Parameters that do not train have ``requires_grad`` False; frozen entries of others are in the
+optimizer's masks.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity, module_logits
 
 
-class WhatMoves:
-    """Puts masks on a module and its optimizer, and gives the module back as it was.
+class MaskApplier:
+    """Applies masks to a module and its optimizer, and unfreezes the module at the end.
 
     Args:
-        module: whose parameters.
-        optimizer: of the module.
-        heads: names of the modules that are the head.
-        head_trains: whether the head's parameters, where they are not under the mask, move densely.
+        module: module whose parameters are masked.
+        optimizer: optimizer of the module.
+        heads: names of the modules that form the head.
+        head_trains: whether the head's parameters outside the mask train densely.
 
     Attributes:
-        dense: names of the head's parameters that move densely.
+        dense: names of the head's parameters that train densely.
     """
 
     def __init__(
@@ -50,19 +51,20 @@ class WhatMoves:
         self.dense: list[str] = []
 
     def names(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[str]:
-        """Return the names of the parameters that a mask covers; see `maskable_names`.
+        """Names of the parameters that a mask covers; see `maskable_names`.
 
-        The head is among them if it trains and ``include`` names it.
+        The head is included only if it trains and ``include`` names it.
 
         Raises:
-            ConfigurationError: if there are none, or the optimizer lacks one of them.
+            ConfigurationError: if there are none.
         """
         names = maskable_names(self._module, include=include, exclude=exclude)
         if include is None or not self._head_trains:
             names = [name for name in names if not name.startswith(self._in_head)]
         if not names:
             raise ConfigurationError(
-                "include names the head alone, which is not to train: there is nothing to mask"
+                "include names only the head, which is frozen: there is nothing to mask. Set head: train, "
+                "or include other parameters"
             )
         return names
 
@@ -70,7 +72,7 @@ class WhatMoves:
         """Freeze everything but the mask's entries and a head that trains.
 
         Raises:
-            ConfigurationError: if the mask does not fit the module, or covers what does not train.
+            ConfigurationError: if the mask does not fit the module, or covers frozen parameters.
         """
         mask.check_fits(self._module)
         self._check_trained(mask)
@@ -88,8 +90,8 @@ class WhatMoves:
         owned = {p for group in self._optimizer.param_groups for p in group["params"]}
         if foreign := [n for n in mask if n in self._params and self._params[n] not in owned]:
             raise ConfigurationError(
-                f"the mask covers {some(foreign)}, which the optimizer does not train: exclude "
-                "what is frozen, or give the optimizer all parameters"
+                f"the mask covers {some(foreign)}, which the optimizer does not train: leave them out "
+                "with exclude, or give the optimizer all parameters"
             )
         if frozen := [n for n in mask if n not in self._trained]:
             raise ConfigurationError(
@@ -99,11 +101,11 @@ class WhatMoves:
         fixed = [n for n in mask if n.startswith(self._in_head)]
         if fixed and not self._head_trains:
             raise ConfigurationError(
-                f"the mask covers the head's {some(fixed)}, which is not to train: set head: train"
+                f"the mask covers {some(fixed)} of the head, which is frozen: set head: train"
             )
 
     def num_entries(self, names: Sequence[str]) -> int:
-        """Number of entries of some parameters together."""
+        """Number of entries of the named parameters together."""
         return sum(self._params[name].numel() for name in names)
 
     def num_frozen(self, mask: Mask) -> int:
@@ -112,30 +114,30 @@ class WhatMoves:
         return everything - mask.num_entries - self.num_entries(self.dense)
 
     def undo(self) -> None:
-        """Unfreeze the parameters that trained before."""
+        """Unfreeze the parameters that were trainable before the first mask."""
         for name in self._trained:
             self._params[name].requires_grad_(True)
 
 
 def masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
-    """Return a Trainer's optimizer, or raise ConfigurationError if it keeps to no mask."""
+    """Return a Trainer's optimizer, or raise ConfigurationError if it is no `MaskedOptimizer`."""
     optimizers = trainer.optimizers
     if len(optimizers) == 1 and isinstance(optimizers[0], MaskedOptimizer):
         return optimizers[0]
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     twin = "SparseAdamW" if any("Adam" in kind for kind in kinds) else "SparseSGDM"
     raise ConfigurationError(
-        f"MaskCalibration needs one optimizer that keeps to a mask, {kinds} would move frozen "
+        f"MaskCalibration needs one masked optimizer, because {kinds} would move frozen "
         f"entries. In the YAML write under the model's init_args:  optimizer: {{class_path: "
         f"fl_lightning.sparsity.{twin}, init_args: {{lr: …}}}}"
     )
 
 
 def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> list[str]:
-    """Return the names of the modules that are the head; timm's `get_classifier` tells if no name is given.
+    """Names of the modules that form the head: the given one, or those of timm's `get_classifier`.
 
     Raises:
-        ConfigurationError: if there is no such module, or nobody can tell and the head is needed.
+        ConfigurationError: if there is no such module, or the head is needed and unknown.
     """
     known = [name for name, _ in module.named_modules() if name]
     if head_name is not None and head_name not in known:
@@ -146,9 +148,9 @@ def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> li
     heads = head_names(module) if head_name is None else [head_name]
     if not heads and is_needed:
         raise ConfigurationError(
-            f"nobody can tell which module of {type(module).__name__} is the head (it has no "
-            f"get_classifier): give head_name, one of {some(known[::-1], 8)}; or, to mask "
-            "everything alike, include"
+            f"the head of {type(module).__name__} is unknown (it has no get_classifier): set "
+            f"head_name to one of {some(known[::-1], 8)}; or set include to mask the head like "
+            "other layers"
         )
     return heads
 
@@ -173,7 +175,7 @@ def check_options(
 
 
 def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
-    """Raise ConfigurationError for several processes, or a federation that starts before its mask."""
+    """Raise ConfigurationError for central runs in several processes, and for callbacks in wrong order."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     federation = federation_of(trainer)
     if federation is None:
@@ -186,13 +188,13 @@ def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
     elif callbacks.index(federation) < callbacks.index(calibration):
         raise ConfigurationError(
             "MaskCalibration must come before Federation in the Trainer's callbacks, because a "
-            "federation settles at its start what travels: Trainer(callbacks=[calibration, "
+            "federation needs the mask when it starts: Trainer(callbacks=[calibration, "
             "federation])"
         )
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:
-    """Raise ConfigurationError for a module without forward, if a sensitivity scores its logits."""
+    """Raise ConfigurationError for a module without ``forward``, if its logits are scored."""
     scoring = getattr(sensitivity, "scoring", None)
     uses_forward = sensitivity is None or getattr(scoring, "logits", None) is module_logits
     if uses_forward and not is_overridden("forward", module, LightningModule):

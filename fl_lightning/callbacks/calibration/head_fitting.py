@@ -1,7 +1,7 @@
-"""The head before the first round: fitted on the features of all training examples, then frozen.
+"""Fit of the head before the first round, on the features of all training examples.
 
 In a federation all clients take part, whatever the cohort: each passes its examples through the
-frozen backbone once and keeps the features; what it sends are the sums that `HeadFit` asks for.
+frozen backbone once, keeps the features, and sends the sums that `HeadFit` needs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fl_lightning.callbacks.calibration.scores import (
     example_owners,
     own_share,
     progress_bar,
+    run_everywhere,
     scoring_context,
-    visit_together,
 )
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import Ranks, Visit, visiting
@@ -32,34 +32,33 @@ from fl_lightning.sparsity.heads import (
     head_features,
 )
 
-# Yields the sums of those clients whose examples are elsewhere, in the order given, each like a tensor;
-# see `OneExchange`.
-SumsElsewhere: TypeAlias = Callable[[list[int], Tensor], Iterator[Tensor]]
+# Yields the sums of remote clients in the given order, each of the given tensor's shape; see `OneExchange`.
+RemoteSums: TypeAlias = Callable[[list[int], Tensor], Iterator[Tensor]]
 
 
 def fit_head(
-    trainer: Trainer, names: list[str], fit: HeadFit, elsewhere: SumsElsewhere | None = None
+    trainer: Trainer, names: list[str], fit: HeadFit, remote: RemoteSums | None = None
 ) -> FittedHead:
-    """Fit the head on the training data and put it into the module; to be called by all processes.
+    """Fit the head on the training data and write it into the module; every process must call this.
 
     Args:
-        trainer: with a module on its device.
-        names: of the modules that are the head: one linear layer.
-        fit: how.
-        elsewhere: gives the sums of clients whose examples are not here; None if they are.
+        trainer: Trainer whose module is on its device.
+        names: names of the modules that form the head, which must be one linear layer.
+        fit: the regression.
+        remote: returns the sums of remote clients; None if examples are local.
 
     Raises:
-        ConfigurationError: if the head is anything else.
+        ConfigurationError: if the head is not one linear layer.
     """
     head = linear_head(trainer.lightning_module, names)
     device = trainer.strategy.root_device
-    owners = [] if elsewhere is not None else _features(trainer, head, fit)
+    owners = [] if remote is not None else _features(trainer, head, fit)
 
     def reduce(sums: Tensor) -> None:
-        if elsewhere is not None:
+        if remote is not None:
             clients = np.flatnonzero(example_owners(trainer).num_examples).tolist()
-            for told in elsewhere(clients, sums):
-                sums += told
+            for received in remote(clients, sums):
+                sums += received
             return
         there = sums.to(device)
         Ranks(trainer).all_reduce(there)
@@ -77,7 +76,7 @@ def fit_head(
 
 
 def _features(trainer: Trainer, head: nn.Linear, fit: HeadFit) -> list[Features]:
-    """Return the features and labels of the owners that this process visits."""
+    """Features and labels of the owners that this process handles."""
     owners = example_owners(trainer)
     ids = np.flatnonzero(owners.num_examples)
     mine = ids[own_share(trainer, ids, owners.num_examples[ids])].tolist()
@@ -93,7 +92,7 @@ def _features(trainer: Trainer, head: nn.Linear, fit: HeadFit) -> list[Features]
         visiting(trainer, mode="eval") as visit,
         scoring_context(trainer),
     ):
-        visit_together(trainer, find)
+        run_everywhere(trainer, find)
     return found
 
 
@@ -105,38 +104,38 @@ def owner_features(
     fit: HeadFit,
     tick: Callable[[], None] = lambda: None,
 ) -> Features:
-    """Return the features and labels of an owner's examples, on the CPU.
+    """Features and labels of an owner's examples, on the CPU.
 
     Args:
-        visit: to the module, in eval mode and the Trainer's precision.
-        owners: of the examples.
-        owner: which.
-        head: whose inputs the features are.
-        fit: knows labels and logits.
-        tick: told of every batch.
+        visit: access to the module, in eval mode and the Trainer's precision.
+        owners: the owners of all examples.
+        owner: number of the owner.
+        head: layer whose inputs are the features.
+        fit: the regression, which gets labels and logits from a batch.
+        tick: called after every batch.
     """
     parts = []
     for batch in map(visit.prepared, owners.batches(owners.indices(owner))):
         parts.append((head_features(visit.module, head, batch, fit.logits), fit.labels(batch)))
         tick()
     features, labels = zip(*parts, strict=True)
-    # double precision follows, which not every accelerator has
+    # the fit is in double precision, which not every accelerator has
     found = torch.cat(features).float().cpu(), torch.cat(labels).cpu()
     check_labels(found[1], head.out_features)
     return found
 
 
 def linear_head(module: nn.Module, names: list[str]) -> nn.Linear:
-    """Return the module that a head is, if it is one linear layer.
+    """Return the layer that forms the head.
 
     Raises:
-        ConfigurationError: if it is anything else.
+        ConfigurationError: if the head is not one linear layer.
     """
     found = [module.get_submodule(name) for name in names]
     if len(found) != 1 or not isinstance(found[0], nn.Linear):
         kinds = [type(head).__name__ for head in found]
         raise ConfigurationError(
-            f"a head is fitted if it is one Linear layer; {type(module).__name__} has "
+            f"only a head of one Linear layer can be fitted; {type(module).__name__} has "
             f"{dict(zip(names, kinds, strict=True))}: name one with head_name, or use head: train "
             "or head: freeze"
         )

@@ -1,10 +1,10 @@
-"""Sparse fine-tuning of any run: a mask at its start, outside of which nothing trains.
+"""Sparse fine-tuning: a callback that calibrates a mask before the first round and applies it.
 
-Before the first round the training data decide which entries may move (`OwnerScores`); the mask is
-put on the module's optimizer, everything outside mask and head is frozen. In a federation the
-scores come from clients, and what is frozen does not travel; in a central run from all examples.
+Before the first round, scores on the training data decide which entries may move (`OwnerScores`). The
+optimizer then moves only these entries and the head. In a federation clients compute the scores, and
+frozen entries are not sent. In a central run all examples are scored together.
 
-Source: Iurada et al. 2025, ICLR (TaLoS), section 4; `fl_lightning.sparsity` says where we differ.
+Source: Iurada et al. 2025, ICLR (TaLoS), section 4; differences are stated in `fl_lightning.sparsity`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.calibration.apply import (
-    WhatMoves,
+    MaskApplier,
     check_callbacks,
     check_forward,
     check_options,
     heads_of,
     masked_optimizer,
 )
-from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
+from fl_lightning.callbacks.calibration.head_fitting import RemoteSums, fit_head
 from fl_lightning.callbacks.calibration.mask_report import (
     ClientMasks,
     calibration_bytes,
     head_bytes,
+    report_client_masks,
     report_mask,
-    tell_client_masks,
 )
-from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
+from fl_lightning.callbacks.calibration.scores import OwnerScores, RemoteScores
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
@@ -52,63 +52,61 @@ MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 @final
 class MaskCalibration(Callback):
-    """Calibrates a mask when a fit starts, and has training keep to it.
+    """Calibrates a mask when a fit starts, and applies it to the module's optimizer.
 
-    The module's optimizer must be `SparseSGDM` or `SparseAdamW`. The mask is printed, logged, drawn
-    per layer, saved as ``mask_v0.safetensors`` beside the logs and kept in checkpoints: a resumed
-    run does not calibrate again. Of masks of clients it is told what they are together, whenever
-    a round has found some; they are kept in checkpoints alone. Of a federation's callbacks this
-    one must come before `Federation`.
+    The optimizer must be `SparseSGDM` or `SparseAdamW`. In the Trainer's callbacks this one must come
+    before `Federation`. The mask is printed, logged, drawn per layer, saved as ``mask_v0.safetensors``
+    beside the logs, and part of checkpoints: a resumed run does not calibrate again.
 
-    Everything that is neither under the mask nor the head is frozen while the fit lasts, among it
-    embeddings of patches and positions.
+    Parameters that are neither maskable nor in the head, e.g. embeddings, are frozen during the fit.
+    Buffers, such as the running statistics of batch norm, are not masked.
 
-    A calibration is paid once, ahead of the rounds: every client of its cohort sends 4 bytes for
-    each maskable entry in each of its rounds, ``calibration/total_bytes_up`` in sum, whatever the
-    density. One round, a smaller ``cohort`` or a rule without scores make it cheaper.
+    Calibration happens once, before the first round. Every client of a calibration cohort sends 4 bytes
+    per maskable entry in every calibration round, at any density; the sum is
+    ``calibration/total_bytes_up``. One round, a smaller ``cohort`` or a rule without scores send less.
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, instead of it.
-        rule: which entries train; None is `LeastSensitive`.
-        sensitivity: how they are scored; None is `SampledFisher`, the paper's.
-        rounds: of calibration, ≥ 1.
-        progressive: False scores ``rounds`` times without masking anything, adds up, drops once.
-        soft_mask: factor of dropped entries while the others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold a tensor, all with the same density, instead of a global one.
-        include: patterns of the parameters that the mask covers, instead of the layers that
+        sparsity: 1 - density, an alternative to ``density``.
+        rule: rule for the entries that train; None for `LeastSensitive`.
+        sensitivity: estimator of the scores; None for `SampledFisher`, as in the paper.
+        rounds: number of calibration rounds, ≥ 1.
+        progressive: False scores ``rounds`` times without a mask, adds the scores up, and drops once.
+        soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
+        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
+        include: patterns of names of the maskable parameters, instead of the layers that
             `maskable_names` chooses.
-        exclude: patterns of parameters that it does not cover.
-        head: the classifier: ``train`` densely, ``freeze``, or a `HeadFit` (`RidgeHead`,
-            `LinearHead`) that fits it on the frozen backbone's features before anything else, on
-            the training examples of all clients; then it is frozen.
-        head_name: the head's module, for modules without timm's ``get_classifier``.
-        cohort: the clients that score, drawn anew in each round of calibration; None draws them as
-            the federation does for its rounds. Each sends a number per maskable entry.
-        max_examples: score at most so many examples in a round of calibration, of all its clients
-            together, each in proportion to its own; None is all.
-        every_n_rounds: calibrate anew after every so many rounds (epochs in a central run), which
-            gives masks of version 1, 2, …; None keeps the first.
-        per_client: every client keeps to a mask of its own, found on its own examples when it first
-            takes part; the cohort then has no say, and ``max_examples`` is each client's. They lie
-            in every checkpoint, an eighth of a byte for each entry and client. Backward passes
-            skip no tensor, not even one that a client's own mask freezes as a whole.
-        mask_file: start from this mask instead of calibrating; the options of calibration are then
-            those of later versions.
-        seed: of all draws, each a function of (seed, version, round, client); None is the run's.
+        exclude: patterns of names of parameters that are not maskable.
+        head: the classifier: ``train`` densely, ``freeze``, or a `HeadFit` (`RidgeHead`, `LinearHead`),
+            which fits it before calibration, on the frozen backbone's features of all clients' training
+            examples, and freezes it.
+        head_name: name of the head's module, for modules without timm's ``get_classifier``.
+        cohort: sampler of the clients that score, for each calibration round; None for the federation's
+            sampler. Each client sends one number per maskable entry.
+        max_examples: largest number of examples in a calibration round, over all clients, each in
+            proportion to its examples; None for all.
+        every_n_rounds: calibrate again after every n-th round (epoch in a central run), which gives
+            masks of version 1, 2, …; None keeps the first mask.
+        per_client: calibrate one mask per client, on its own examples, when it is first sampled.
+            ``cohort`` is then unused, and ``max_examples`` holds for each client. Checkpoints contain
+            the masks, at eight entries per byte; logs contain statistics over them. A backward pass
+            computes all gradients, also of tensors that the client's mask freezes completely.
+        mask_file: file of the first mask, instead of a calibration; options of the calibration then
+            apply to later versions.
+        seed: seed of all draws, each a function of (seed, version, round, client); the run's seed if
+            None.
 
     Attributes:
-        scores: how entries are scored.
-        per_client: whether every client has a mask of its own.
-        mask: the present one, on the CPU; None before a fit. Of a fit in several processes on CPUs
-            it stays with them: read the file or the checkpoint. With ``per_client`` what the
-            clients' masks lie in: everything that they may cover.
-        history: of every version the round in whose start it was found, and its hash.
-        unprotected: what of clients is in the model that no privacy of rounds covers, in words.
+        scores: computes the scores.
+        per_client: True if every client has its own mask.
+        mask: the current mask, on the CPU; None before a fit. With ``per_client``, all maskable entries.
+            After a fit in several processes on CPUs, read the file or the checkpoint instead.
+        history: round and hash of every version of the mask.
+        unprotected: values of clients that go into the model without the privacy of rounds, in words.
 
     Raises:
-        ConfigurationError: if an option is out of range, and when the fit starts if the optimizer
-            keeps to no mask, or a mask does not fit the model.
+        ConfigurationError: if an option is out of range; when the fit starts if the optimizer has no
+            masks, or a mask does not fit the model.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -171,33 +169,33 @@ class MaskCalibration(Callback):
         self._every_n_rounds = every_n_rounds
         self._mask_file = mask_file
         self.per_client = per_client
-        self._sums_elsewhere: SumsElsewhere | None = None
+        self._remote_sums: RemoteSums | None = None
         self._clients: ClientMasks | None = None
         self._is_claimed = False
-        self._moves: WhatMoves | None = None
+        self._applier: MaskApplier | None = None
         self._saved: dict[str, Any] = {}
         self.mask: Mask | None = None
         self.history: list[dict[str, Any]] = []
 
     @property
     def masks_by_client(self) -> dict[int, Mask]:
-        """With ``per_client`` the masks found so far, on the CPU, by client; else empty."""
+        """Masks of single clients so far, on the CPU; empty without ``per_client``."""
         return {} if self._clients is None else self._clients.found()
 
     @property
     def version(self) -> int:
-        """Number of the present mask: 0 at the start of a run."""
+        """Number of the current mask, from 0."""
         return len(self.history) - 1
 
-    late_charts = ("masks",)  # of TensorBoard, without numbers in the first round
+    late_charts = ("masks",)  # charts of TensorBoard that may be empty in the first round
 
     @property
     def has_curves(self) -> bool:
-        """True if masks are found during the run, not only at its start."""
+        """True if masks are calibrated during the run, not only at the start."""
         return self._every_n_rounds is not None or self.per_client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse settings that cannot work, before anything is computed."""
+        """Raise ConfigurationError for settings that cannot work, before any computation."""
         if stage == "fit":
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
@@ -206,8 +204,8 @@ class MaskCalibration(Callback):
                 check_forward(pl_module, self.scores.sensitivity)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the mask and put it on the optimizer, ahead of the federation's own start."""
-        self._moves = self.what_moves(trainer)
+        """Calibrate the mask and apply it to the optimizer, before the federation starts."""
+        self._applier = self.mask_applier(trainer)
         if self.per_client:
             plan = self._plan
             assert plan is not None
@@ -222,64 +220,63 @@ class MaskCalibration(Callback):
         if self._clients is not None:
             params = dict(pl_module.named_parameters())
             everything = Mask.ones({name: params[name] for name in self._names()}).to("cpu")
-            self._use(trainer, everything, "each client finds its own", metrics)
+            self._use(trainer, everything, "each client calibrates its own", metrics)
         elif self._mask_file is not None:
             self._use(trainer, load_mask(self._mask_file), f"from {self._mask_file}", metrics)
         else:
             self._calibrate(trainer, metrics)
 
-    # For a network, whose clients' examples are at sites.
+    # for remote clients, whose examples are at sites
 
     @property
     def head_fit(self) -> HeadFit | None:
-        """How the head is fitted; None if it is not."""
+        """The fit of the head; None if the head trains or is frozen."""
         return None if isinstance(self._head, str) else self._head
 
     def heads(self, module: LightningModule) -> list[str]:
-        """Return the names of the modules that are the head."""
+        """Names of the modules that form the head."""
         is_needed = self._include is None or self._head != "train"
         return heads_of(module, self._head_name, is_needed=is_needed)
 
-    def what_moves(self, trainer: Trainer) -> WhatMoves:
-        """Return the object that puts masks on a Trainer's module and optimizer."""
+    def mask_applier(self, trainer: Trainer) -> MaskApplier:
+        """Return the object that applies masks to a Trainer's module and optimizer."""
         optimizer, module = masked_optimizer(trainer), trainer.lightning_module
-        return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
+        return MaskApplier(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
-    def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
-        """Calibrate on remote clients."""
-        self.scores = replace(self.scores, elsewhere=scores)
-        self._sums_elsewhere = sums
+    def use_remote_clients(self, scores: RemoteScores, sums: RemoteSums) -> None:
+        """Calibrate on remote clients, by functions that return their scores and sums."""
+        self.scores = replace(self.scores, remote=scores)
+        self._remote_sums = sums
 
     def client_masks(self) -> ClientMasks | None:
-        """Masks of the clients' own; None if all clients have the same mask.
+        """Masks of single clients; None if all clients have the same mask.
 
-        For the federation, when the fit starts: who asks for masks of clients says with it that
-        clients will keep to them, and that an entry is averaged over the clients that may move it.
-        A mask that is not known yet is found on the module's present values, which must be the
-        model that the client was sent.
+        A federation calls this when the fit starts. It must then apply a client's mask in local training,
+        and average every entry over the clients that may move it. A mask is calibrated on first access, at
+        the module's current values, which must be those that the client received.
         """
         self._is_claimed = True
         return self._clients
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse masks of clients that nobody would keep to."""
+        """Raise ConfigurationError if there are masks per client, and no federation applies them."""
         if self._clients is not None and not self._is_claimed:
             raise ConfigurationError(
-                "MaskCalibration: per_client needs a federation whose clients keep to masks of "
-                "their own; this run has none. Leave per_client out for one mask for all"
+                "MaskCalibration: per_client needs a Federation, whose clients apply their own masks; "
+                "this run has none. Leave per_client out for one mask for all"
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Calibrate anew after every n-th round, if asked to."""
+        """Calibrate again after every n-th round, if ``every_n_rounds`` is set."""
         self._recalibrate(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Do so now if the round has just begun without saying so.
+        """Calibrate again if `on_train_epoch_start` was skipped.
 
-        So it is after resuming a central run from a checkpoint that was taken between the last
-        batch of an epoch and its end: Lightning passes over the start of the next one.
+        Lightning skips it in a central run that resumes from a checkpoint between the last batch of an
+        epoch and the end of the epoch.
         """
         self._recalibrate(trainer)
 
@@ -291,27 +288,24 @@ class MaskCalibration(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Share the masks of this round's clients with all processes, ahead of any checkpoint."""
+        """Share the masks of this round's clients with all processes, before any checkpoint."""
         if self._clients is not None and trainer.is_last_batch:
             num_bytes = self._clients.exchange(Ranks(trainer))
             if num_bytes:
-                tell_client_masks(trainer, self._clients.counts, num_bytes)
+                report_client_masks(trainer, self._clients.counts, num_bytes)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the module back with everything unfrozen that trained before."""
-        self._give_back()
+        """Unfreeze the parameters that were trainable before the fit."""
+        self._restore()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the module back after a run that failed or was interrupted as well."""
-        self._give_back()
+        """Unfreeze the parameters also after a run that failed or was interrupted."""
+        self._restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mask, eight entries to a byte, and which masks there were, for a checkpoint.
-
-        Of masks of clients all that were found so far.
-        """
+        """Return the mask, all clients' masks so far, and the history of versions, for a checkpoint."""
         if self.mask is None:
             return self._saved
         clients = {} if self._clients is None else self._clients.state_dict()
@@ -322,7 +316,7 @@ class MaskCalibration(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's mask until the fit starts."""
+        """Keep a checkpoint's masks until the fit starts."""
         self._saved = dict(state_dict)
 
     def _resume(self, trainer: Trainer) -> None:
@@ -343,7 +337,7 @@ class MaskCalibration(Callback):
             return {}
         began = time.perf_counter()
         heads = self.heads(trainer.lightning_module)
-        fitted = fit_head(trainer, heads, self._head, self._sums_elsewhere)
+        fitted = fit_head(trainer, heads, self._head, self._remote_sums)
         return {
             "head/seconds": time.perf_counter() - began,
             "head/rounds": float(fitted.rounds),
@@ -352,7 +346,6 @@ class MaskCalibration(Callback):
 
     def _calibrate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         assert self._plan is not None
-        assert self._moves is not None
         began = time.perf_counter()
         names = self._names()
         version = len(self.history)
@@ -365,10 +358,10 @@ class MaskCalibration(Callback):
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 
     def _names(self) -> list[str]:
-        assert self._moves is not None
-        if self.mask is not None:  # of which tensors may be frozen by now
+        assert self._applier is not None
+        if self.mask is not None:  # tensors of an earlier mask may be frozen now
             return list(self.mask)
-        return self._moves.names(self._include, self._exclude)
+        return self._applier.names(self._include, self._exclude)
 
     def _use(
         self,
@@ -379,17 +372,17 @@ class MaskCalibration(Callback):
         *,
         round_: int | None = None,
     ) -> None:
-        assert self._moves is not None
-        self._moves.apply(mask)
+        assert self._applier is not None
+        self._applier.apply(mask)
         found = trainer.current_epoch if round_ is None else round_
         self.mask = mask
         self.history.append({"round": found, "hash": mask.hash()})
-        num_dense = self._moves.num_entries(self._moves.dense)
-        num_frozen = self._moves.num_frozen(mask)
+        num_dense = self._applier.num_entries(self._applier.dense)
+        num_frozen = self._applier.num_frozen(mask)
         if self._clients is not None:
             known = self._clients.counts.num_masks
             rank_zero_info(
-                f"masks of clients: each finds its own when it first takes part, among "
+                f"masks of clients: each is calibrated when its client is first sampled, on "
                 f"{mask.num_entries:,} maskable parameters; {num_dense:,} train densely, "
                 f"{num_frozen:,} frozen{f'; {known:,} are from the checkpoint' if known else ''}"
             )
@@ -404,8 +397,8 @@ class MaskCalibration(Callback):
         news = metrics if round_ is None else None
         report_mask(trainer, mask, self.version, words, news, is_one_of_many=self.has_curves)
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         self._is_claimed = False
-        if self._moves is not None:
-            self._moves.undo()
-            self._moves = None
+        if self._applier is not None:
+            self._applier.undo()
+            self._applier = None

@@ -1,14 +1,13 @@
-"""Report of a new mask: a line, numbers for the loggers, a figure, a file; and the bytes that it cost.
+"""Report of a new mask, the bytes that clients send for it, and masks per client.
 
-    calibration: 4 bytes · maskable entries · Σ over its rounds of the clients that score
-    head:        8 bytes · numbers in a client's sums · rounds · clients with examples
+    calibration: 4 bytes · maskable entries · Σ over calibration rounds of the clients that score
+    head:        8 bytes · values in a client's sums · rounds · clients with examples
 
-Where clients find masks of their own, each tells its mask instead, see `ClientMasks.exchange`.
+Scores are sent in single precision, sums for a head in double precision. These bytes are not part of
+``round/bytes_up``. A central run sends nothing.
 
-Scores travel in single precision, sums for a head in double. None of it is among ``round/bytes_up``.
-In a central run nothing travels.
-
-A mask for every client: found on its own examples when it is first needed, kept, and reported.
+With one mask per client, each client calibrates when it is first sampled and sends its mask instead of
+scores, see `ClientMasks.exchange`.
 """
 
 from __future__ import annotations
@@ -37,12 +36,17 @@ def report_mask(
     *,
     is_one_of_many: bool,
 ) -> None:
-    """Print, log and save a mask; to be called by all processes.
+    """Print, log and save a mask; every process must call this.
 
-    Loggers know the numbers of a resumed run's mask: ``metrics`` is None then. Where masks are found anew
-    during the run (``is_one_of_many``), their numbers are curves.
+    Args:
+        trainer: the Trainer of the fit.
+        mask: the new mask.
+        version: number of the mask, from 0.
+        words: line to print.
+        metrics: further numbers to log; None logs nothing, for a mask of a resumed run.
+        is_one_of_many: whether further masks follow, so that numbers are logged as curves.
     """
-    folder = run_folder(trainer)  # which processes agree on: all must ask
+    folder = run_folder(trainer)  # a collective operation: every process must call it
     rank_zero_info(words)
     if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -67,11 +71,11 @@ _SINGLE, _DOUBLE = 4.0, 8.0
 
 
 def calibration_bytes(num_entries: int, num_sent: int) -> dict[str, float]:
-    """Bytes that a client sends in a round of calibration, and that all send in all rounds.
+    """Payload bytes of one client in a calibration round, and of all clients in all rounds.
 
     Args:
-        num_entries: that a mask covers.
-        num_sent: how often a client sent its scores; 0 for rules without.
+        num_entries: number of maskable entries.
+        num_sent: number of scores sent, summed over clients and rounds; 0 for rules without scores.
 
     Example:
         >>> calibration_bytes(num_entries=1000, num_sent=40)
@@ -82,7 +86,7 @@ def calibration_bytes(num_entries: int, num_sent: int) -> dict[str, float]:
 
 
 def head_bytes(trainer: Trainer, fitted: FittedHead) -> dict[str, float]:
-    """Bytes that a client sends in a round of a head's fit, and that all send in all rounds."""
+    """Payload bytes of one client in a round of the head's fit, and of all clients in all rounds."""
     if federation_of(trainer) is None:
         return {}
     num_examples = trainer.datamodule.clients.num_examples  # type: ignore[attr-defined]
@@ -92,13 +96,13 @@ def head_bytes(trainer: Trainer, fitted: FittedHead) -> dict[str, float]:
 
 
 class ClientMasks:
-    """Masks by client.
+    """Masks of single clients, each calibrated on first access.
 
     Args:
-        find: returns the mask of a client whose mask is not known yet.
+        find: calibrates the mask of a client.
 
     Attributes:
-        counts: over the masks that all processes know.
+        counts: statistics over the masks that all processes have.
 
     Example:
         >>> import torch
@@ -123,10 +127,10 @@ class ClientMasks:
         return mask
 
     def exchange(self, ranks: Ranks) -> int:
-        """Share the masks found by one process with all; called by all of them.
+        """Share new masks among all processes; every process must call this.
 
         Returns:
-            the bytes of these masks, eight entries to one; 0 if nobody has found any.
+            Payload bytes of the new masks, at eight entries per byte; 0 if there are none.
         """
         num_bytes = 0
         for found in ranks.gather({client: self._packed[client] for client in self._new}):
@@ -138,37 +142,37 @@ class ClientMasks:
         return num_bytes
 
     def found(self) -> dict[int, Mask]:
-        """Return the masks found so far, by client."""
+        """Masks so far, by client."""
         return {
             client: Mask.from_state_dict(self._packed[client]) for client in sorted(self._packed)
         }
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return all masks found so far, eight entries to a byte."""
+        """Return all masks so far, with eight entries per byte."""
         return dict(self._packed)
 
     def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Restore these masks."""
+        """Replace all masks by those from `state_dict`."""
         self._packed, self.counts = dict(state), MaskCounts()
         for mask in self.found().values():
             self.counts.add(mask)
 
 
-def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
-    """Print and log a summary of the masks found so far.
+def report_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
+    """Print and log a summary of the clients' masks so far.
 
     Args:
-        trainer: at the end of the last group of the round that found some.
-        counts: over all masks so far.
-        num_bytes: of the new ones: what their clients tell the server of them.
+        trainer: Trainer at the end of a round with new masks, after the server step.
+        counts: statistics over all masks so far.
+        num_bytes: payload bytes of the new masks.
     """
     num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
     has_pairs = counts.num_masks > 1
-    pairs = f"; two share {counts.overlap:.3g} of what either lets train" if has_pairs else ""
+    pairs = f"; Jaccard index of pairs {counts.overlap:.3g}" if has_pairs else ""
     rank_zero_info(
-        f"masks of clients: {counts.num_masks:,} of {num_clients:,} found; of "
-        f"{counts.num_entries:,} maskable parameters each trains {counts.density:.4g}, all "
-        f"together {counts.union_density:.4g}{pairs}"
+        f"masks of clients: {counts.num_masks:,} of {num_clients:,} calibrated; mean density "
+        f"{counts.density:.4g} of {counts.num_entries:,} maskable parameters, density of their union "
+        f"{counts.union_density:.4g}{pairs}"
     )
     numbers = {
         "mask/clients": float(counts.num_masks),
@@ -179,4 +183,4 @@ def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> N
     }
     if has_pairs:
         numbers["mask/overlap"] = counts.overlap
-    log_numbers(trainer, numbers, step=trainer.global_step - 1)  # the server has stepped
+    log_numbers(trainer, numbers, step=trainer.global_step - 1)  # the server has already stepped

@@ -1,17 +1,16 @@
-"""A mask from scores that the owners of the examples compute, each on its own.
+"""Calibration of a mask from scores that each client computes on its own examples.
 
     F_j = Σ_c Σ_{i of c} f_ij / Σ_c n_c        over the clients c of a calibration cohort
 
-Every client sends sums over its examples; the server adds them and ranks the mean, which so is
-weighted by examples and equals the mean over all of them in one place. In several processes each
-scores its share of the clients and the sums are added over processes: all find the same mask.
+Every client sends sums over its examples, the server adds them and ranks the mean. So the mean is
+weighted by examples, and equals that of the pooled examples. Each process scores its share of the
+clients, and the sums are added over processes, so that all have the same mask. An error in one process is
+raised in all.
 
-Sums are added in double precision: in which order, and in how many processes, then shows in
-nothing but ties to the sixteenth digit.
+Sums are added in double precision, so that their order and the number of processes hardly matter.
 
-A central run is a federation with one client: everything that scores, sums and fits is written
-once, over owners of examples. They are read in the order of their indices, without augmentation
-where the data set knows how. Each process visits its share of the owners; an error in one is raised in all.
+The owners of examples are the clients, or in a central run one owner of all examples. Examples are read in
+the order of their indices, without augmentation if the data set supports it.
 """
 
 from __future__ import annotations
@@ -50,21 +49,21 @@ from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
 from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 _PURPOSE = "calibration"
-# Scores owners who are elsewhere: yields, in the order asked, the scores of so many examples of each.
-# Arguments: the values at which, (version, round), and the number of examples by owner.
-ScoresElsewhere: TypeAlias = Callable[
+# Yields the scores of remote clients, in the order of the third argument.
+# Arguments: parameter values to score at, (version, round), and the number of examples by client.
+RemoteScores: TypeAlias = Callable[
     [Mapping[str, Tensor], tuple[int, int], Mapping[int, int]], Iterator[Scores]
 ]
 
 
 @dataclass(frozen=True)
 class ExampleOwners:
-    """Training examples by owner.
+    """Training examples by owner: a client, or the single owner in a central run.
 
     Attributes:
-        num_examples: of each owner, shape (owners,).
-        indices: an owner's examples.
-        read: from indices, shape (B,), to a batch, as it is ahead of `Visit.prepared`.
+        num_examples: number of examples of each owner, shape (owners,).
+        indices: function from an owner to the indices of its examples.
+        read: function from indices, shape (B,), to a batch, before `Visit.prepared`.
         batch_size: examples per batch.
     """
 
@@ -74,7 +73,7 @@ class ExampleOwners:
     batch_size: int
 
     def batches(self, indices: Tensor) -> Iterator[Any]:
-        """Yield these examples."""
+        """Yield the examples at some indices in batches."""
         return (self.read(part) for part in indices.split(self.batch_size) if len(part))
 
 
@@ -84,16 +83,16 @@ def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
     return ExampleOwners(
         clients.num_examples,
         clients.__getitem__,
-        lambda indices: data.evaluation_batch(indices),  # not asked for where clients are elsewhere
+        lambda indices: data.evaluation_batch(indices),  # on access, because remote data have none
         data.batch_size,
     )
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
-    """Return the owners of the examples that a fit trains on.
+    """Owners of the training examples of a fit.
 
     Raises:
-        ConfigurationError: in a central run whose training data are not one `DataLoader` over a
+        ConfigurationError: in a central run, if the training data are not one `DataLoader` over a
             map-style data set.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
@@ -109,10 +108,9 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
 
 
 def scoring_context(trainer: Trainer) -> AbstractContextManager[None]:
-    """Return the context of forward passes: the Trainer's precision.
+    """Context of forward passes in the Trainer's precision; 16-mixed runs in single precision.
 
-    Half precision with scaled gradients (16-mixed) is computed in single precision instead: squares
-    of gradients are not scaled, and the least of them, which a mask is about, would be lost.
+    In half precision the smallest squared gradients, which decide about the mask, would become 0.
     """
     if trainer.precision == "16-mixed":
         return nullcontext()
@@ -130,38 +128,38 @@ def _checked(loader: Any) -> DataLoader[Any]:
 
 
 def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
-    """Return the sorted positions of the clients that this process handles."""
+    """Sorted positions of the owners that this process handles."""
     ranks = Ranks(trainer)
     if ranks.size == 1:
         return np.arange(len(owners))
     return shares(work, ranks.size)[ranks.rank]
 
 
-def visit_together(trainer: Trainer, visit: Callable[[], None]) -> None:
-    """Do this process's part; to be called by all of them.
+def run_everywhere(trainer: Trainer, work: Callable[[], None]) -> None:
+    """Run this process's part of the work, and raise in all processes if one fails.
 
     Raises:
-        Exception: what went wrong here; in the other processes a `ConfigurationError` that says it.
+        Exception: the error of this process; or else a `ConfigurationError` with that of another one.
     """
     failure: Exception | None = None
     try:
-        visit()
-    except Exception as error:  # noqa: BLE001 - a process that ended here would leave others waiting
+        work()
+    except Exception as error:  # noqa: BLE001 - other processes would wait for this one forever
         failure = error
-    told = Ranks(trainer).gather(
+    failures = Ranks(trainer).gather(
         None if failure is None else f"{type(failure).__name__}: {failure}"
     )
     if failure is not None:
         raise failure
-    if elsewhere := [words for words in told if words is not None]:
-        raise ConfigurationError(f"another process failed: {elsewhere[0]}")
+    if others := [words for words in failures if words is not None]:
+        raise ConfigurationError(f"another process failed: {others[0]}")
 
 
 @contextmanager
 def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar inside this block, and give the function that moves it by one.
+    """Show a bar in this block, and yield the function that advances it by one.
 
-    It is part of a `RoundProgressBar`; a Trainer with another bar, or none, shows nothing.
+    The bar is part of a `RoundProgressBar`; without one, nothing is shown.
     """
     own = trainer.progress_bar_callback
     if isinstance(own, RoundProgressBar):
@@ -171,37 +169,40 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
         yield lambda: None
 
 
-# the owners that this process visits in a round of calibration, each with its number of examples
+# number of examples to score by owner, for the owners that this process handles
 _Visits: TypeAlias = Mapping[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerScores:
-    """Calibrates a Trainer's module on its training data; everything drawn belongs to the seed.
+    """Calibrates masks of a Trainer's module on the training data.
 
     Args:
-        sensitivity: how entries are scored; None is `SampledFisher`.
-        cohort: who scores in a federation; None is the federation's own sampler.
-        max_examples: at most so many in a round of calibration, over all owners together, of each
-            in proportion to its examples; None is all.
+        sensitivity: estimator of the scores; None for `SampledFisher`.
+        cohort: sampler of the clients that score in a federation; None for the federation's sampler.
+        max_examples: largest number of examples in a calibration round, over all owners, each in
+            proportion to its examples; None for all.
         seed: root of all draws, each a function of (seed, version, round, client).
-        elsewhere: scores owners whose examples are not here; None if they are.
+        remote: returns the scores of remote clients; None if examples are local.
     """
 
     sensitivity: Sensitivity | None = None
     cohort: Cohort | None = None
     max_examples: int | None = None
     seed: int = 0
-    elsewhere: ScoresElsewhere | None = None
+    remote: RemoteScores | None = None
 
     def mask(self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int) -> Mask:
-        """Return the mask of a version, on the CPU; to be called by all processes.
+        """Calibrate a mask on all owners' examples; every process must call this.
 
         Args:
-            trainer: with a module on its device.
-            plan: how scores become a mask.
-            names: of the parameters that it covers.
-            version: 0 at the start of a run, then 1, 2, ….
+            trainer: Trainer whose module is on its device.
+            plan: options of the calibration.
+            names: names of the maskable parameters.
+            version: number of the mask: 0 at the start of a run, then 1, 2, ….
+
+        Returns:
+            The mask, on the CPU.
         """
         calibration = self._calibration(trainer, plan, names, version)
         if not calibration.needs_scores:
@@ -214,16 +215,16 @@ class OwnerScores:
         with progress_bar(trainer, "Calibration", sum(batches)) as tick, scoring(trainer) as visit:
             for number in rounds:
                 values = calibration.soft_parameters()
-                if self.elsewhere is None:
+                if self.remote is None:
                     score = self.score(visit, owners, values, (version, number), tick)
                 else:
-                    told = self.elsewhere(values, (version, number), visits[number])
-                    score = partial(_next, told)
+                    received = self.remote(values, (version, number), visits[number])
+                    score = partial(_next, received)
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
 
     def num_sent(self, trainer: Trainer, plan: CalibrationPlan, version: int) -> int:
-        """Number of clients that send scores for a mask, summed over the rounds of calibration."""
+        """Number of clients that score for a mask, summed over the calibration rounds."""
         if not plan.chosen_rule.needs_scores:
             return 0
         owners = example_owners(trainer)
@@ -233,13 +234,16 @@ class OwnerScores:
     def mask_of(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
     ) -> Mask:
-        """Return the mask that one owner finds on its own examples, on the CPU.
+        """Calibrate a mask on the examples of one owner.
 
         Args:
-            trainer: whose module holds the model that the owner was sent.
-            plan: how scores become a mask.
-            names: of the parameters that it covers.
-            owner: who.
+            trainer: Trainer whose module has the values that the owner received.
+            plan: options of the calibration.
+            names: names of the maskable parameters.
+            owner: number of the owner.
+
+        Returns:
+            The mask, on the CPU.
         """
         calibration = self._calibration(trainer, plan, names, 0, owner)
         owners = example_owners(trainer)
@@ -262,7 +266,7 @@ class OwnerScores:
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
     ) -> tuple[Integers, Integers]:
-        """Return the owners that score in a round of calibration, and on how many examples."""
+        """Draw the owners of a calibration round, and the number of examples that each scores."""
         federation, population = federation_of(trainer), Population(owners.num_examples)
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
         ids = sampler.sample(number, population, derive_seed(self.seed, _PURPOSE, version))
@@ -286,14 +290,14 @@ class OwnerScores:
         ids: tuple[int, int],
         tick: Callable[[], None] = lambda: None,
     ) -> Callable[[int, int], Scores]:
-        """Return the function that scores a given number of an owner's examples.
+        """Return a function from an owner and a number of its examples to their scores.
 
         Args:
-            visit: to the module, see `scoring`.
-            owners: of the examples.
-            values: at which entries are scored, by name.
-            ids: version of the mask, and round of its calibration.
-            tick: told of every batch.
+            visit: access to the module, see `scoring`.
+            owners: the owners of all examples.
+            values: parameter values to score at, by name.
+            ids: version of the mask, and calibration round.
+            tick: called after every batch.
         """
         sensitivity = self.sensitivity or SampledFisher()
 
@@ -316,14 +320,14 @@ class OwnerScores:
         return score
 
 
-def _next(told: Iterator[Scores], owner: int, num_examples: int) -> Scores:
-    """Return the next scores of remote owners, in their order."""
-    return next(told)
+def _next(received: Iterator[Scores], owner: int, num_examples: int) -> Scores:
+    """Return the next scores of remote clients, which arrive in the order of the owners."""
+    return next(received)
 
 
 @contextmanager
 def scoring(trainer: Trainer) -> Iterator[Visit]:
-    """Scores a Trainer's module inside this block, in the Trainer's precision."""
+    """Yield access to a Trainer's module in this block, in the Trainer's precision."""
     with visiting(trainer) as visit, scoring_context(trainer):
         yield visit
 
@@ -334,8 +338,8 @@ def _summed(
     visits: _Visits,
     score: Callable[[int, int], Scores],
 ) -> Scores:
-    """Return the sum of the scores of all owners, also of those that other processes visit."""
-    # Apple's accelerators know no double precision
+    """Return the sum of the scores of all owners, over all processes."""
+    # Apple's accelerators have no double precision
     on_mps = trainer.strategy.root_device.type == "mps"
     dtype = torch.float32 if on_mps else torch.float64
     sums = {name: torch.zeros_like(value, dtype=dtype) for name, value in values.items()}
@@ -348,7 +352,7 @@ def _summed(
                 total += scores.sums[name].to(total.device)
             num_examples.add_(scores.num_examples)
 
-    visit_together(trainer, visit)
+    run_everywhere(trainer, visit)
     ranks = Ranks(trainer)
     for total in (*sums.values(), num_examples):
         ranks.all_reduce(total)

@@ -1,6 +1,6 @@
-"""The command ``fl-lightning network``: train over a real network, through Flower.
+"""The command ``fl-lightning network``: trains over a real network, through Flower.
 
-Each of its own commands is a function below, whose arguments are the options.
+Each subcommand is a function below; the function's arguments are the subcommand's options.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fl_lightning.reports.screen import markdown
 
 # options that may be given several times, which the parser cannot tell from a function
 _SEVERAL = {
-    "config": ("The run, the same YAML files as for fit, one over the other.", True),
-    "host": ("A further name of the server.", False),
+    "config": ("A YAML file of the run, as for fit; may be repeated, later files win.", True),
+    "host": ("A further host name of the server; may be repeated.", False),
 }
 
 
 def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) -> None:
-    """Give a parser the commands of a network."""
+    """Add the subcommands of ``network`` to a parser."""
     commands = parser.add_subcommands(dest="action", required=True)
     for name, function in _COMMANDS.items():
         description = str(function.__doc__).splitlines()[0]
@@ -40,7 +40,7 @@ def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) ->
 
 
 def network(given: Any, *, options: Sequence[str]) -> None:
-    """Run one of the commands.
+    """Run a subcommand of ``network``.
 
     Raises:
         ConfigurationError: if an option is refused.
@@ -68,11 +68,11 @@ def init(
     """Write a network's folder: certificates, keys, start commands.
 
     Args:
-        out: the network's folder; new.
+        out: the network's folder; must not exist.
         server: HOST:PORT under which sites reach the server.
-        sites: their names: hospital_a,hospital_b. Their keys are made here.
-        public_keys: instead: files that sites wrote by network keys: hospital_a.public,hospital_b.public.
-        host: further names of the server.
+        sites: names of the sites, whose keys are made here: hospital_a,hospital_b.
+        public_keys: instead of sites: files written by network keys: hospital_a.public,hospital_b.public.
+        host: further host names of the server.
     """
     from fl_lightning.flower.network.folder import PublicKeys, make_network, parse_sites
 
@@ -93,11 +93,11 @@ def init(
 
 
 def keys(*, folder: str, site: str) -> None:
-    """Make a site's keys, at the site: only public halves leave it.
+    """Make a site's keys, at the site; only the public keys leave the site.
 
     Args:
         folder: the site's folder.
-        site: its name: hospital_a.
+        site: the site's name: hospital_a.
     """
     from fl_lightning.flower.network.folder import make_keys
 
@@ -117,8 +117,8 @@ def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | N
 
     Args:
         folder: the network's folder.
-        bind: address to listen at for sites; 0.0.0.0 for all of this machine's.
-        control_port: of Flower's own interfaces, on this machine only; the server's port + 1 if null.
+        bind: address to listen at for sites; 0.0.0.0 for all of this machine's addresses.
+        control_port: port of Flower's control interface, on this machine only; the server's port + 1 if null.
     """
     from fl_lightning.flower.network.folder import NetworkFolder
     from fl_lightning.flower.network.serving import serving
@@ -145,8 +145,8 @@ def join(*, folder: str, site: str | None = None) -> None:
     """Run a site, until Ctrl-C.
 
     Args:
-        folder: the site's folder, or with --site the network's.
-        site: its name.
+        folder: the site's folder; the network's with --site.
+        site: the site's name.
     """
     from fl_lightning.flower.network import serving
     from fl_lightning.flower.network.folder import SiteFolder
@@ -168,11 +168,11 @@ def run(
 
     Args:
         folder: the network's folder.
-        config: files of the run.
-        sites: how many to wait for; all if null.
-        resume: a checkpoint, or last, to go on from.
+        config: YAML files of the run.
+        sites: number of sites to wait for; all if null.
+        resume: checkpoint to resume from, or last.
         deadline: seconds that a site may take for a round.
-        options: of the fit.
+        options: options of the fit.
     """
     from fl_lightning.cli.commands import resolve
     from fl_lightning.flower.network.folder import NetworkFolder
@@ -198,7 +198,7 @@ def run(
 
 
 def _own_modules(configuration: str) -> list[str]:
-    """Modules of the current folder of which sites are to build classes."""
+    """Return the modules of the current folder whose classes the sites have to import."""
     from fl_lightning.flower.layers import shared_part
 
     shared = yaml.safe_dump(shared_part(yaml.safe_load(configuration)))
@@ -207,7 +207,7 @@ def _own_modules(configuration: str) -> list[str]:
 
 
 def status(*, folder: str) -> None:
-    """Tell which sites are there, and how far runs are.
+    """Print which sites are connected, and the state of each run.
 
     Args:
         folder: the network's folder.
@@ -233,13 +233,13 @@ def demo(
     rounds: PositiveInt = 3,
     options: Sequence[str] = (),
 ) -> None:
-    """Try it: a server and sites on this machine, gone afterwards.
+    """Try it on this machine: a server and sites that are removed afterwards.
 
     Args:
-        config: files of the run.
-        sites: their names.
-        rounds: of the run.
-        options: of the fit.
+        config: YAML files of the run.
+        sites: names of the sites.
+        rounds: number of rounds.
+        options: options of the fit.
     """
     from fl_lightning.cli.network.demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
@@ -253,10 +253,10 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def _configs(paths: Sequence[str]) -> list[str]:
-    """Return the words that name configurations to a fit.
+    """Return the ``--config`` words of a fit's command line, with absolute paths.
 
     Raises:
-        ConfigurationError: if one of them is no file.
+        ConfigurationError: if a file does not exist.
     """
     for path in paths:
         if not Path(path).is_file():

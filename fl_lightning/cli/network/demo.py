@@ -1,4 +1,4 @@
-"""``fl-lightning network demo``: a configuration over a network on this machine, and simulated."""
+"""The command ``network demo``: trains a configuration over a network on this machine, and compares a simulation."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from fl_lightning.flower.network.serving import demo
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
-_NOISE = 1e-2  # of weights, where sums are encrypted: what is no sum of the updates is farther off
+_NOISE = 1e-2  # largest difference of a weight that the noise of encryption explains
 _SEEDED = {"seeded_noise": True}  # sites follow secure_noise: false, as a simulation does
 Say = Callable[[str], None]
 
 
 def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: Say) -> None:
-    """Train over a server and sites as real processes, and simulate the same; say whether bits agree.
+    """Train over a server and sites in real processes, simulate the same run, and compare the weights bit by bit.
 
-    Encrypted sums have fresh noise in every run, which training makes larger: how far weights are apart is
-    said then. Where privacy's noise cannot be drawn again nothing is simulated, which is said.
+    Encrypted sums have fresh noise in every run, which training amplifies: then the largest difference of
+    the weights is printed. With ``secure_noise`` nothing is simulated, since its noise cannot be repeated.
 
     Args:
-        words: of the command line after ``fit``.
-        names: of the sites, which share the configuration's clients.
-        rounds: how many.
-        say: tells people.
+        words: words of the command line after ``fit``.
+        names: names of the sites, among which the clients are divided.
+        rounds: number of rounds.
+        say: function that prints a line.
 
     Raises:
-        ConfigurationError: if the configuration is no federation.
-        RoundFailure: if the run fails, or ends in other bits than its simulation.
+        ConfigurationError: if the configuration has no ``federation`` block.
+        RoundFailure: if the run fails, or its weights differ from the simulation's.
     """
     text = resolve([*words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"])
     config: dict[str, Any] = yaml.safe_load(text)
@@ -91,7 +91,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
 
 
 def _recorded(config: dict[str, Any], folder: Path) -> str:
-    """Return the configuration of a simulation in which updates arrive as they did over the network."""
+    """Return the configuration of a simulation that repeats the order in which updates arrived over the network."""
     [file] = folder.rglob(FILE)
     devices = {
         "class_path": "fl_lightning.client.RecordedArrivals",
@@ -112,14 +112,14 @@ def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]
 
 
 def _own_layer(config: dict[str, Any]) -> str:
-    """Return the layer of every site: here all have the same data, and use their own clients of it."""
+    """Return a site's own configuration; in a demo all sites read the same data, and use different clients."""
     trainer = {n: config["trainer"].get(n) for n in ("accelerator", "precision")}
     return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
 
 
 @contextmanager
 def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
-    """Simulate in a process of its own; yields a function that waits for its end."""
+    """Simulate a configuration in a child process; yields a function that waits for the end of the process."""
     file = folder / "run.yaml"
     file.write_text(configuration)
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
@@ -143,7 +143,7 @@ def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]
 
 
 def _apart(folder: Path) -> dict[str, float]:
-    """Largest difference of each weight between the two last checkpoints; 0 if they are bit-identical."""
+    """Return the largest difference of each tensor between the two last checkpoints; 0 if bit-identical."""
     found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
     if not all(found):
         raise RoundFailure("a run has written no checkpoint")

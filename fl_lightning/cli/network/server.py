@@ -1,4 +1,4 @@
-"""The server's Trainer of a network, as Lightning's command line makes it: its clients are at sites."""
+"""The Trainer of a network's server, built by Lightning's command line; the clients train at sites."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
-    """Train over the sites of a channel, as a server's app.
+    """Train over the sites of a channel, inside Flower's server app.
 
     Args:
-        channel: to the sites.
-        options: ``sites``, how many to wait for; ``folder``, where the run is written; ``words`` of the
-            server's own layer; ``resume``, a checkpoint; ``deadline`` of an order, in seconds; ``note``,
-            a file into which the run writes where its checkpoint is.
-        folder: of the app, with the configuration as ``run.yaml``.
+        channel: channel to the sites.
+        options: ``sites``, the number of sites to wait for; ``folder``, the run's working directory;
+            ``words``, further words of the command line; ``resume``, a checkpoint; ``deadline`` of an
+            order, in seconds; ``note``, a file into which the run writes its checkpoint's path.
+        folder: folder of the app, with the configuration as ``run.yaml``.
     """
     words = shlex.split(str(options.get("words", "")))
     if options.get("resume"):
@@ -61,7 +61,7 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
     def run() -> None:
         try:
             run_server(configuration, words, correspondence, wanted=wanted, note=note)
-        except ClientFailure as failure:  # what went wrong, the site's log says
+        except ClientFailure as failure:  # the site's log has the traceback
             raise RoundFailure(str(failure)) from failure
 
     try:
@@ -73,12 +73,12 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
 
 
 class OverSites:
-    """A run whose clients are at sites, from the first greeting to the last word.
+    """A run whose clients train at sites, from the first message to the sites to the last one.
 
     Args:
-        configuration: of the run, as YAML, which sites get as well.
-        correspondence: with sites.
-        wanted: how many sites there must be.
+        configuration: configuration of the run, as YAML; sites get it as well.
+        correspondence: exchange of messages with the sites.
+        wanted: number of sites that the run needs.
     """
 
     def __init__(self, configuration: str, correspondence: Correspondence, wanted: int) -> None:
@@ -90,13 +90,13 @@ class OverSites:
         """Greet the sites, connect the federation to them, and return a stand-in for their data.
 
         Args:
-            trainer: of the fit that is about to begin.
-            data: as configured.
-            model: as configured.
-            checkpoint: from which the run goes on; None for a new one.
+            trainer: Trainer of the fit that is about to begin.
+            data: the configured data module.
+            model: the configured module.
+            checkpoint: path of the checkpoint to resume from; None for a new run.
 
         Raises:
-            ConfigurationError: if the run has no meaning over a network, or not with these sites.
+            ConfigurationError: if the run cannot work over a network, or with these sites.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         federation = next(c for c in callbacks if isinstance(c, Federation))
@@ -122,7 +122,7 @@ class OverSites:
         federation.clients_per_group = len(sizes)
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
-            calibration.ask_elsewhere(asked.scores, asked.sums)
+            calibration.use_remote_clients(asked.scores, asked.sums)
         self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))
         return DataElsewhere(
@@ -137,7 +137,7 @@ class OverSites:
         )
 
     def end(self) -> None:
-        """Tell the sites that the run is over; they delete its state."""
+        """Send all sites the order to stop, upon which they delete the run's state."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -154,20 +154,20 @@ def run_server(
     """Train over sites and return the Trainer.
 
     Args:
-        configuration: of the run, as YAML, which sites get as well.
-        words: of the server's own layer, e.g. where checkpoints are.
-        correspondence: with sites.
-        wanted: how many sites there must be.
-        note: a file into which the path of the last checkpoint is written before the first round.
+        configuration: configuration of the run, as YAML; sites get it as well.
+        words: further words of the server's command line, e.g. for the folder of checkpoints.
+        correspondence: exchange of messages with the sites.
+        wanted: number of sites that the run needs.
+        note: file into which the path of the last checkpoint is written before the first round.
     """
     run = OverSites(configuration, correspondence, wanted)
     trainers: list[Trainer] = []
 
     class ServerCLI(FederatedCLI):
-        """A fit whose clients are at sites."""
+        """Command line of a fit whose clients train at sites."""
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Greet the sites, and train over their clients."""
+            """Connect the federation to the sites, and train over the sites' clients."""
             checkpoint = kwargs.get("ckpt_path")
             elsewhere = run.begin(self.trainer, self.datamodule, model, checkpoint)
             self.datamodule = kwargs["datamodule"] = elsewhere
@@ -186,7 +186,7 @@ def run_server(
 
 
 def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
-    """Refuse a calibration that would reveal hidden updates, or needs several exchanges."""
+    """Raise if a calibration would reveal protected updates, or needs several exchanges."""
     if calibration is None:
         return
     if calibration.per_client:
@@ -208,7 +208,7 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
 
 
 def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
-    """Refuse sites that cannot take part in encrypted sums, if the run has encrypted sums."""
+    """Raise if the run has encrypted sums and a site cannot take part in them."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
         size = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -216,10 +216,10 @@ def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, mode
 
 
 def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
-    """Say which sites train in another precision than a simulation of this configuration would.
+    """Warn of sites that train in another precision than the configuration's.
 
     Raises:
-        ConfigurationError: naming sites whose precision has a loss scale that all clients share.
+        ConfigurationError: naming sites with a precision whose loss scale all clients would have to share.
     """
     if scaled := sorted(site for site, facts in told.items() if facts.precision == SCALED):
         raise ConfigurationError(
@@ -249,7 +249,7 @@ def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, i
 
 
 def _run_of(checkpoint: Any) -> str:
-    """Return the run that a checkpoint is of, or a new one."""
+    """Return the id of the run that wrote a checkpoint; a new id without a checkpoint."""
     if checkpoint is None:
         return secrets.token_hex(16)
     import torch

@@ -1,6 +1,6 @@
-"""A site's Trainer, as Lightning's command line makes it: it follows the server's orders.
+"""The Trainer of a site, built by Lightning's command line; it carries out the server's orders.
 
-It trains, evaluates, and sends what the mask or head of the configuration's `MaskCalibration` needs.
+Orders are to train, to evaluate, and to compute sums for the mask or the head of `MaskCalibration`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.callbacks.calibration.apply import WhatMoves
+from fl_lightning.callbacks.calibration.apply import MaskApplier
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
@@ -39,7 +39,7 @@ from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.sparsity.heads import OneExchange
 
-# what a site's Trainer has nothing to do with
+# switches off what only the server's Trainer does
 _SITE_WORDS = (
     "--trainer.logger=false",
     "--trainer.enable_checkpointing=false",
@@ -53,14 +53,12 @@ _SITE_WORDS = (
 
 
 class _LimitedTensors(TorchDispatchMode):
-    """Refuses tensors before there is memory for them, once they have more numbers together than allowed."""
+    """Raises before a tensor is allocated if all tensors so far would have more entries than allowed."""
 
     def __init__(self, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._most, self._made = most, 0
-        self.refused: Refused | None = (
-            None  # which others on the way may have made another error of
-        )
+        self.refused: Refused | None = None  # the caller may turn the error into another one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -76,7 +74,7 @@ class _LimitedTensors(TorchDispatchMode):
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Size of the tensor that a function makes for an argument."""
+    """Return the number of entries of the tensor that a function makes for an argument."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
@@ -84,15 +82,15 @@ def _numbers(argument: Any, name: str) -> int:
 
 
 def run_site(fit: Fit, policy: Policy) -> None:
-    """Run a site's Trainer on the orders of one run."""
+    """Build a site's Trainer, and carry out the orders of one run."""
     places = policy.clients
     fit.desk.start_clock()
 
     class SiteCLI(FederatedCLI):
-        """A fit on orders."""
+        """Command line of a fit that carries out orders."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Build the Trainer with a callback that follows orders instead of running rounds."""
+            """Build the Trainer with a callback that carries out orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
@@ -105,7 +103,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
 
         def instantiate_classes(self) -> None:
-            """Build no larger model than the site allows."""
+            """Build all objects; raise if the model is larger than the site allows."""
             limit = _LimitedTensors(policy.most_parameters)
             try:
                 with limit:
@@ -114,7 +112,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Send the facts of this site, and wait for the first order."""
+            """Send the site's facts to the server, wait for the first order, and fit."""
             data = self.datamodule
             if problems := list(of_transforms(data)):
                 raise ConfigurationError("\n".join(problems))
@@ -151,13 +149,13 @@ def run_site(fit: Fit, policy: Policy) -> None:
 
 
 def site_process(folder: str) -> None:
-    """Run a site's resident process: answer orders until told to end.
+    """Run a site's resident process, which answers orders until it is told to end.
 
     Args:
-        folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
+        folder: folder of the site, with ``site.yaml``, and ``own.yaml``, the site's own options for every run.
 
     Raises:
-        ConfigurationError: if one of them cannot be read.
+        ConfigurationError: if one of these files cannot be read.
     """
     policy = read_policy(Path(folder, "site.yaml"))
     log_to(Path(folder, "log", "resident.log"))
@@ -166,7 +164,7 @@ def site_process(folder: str) -> None:
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
-    """Answer orders until told to end."""
+    """Answer the server's orders until the process is told to end."""
     site = Site(policy, own)
     serve(
         policy.socket,
@@ -180,21 +178,21 @@ def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
 
 
 class SiteCalibration:
-    """Answers orders to calibrate.
+    """Answers orders to compute scores of a mask, or sums for a linear head.
 
     Args:
-        calibration: of the configuration.
+        calibration: the configuration's calibration.
     """
 
     def __init__(self, calibration: MaskCalibration) -> None:
         self._calibration = calibration
 
-    def what_moves(self, trainer: Trainer) -> WhatMoves:
+    def mask_applier(self, trainer: Trainer) -> MaskApplier:
         """Return the object that puts masks on a Trainer's module."""
-        return self._calibration.what_moves(trainer)
+        return self._calibration.mask_applier(trainer)
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
-        """Compute the answers of an order's clients with the order's model; the module stays as it is."""
+        """Compute the answers of an order's clients with the order's model; the module is not changed."""
         found = self._scores if order.options.get("what") == "scores" else self._sums
         answers: list[ClientAnswer] = []
         tensors: dict[str, Tensor] = {}
@@ -204,7 +202,7 @@ class SiteCalibration:
         return Done(answers, tensors)
 
     def _scores(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
-        """Return the scores of clients: each with its number of examples."""
+        """Return for each client its id, its number of examples and its scores."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         device = trainer.strategy.root_device
         values = {n: t.to(device) for n, t in of_stage(VALUES, order.tensors).items()}
@@ -216,7 +214,7 @@ class SiteCalibration:
         return [(client, scores.num_examples, dict(scores.sums)) for client, scores in found]
 
     def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
-        """Return the sums for the head of clients."""
+        """Return for each client its id, 0, and its sums for the linear head."""
         fit: Any = self._calibration.head_fit
         is_one_exchange = isinstance(fit, OneExchange)
         if not is_one_exchange:

@@ -1,6 +1,7 @@
-"""The command ``fl-lightning search``: find an architecture without training.
+"""The command ``fl-lightning search``: finds an architecture under constraints, without training.
 
-Of a space, by a proxy or a table; or of a trained supernet, by the accuracy of its sub-networks.
+It searches a space by a proxy score or a table of accuracies, or a trained supernet by the validation accuracy
+of its sub-networks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
@@ -43,7 +44,7 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.screen import markdown
 
-StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
+StrategyName = Literal["random", "evolution", "regularized_evolution", "predictor", "tpe", "nsga2"]
 _SIZES = ("params", "flops")
 _SCORES = (*PROXIES, *_SIZES, "accuracy")
 
@@ -51,16 +52,16 @@ _STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
     "random": lambda measure: strategies.RandomSearch(),
     "evolution": lambda measure: strategies.Evolution(),
     "regularized_evolution": lambda measure: strategies.RegularizedEvolution(),
+    "predictor": lambda measure: strategies.PredictorSearch(),
     "tpe": lambda measure: strategies.OptunaSearch("tpe"),
     "nsga2": lambda measure: strategies.OptunaSearch("nsga2", measure),
 }
-assert set(_STRATEGIES) == set(get_args(StrategyName))
 # from an architecture to the configuration that trains it
 Retraining = Callable[[Architecture], dict[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Give a parser the options of the command."""
+    """Add the options of the command to a parser."""
     add_networks(parser, required=False)
     group = parser.add_argument_group("a trained supernet")
     _add_texts(
@@ -123,10 +124,10 @@ def search(
 
     Args:
         given: the parsed options of the command.
-        options: words of the command line that belong to a supernet's configuration.
-        defaults: of the options of the command.
-        validate: runs `validate`, with a callback of ours.
-        resolve: from the words of a fit's command line to its complete configuration as YAML.
+        options: words after ``--``, options of a supernet's configuration.
+        defaults: default values of the command's options.
+        validate: function that runs ``validate`` with an additional callback.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
@@ -216,7 +217,7 @@ def _search(
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Objective of a search without a trained supernet."""
+    """Return the objective of a search without a trained supernet."""
     names = given.score.split("+")
     if len(names) > 1:
         every = [_one_objective(given, networks, costs, name) for name in names]
@@ -280,7 +281,7 @@ def _report(
     table: LatencyTable | None,
     configuration: Retraining,
 ) -> None:
-    """Write the findings and print the front."""
+    """Write tables, figures and the best network's configuration; print the Pareto front."""
     out = Path(given.out)
     best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
     out.mkdir(parents=True, exist_ok=True)

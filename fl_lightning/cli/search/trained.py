@@ -1,7 +1,7 @@
 """A trained supernet for the command ``search``: a configuration's model with a checkpoint's weights.
 
-The model and its data are those that ``validate`` has: the same device, precision, recalibration and
-validation examples, so that the score of the largest network is its ``val/accuracy``.
+It is loaded by ``validate``, so device, precision, recalibration and validation examples are the same: the score
+of the largest sub-network equals ``val/accuracy``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
 from fl_lightning.nas.sub_networks.recalibration import training_batches
 from fl_lightning.nas.supernet import Supernet
 
-# runs `validate` with these words and one callback more
+# runs ``validate`` with words of the command line and an additional callback
 Validate = Callable[[Sequence[str], Callback], None]
 # from the words of a fit's command line to its configuration as YAML
 Resolve = Callable[[Sequence[str]], str]
 
-# what the configuration says
+# options that a trained supernet's configuration determines
 _NOT_GIVEN = ("space", "side", "in_channels", "num_classes", "channels", "cells", "images", "table")
-# which weights there are, and what they mean
+# options of the model that determine its weights
 _OF_SPACE = ("model.class_path", "model.init_args.space.", "model.init_args.rule.")
 
 
@@ -40,10 +40,10 @@ class Trained:
     """A supernet with its weights, ready to be scored.
 
     Attributes:
-        networks: of its space, in its shape.
-        score: the accuracy of a sub-network.
-        weights: the checkpoint, where networks of the space can begin with its weights.
-        run: the whole configuration.
+        networks: the supernet's space, with image size and shape.
+        score: accuracy of a sub-network on validation examples.
+        weights: path of the checkpoint if a single network can start from its weights, else None.
+        run: the supernet's complete configuration.
     """
 
     networks: Networks
@@ -61,18 +61,18 @@ def look_at(
     validate: Validate,
     resolve: Resolve,
 ) -> None:
-    """Call a function with the supernet that options name.
+    """Load the supernet that the options of ``search`` name, and call a function with it.
 
     Args:
-        given: the options.
-        defaults: of the same options.
-        options: of the configuration, words of a fit's command line.
-        look: at the supernet; once.
-        validate: as above.
-        resolve: as above.
+        given: parsed options of the command.
+        defaults: default values of these options.
+        options: further words of a fit's command line.
+        look: function that is called once, with the loaded supernet.
+        validate: function that runs ``validate`` with an additional callback.
+        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
-        ConfigurationError: if there is no such supernet, or no validation examples.
+        ConfigurationError: if there is no such supernet, or there are no validation examples.
     """
     _check_options(given, defaults)
     words = [word for path in _files(given) for word in ("--config", path)]
@@ -100,7 +100,7 @@ def look_at(
 
 
 class _Looking(Callback):
-    """Looks when `validate` is about to begin: everything is loaded and in its place."""
+    """Calls a function with the supernet when ``validate`` has loaded it and is about to begin."""
 
     unprotected: str | None = None
 
@@ -110,10 +110,10 @@ class _Looking(Callback):
         self.has_looked = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand the scores of the loaded supernet to the search.
+        """Call the function with the loaded supernet.
 
         Raises:
-            ConfigurationError: for a model that is no supernet, and for weights that are no numbers.
+            ConfigurationError: if the model is no supernet, or a weight is not finite.
         """
         self.has_looked = True
         module: Any = pl_module
@@ -131,7 +131,7 @@ class _Looking(Callback):
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """Batches that can be gone through again: they are read anew, and need no memory."""
+    """Iterable of batches that reads them again on each pass, and keeps none in memory."""
 
     read: Callable[[], Iterator[Any]]
 
@@ -190,7 +190,7 @@ def _check_options(given: Any, defaults: Any) -> None:
 
 
 def _files(given: Any) -> list[str]:
-    """Return the configuration's files: those given, or the one of the run that wrote the checkpoint."""
+    """Return the given configuration files, or else the one of the run that wrote the checkpoint."""
     if given.config:
         return list(given.config)
     path = Path(given.ckpt_path)
@@ -206,7 +206,7 @@ def _files(given: Any) -> list[str]:
 
 
 def _check_space(path: str, run: Mapping[str, Any]) -> None:
-    """Refuse another space than the checkpoint's, as far as its run's folder tells."""
+    """Raise if the configuration's space differs from that of the run that wrote the checkpoint."""
     earlier = run_of(Path(path)) if Path(path).is_file() else None
     found = [] if earlier is None else differences(earlier.config, run, ["model"])
     of_space = [text for text in found if text.startswith(_OF_SPACE)]

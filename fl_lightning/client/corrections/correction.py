@@ -1,14 +1,13 @@
 """Terms in a client's objective that keep clients with different data from drifting apart.
 
-    gradient of client i at y:   ∇F_i(y) + pull · (y - x) + shift_i        x: where its round began
+    gradient of client i at y:   ∇F_i(y) + pull · (y - x) + shift_i        x: the global model
 
-FedProx has a pull, SCAFFOLD a shift, FedDyn both. What differs between clients comes from one
-vector that each remembers from the last round in which it took part, m_i (0 before the first), and
-from the mean of these over all clients, m = 1/N Σ_i m_i, which is all that the server keeps. So a
-correction is a few functions of vectors, and the run stores the memories.
+FedProx has a pull, SCAFFOLD a shift, FedDyn both. The shift depends on the client's memory m_i, one
+vector that a client keeps from the last round in which it took part (0 before the first), and on the
+mean of all memories, m = 1/N Σ_i m_i, which the server keeps. So a correction is a few functions of
+vectors; the run stores the memories.
 
-The term is added to gradients before clipping and the optimizer's step, so it is treated as the gradient of a term in
-the loss would be.
+The term is added to gradients before clipping and the optimizer's step, as if it were part of the loss.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class GradientTerm:
     """The term added to a client's gradient in every local step: pull · (y - x) + shift.
 
     Attributes:
-        pull: ≥ 0.
-        shift: shape (k,); None is 0.
+        pull: strength of the pull towards the global model, ≥ 0.
+        shift: vector of shape (k,); None stands for 0.
     """
 
     pull: float = 0.0
@@ -41,11 +40,11 @@ class GradientTerm:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the term is 0."""
+        """True if the term is 0 everywhere."""
         return self.pull == 0 and self.shift is None
 
     def __add__(self, other: GradientTerm) -> GradientTerm:
-        """Return both terms together."""
+        """Return the sum of two terms."""
         if self.shift is None or other.shift is None:
             shift = self.shift if other.shift is None else other.shift
         else:
@@ -55,15 +54,15 @@ class GradientTerm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A client's round as its correction sees it.
+    """Result of a client's local training, from which a correction computes the new memory.
 
     Attributes:
         start: the global model x, shape (k,).
-        delta: x - y of the client, shape (k,).
-        travel: gives how far each coordinate would have moved under a gradient of 1, η ‖a‖₁: a
-            number, or of shape (k,) where parameter groups differ. Raises a `ConfigurationError`
-            if the optimizer has no such number.
-        gradient: gives the gradient of the client's whole shard at x, shape (k,).
+        delta: global model minus the client's model, x - y, shape (k,).
+        travel: returns the distance η ‖a‖₁ that a coordinate would have moved under a gradient of 1: one
+            number, or shape (k,) if parameter groups differ. It raises `ConfigurationError` if the
+            optimizer is not SGD.
+        gradient: returns the gradient of the client's whole shard at x, shape (k,).
     """
 
     start: Tensor
@@ -72,18 +71,18 @@ class Outcome:
     gradient: Callable[[], Tensor]
 
 
-# Gives what a client adds to the loss of a batch, a scalar with a gradient.
+# Returns the term that a client adds to the loss of a batch, a scalar with a gradient.
 AddedLoss = Callable[[Any], Tensor]
 
 
 class Calibrated(Protocol):
-    """A module whose outputs are other ones while a client trains."""
+    """A change of a module's outputs that lasts while a client trains."""
 
     def close(self, *, has_trained: bool) -> None:
         """Restore the module.
 
         Raises:
-            ConfigurationError: if a client has trained and nothing was changed.
+            ConfigurationError: if the client has trained and no output was changed.
         """
 
 
@@ -115,10 +114,10 @@ OF_LOSSES = Traits(
 
 
 class Correction:
-    """How clients correct their gradients; leaves are frozen dataclasses without state.
+    """Base of corrections of the clients' objective; subclasses are frozen dataclasses without state.
 
-    One that only pulls has a `pull`; one that shifts a `term`; one that remembers has `remember` as
-    well. What it does follows from the methods that it has.
+    Override `pull` for a pull towards the global model, `term` for a shift as well, and `remember` for
+    a memory. The other properties follow from the overridden methods.
 
     Example:
         >>> class Halved(Correction):
@@ -129,7 +128,7 @@ class Correction:
 
     @property
     def pull(self) -> float:
-        """Of every client's term, ≥ 0."""
+        """Strength of the pull in every client's term, ≥ 0."""
         return 0.0
 
     @property
@@ -144,25 +143,25 @@ class Correction:
 
     @property
     def needs_mean(self) -> bool:
-        """True if the mean of all memories is needed."""
+        """True if the server keeps the mean of all memories."""
         return False
 
     @property
     def reads_mean(self) -> bool:
-        """True if clients need the mean, so that it travels with the model."""
+        """True if clients read the mean of all memories, which is then sent with the model."""
         return False
 
     @property
     def shows_change(self) -> bool:
-        """True if a client's update tells the server how its memory changed.
+        """True if the server can compute the change of a client's memory from the update.
 
-        If not, and the mean is needed, the change travels with the update.
+        If not, and the mean is needed, the change is sent with the update.
         """
         return True
 
     @property
     def changes_loss(self) -> bool:
-        """True if clients train with another loss, which slots cannot serve."""
+        """True if the correction changes the loss or the outputs, which excludes training in slots."""
         own = type(self)
         base = Correction
         return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated
@@ -176,73 +175,67 @@ class Correction:
         return traits | _OF_MEANS if self.needs_mean else traits
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse a module, or an optimizer of the clients, with which it makes no sense.
-
-        Raises:
-            ConfigurationError: saying why.
-        """
+        """Raise ConfigurationError if the module or the clients' optimizer does not fit."""
         return
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Refuse a server optimizer that would rescale the correction's part of the aggregate.
-
-        Raises:
-            ConfigurationError: saying which to take.
-        """
+        """Raise ConfigurationError if the server optimizer does not fit."""
         return
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return a client's term for this round, with the same `pull` for all.
+        """Return a client's term for a round; all clients have the same pull.
 
-        A memory or a mean that is None is 0.
+        Args:
+            memory: memory of the client, shape (k,); None stands for 0.
+            mean: mean of all memories, shape (k,); None stands for 0.
         """
         return GradientTerm(self.pull)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Memory of a client after a round, a new vector of shape (k,)."""
+        """Return the client's memory after a round, a new vector of shape (k,)."""
         return torch.zeros_like(outcome.delta)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Vector that the server optimizer descends, shape (k,).
+        """Return the vector that the server optimizer descends, shape (k,).
 
         Args:
-            aggregate: of the round's updates, shape (k,).
-            mean: of all clients' memories after the round.
+            aggregate: aggregate of the round's updates, shape (k,).
+            mean: mean of all memories after the round, shape (k,); None stands for 0.
         """
         return aggregate
 
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> AddedLoss | None:
-        """Term that a client with a memory adds to its loss in a round; None if there is none.
+        """Return the term that a client with a memory adds to its loss in a round, or None.
 
         Args:
             module: the client's model.
-            space: of what trains.
+            space: layout of the trainable parameters.
             start: the global model, shape (k,).
-            memory: the client's, shape (k,).
+            memory: memory of the client, shape (k,).
         """
         return None
 
     def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Calibrated | None:
-        """Change a module's outputs while a client trains; None for no change.
+        """Change a module's outputs until the returned object is closed; None for no change.
 
         Args:
             module: the client's model.
-            labels: gives those of its training examples, shape (n,).
+            labels: returns the labels of the client's training examples, shape (n,).
         """
         return None
 
 
-# A parameter with frozen entries, its active entries, and x and the shift there.
+# A parameter with frozen entries: the tensor, indices of the active entries, x and the shift there.
 Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class AddedTerm:
-    """One client's term, laid out on the parameters that it trains.
+    """A `GradientTerm` of one client, split over the parameters that it trains.
 
     Args:
-        space: of these parameters.
+        space: layout of the trainable parameters.
         start: the global model x, shape (k,).
         term: what to add.
 
@@ -275,7 +268,7 @@ class AddedTerm:
             self._shifts.append(own)
 
     def of(self, params: Collection[Tensor]) -> AddedTerm:
-        """Return the term on some of the parameters alone."""
+        """Return the part of the term that belongs to some parameters."""
         chosen, part = set(params), copy.copy(self)
         kept = [n for n, param in enumerate(self._whole) if param in chosen]
         part._whole = [self._whole[n] for n in kept]
@@ -286,15 +279,15 @@ class AddedTerm:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that it is added to."""
+        """The parameters whose gradients the term is added to."""
         return [*self._whole, *(param for param, *_ in self._parts)]
 
     @torch.no_grad()
     def add(self, scale: float = 1.0) -> None:
-        """Add the term to the gradients; a parameter without one gets the term as its gradient.
+        """Add the term to the parameters' gradients; a missing gradient counts as 0.
 
         Args:
-            scale: of the gradients that are there (`torch.amp.GradScaler`).
+            scale: scale of the existing gradients (`torch.amp.GradScaler`).
 
         Raises:
             ConfigurationError: if a gradient is sparse.
@@ -313,7 +306,7 @@ class AddedTerm:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """Return the objective's term, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
+        """Return the term of the objective, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
         away = torch._foreach_sub(self._whole, self._starts)
         triples = list(zip(away, self._shifts, strict=True))
         for param, index, before, shift in self._parts:

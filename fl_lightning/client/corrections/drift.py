@@ -1,6 +1,6 @@
 """Corrections of gradients: FedProx, SCAFFOLD, FedDyn.
 
-FedProx: clients are pulled back to where their round began.
+FedProx: the objective of a client pulls its model towards the global model.
 
     min_y F_i(y) + μ/2 ‖y - x‖²
 
@@ -8,7 +8,7 @@ Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equa
 Differs: clients are drawn and averaged as the cohort and the aggregator say; the paper's
 Algorithm 2 draws them with probability p_k and averages them alike.
 
-SCAFFOLD: control variates take out of a client's gradient what is its own.
+SCAFFOLD: control variates remove the difference between a client's gradient and the mean gradient.
 
     y ← y - η (g_i(y) - c_i + c),     c = 1/N Σ_i c_i
     I:   c_i ← g_i(x)                 II:   c_i ← c_i - c + (x - y) / (K η)
@@ -20,20 +20,20 @@ Differs: in II we divide by η ‖a‖₁, how far a gradient of 1 would have mo
 K η. For plain SGD that is the same; with momentum K η would make a c_i up to 1/(1 - ρ) times as
 large as a gradient. K counts the steps that the optimizer took.
 
-Gradients are clipped after c - c_i is added. In II what comes in is then the mean of clipped corrected
-gradients, and c_i no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
-In I nothing is clipped. What a client remembers comes from what it has computed: an update that an
-attacker forges, or that a robust rule drops, leaves c and c_i as honest training makes them.
+Gradients are clipped after c - c_i is added. In II the new c_i then contains a mean of clipped, corrected
+gradients, and is no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
+In I nothing is clipped. A client computes c_i from its own training: an update that an attacker forges,
+or that a robust rule drops, leaves c and c_i as honest training makes them.
 
-FedDyn: a regulariser that follows each client makes its optimum the one of all.
+FedDyn: a dynamic regulariser for each client aligns the client's optimum with the global one.
 
     client:  y ← argmin F_i(y) - ⟨g_i, y⟩ + α/2 ‖y - x‖²,     g_i ← g_i + α (x - y)
     server:  h ← 1/N Σ_i g_i,     x ← mean_S y - h / α = x - (mean_S Δ + h / α)
 
 Source: Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", Algorithm 1. There
 h ← h - α/N Σ_S (y - x), which is the mean of all g_i.
-Differs: the official code takes α / (a client's share of examples) as its α, we take α for all, as
-the paper does.
+Differs: the official code uses α / (a client's share of examples); we use α for all clients, as the
+paper does.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from fl_lightning.core.traits import Trait, Traits
 @final
 @dataclass(frozen=True)
 class FedProx(Correction):
-    """A pull towards the round's start; with ``mu`` 0 it is FedAvg, bit for bit.
+    """A pull of each client's model towards the global model; with ``mu`` 0 it is FedAvg, bit for bit.
 
-    Any optimizer takes it: the pull is part of the gradient, before clipping and the step.
+    It works with any optimizer: the pull is added to the gradient, before clipping and the step.
 
     Args:
-        mu: strength μ ≥ 0; the paper's are 0.001 to 1.
+        mu: strength μ ≥ 0; the paper uses 0.001 to 1.
 
     Raises:
-        ConfigurationError: for a negative one.
+        ConfigurationError: if ``mu`` is negative or infinite.
 
     Example:
         >>> FedProx(mu=0.1).term(None, None)
@@ -82,7 +82,7 @@ class FedProx(Correction):
 
 
 _OF_RATES = Traits(
-    needs={Trait.ONE_RATE: "takes the mean gradient from the length of a client's steps"},
+    needs={Trait.ONE_RATE: "computes the mean gradient from the length of a client's steps"},
     instead={Trait.ONE_RATE: "set Scaffold's option to I"},
 )
 
@@ -90,18 +90,18 @@ _OF_RATES = Traits(
 @final
 @dataclass(frozen=True)
 class Scaffold(Correction):
-    """Control variates, one vector per client and their mean on the server.
+    """SCAFFOLD: a control variate per client, and the mean of all on the server.
 
-    The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that.
+    The paper weighs clients equally: set the aggregator's ``weight_by_examples: false`` for that.
 
     Args:
-        option: how a client renews its control variate. ``"II"`` takes the mean gradient of its
-            local steps, which costs nothing; it needs SGD (with or without momentum). ``"I"`` takes
-            the gradient of its whole shard at the global model, a further pass over the shard,
-            and works with any optimizer; a client of whom that is not finite fails.
+        option: new control variate of a client after a round. ``"II"``: the mean gradient of the local
+            steps, which costs nothing; it needs SGD (with or without momentum). ``"I"``: the gradient of
+            the client's whole shard at the global model, which costs one more pass over the shard and
+            works with any optimizer; a client whose gradient is not finite fails.
 
     Raises:
-        ConfigurationError: for another option.
+        ConfigurationError: if the option is neither I nor II.
 
     Example:
         >>> term = Scaffold().term(torch.tensor([3.0]), torch.tensor([1.0]))
@@ -116,29 +116,29 @@ class Scaffold(Correction):
 
     @property
     def shows_change(self) -> bool:
-        """True with option II, whose c_i is computed from the update."""
+        """True with option II, which computes c_i from the update."""
         return self.option == "II"
 
     @property
     def traits(self) -> Traits:
-        """Those of a mean of memories; option I takes the gradient over a client's examples as well."""
+        """Traits; option I needs the gradient over a client's examples as well."""
         if self.option == "II":
             return super().traits | _OF_RATES
-        taken = {
-            Trait.RETURNED_LOSS: "with option I takes the gradient of the loss over a client's examples"
+        needs = {
+            Trait.RETURNED_LOSS: "with option I computes the gradient of the loss over a client's examples"
         }
         ways = {Trait.RETURNED_LOSS: "set its option to II"}
-        return super().traits | OF_LOSSES | Traits(needs=taken, instead=ways)
+        return super().traits | OF_LOSSES | Traits(needs=needs, instead=ways)
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse, for option II, client optimizers other than SGD."""
+        """Raise ConfigurationError for option II if the clients' optimizer is not SGD."""
         if self.option == "I":
             return
         try:
             LocalSolver(optimizer, pull=self.pull).travels(1)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"Scaffold with option II takes the mean gradient from a client's steps: {error}, "
+                f"Scaffold with option II computes the mean gradient from a client's steps: {error}, "
                 "or set option to I"
             ) from None
 
@@ -149,7 +149,7 @@ class Scaffold(Correction):
         return GradientTerm(0.0, mean - memory)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the new c_i; where the learning rate is 0 nothing is learnt."""
+        """Return the new c_i; coordinates whose learning rate is 0 keep the old value."""
         if self.option == "I":
             return outcome.gradient()
         before = torch.zeros_like(outcome.delta) if memory is None else memory
@@ -157,7 +157,7 @@ class Scaffold(Correction):
         renewed = torch.empty_like(before)
         common = before.new_zeros(1) if mean is None else mean
         values = (renewed, outcome.delta, travel, before, common)
-        # piece by piece: what is written stays in a processor's cache until it is complete
+        # piece by piece, so that the intermediate results stay in the processor's cache
         size = 2**15 if before.is_cpu else max(1, len(before))
         pieces = (value.expand_as(before).split(size) for value in values)
         for new, moved, how_far, old, shared in zip(*pieces, strict=True):
@@ -169,17 +169,17 @@ class Scaffold(Correction):
 @final
 @dataclass(frozen=True)
 class FedDyn(Correction):
-    """A dynamic regulariser, one vector per client and their mean on the server.
+    """FedDyn: a dynamic regulariser with one vector per client, and the mean of all on the server.
 
-    The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that,
-    and leave the server optimizer at its default, with which x is the mean of y less h / α; others than
-    SGD are refused.
+    The paper weighs clients equally: set the aggregator's ``weight_by_examples: false`` for that, and
+    keep the default server optimizer, with which x is the mean of y minus h / α. Server optimizers other
+    than SGD are refused.
 
     Args:
-        alpha: strength α > 0; the paper's are 0.01 and 0.1.
+        alpha: strength α > 0; the paper uses 0.01 and 0.1.
 
     Raises:
-        ConfigurationError: if it is not positive.
+        ConfigurationError: if ``alpha`` is not positive and finite.
 
     Example:
         >>> import torch
@@ -203,7 +203,7 @@ class FedDyn(Correction):
         return self.alpha
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Refuse server optimizers other than SGD."""
+        """Raise ConfigurationError if the server optimizer is not SGD."""
         if not isinstance(optimizer, SGD):
             raise ConfigurationError(
                 "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
@@ -212,14 +212,14 @@ class FedDyn(Correction):
             )
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return α (y - x) - g_i."""
+        """Return the term α (y - x) - g_i."""
         return GradientTerm(self.alpha, None if memory is None else -memory)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return g_i + α (x - y)."""
+        """Return the new memory g_i + α (x - y)."""
         moved = outcome.delta * self.alpha
         return moved if memory is None else moved.add_(memory)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate and h / α."""
+        """Return the aggregate plus h / α."""
         return aggregate if mean is None else aggregate + mean / self.alpha

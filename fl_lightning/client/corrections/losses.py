@@ -1,26 +1,25 @@
 """Corrections of losses: MOON, FedLC.
 
-MOON: what a client's model sees in an example stays near what the global model sees in it.
+MOON: the features of a client's model stay near those of the global model.
 
     loss + μ · mean over examples of  -log( e^{s(z, z_x)/T} / (e^{s(z, z_x)/T} + e^{s(z, z_m)/T}) )
 
-s: cosine similarity; z, z_x, z_m: features by the client's present model, by the global model with
-which its round began, and by its own model at the end of its last round.
+s: cosine similarity; z, z_x, z_m: features of the client's current model, of the global model with
+which the round began, and of the client's model at the end of its last round.
 
 Source: Li, He, Song 2021, "Model-Contrastive Federated Learning", CVPR, equation 3.
 Differs: the features are the module's own, without a projection head in front of the classifier,
-which the paper adds to the network; running statistics of norm layers do not move in these passes.
+which the paper adds to the network; running statistics of norm layers do not change in these passes.
 
-FedLC: a client's logits are shifted by how many examples it has of each class.
+FedLC: a client's logits are shifted by a function of its number of examples in each class.
 
     loss on f_c(x) - τ n_c^(-1/4) in place of f_c(x),    n_c: the client's training examples of class c
 
-What a client has few examples of needs a wider margin, so that its local steps do not unlearn it.
+Classes with few examples get a wider margin, so that local steps do not unlearn them.
 
 Source: Zhang et al. 2022, Federated Learning with Label Distribution Skew via Logits Calibration.
-Differs: the loss stays the module's own, given the shifted logits; with cross entropy it is the paper's
-(where code that others published also sums over the true class). A class of which a client has nothing,
-n_c = 0, is shifted by 100 τ, as if n_c were 1e-8.
+Differs: the module computes its own loss from the shifted logits; with cross entropy that is the paper's
+loss. A class without examples, n_c = 0, is shifted by 100 τ, as if n_c were 1e-8.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from fl_lightning.core.traits import Trait, Traits
 @final
 @dataclass(frozen=True)
 class Moon(Correction):
-    """Contrast of a client's features with those of the global and of its last model.
+    """MOON: contrasts a client's features with those of the global model and of the client's last model.
 
-    Clients train one after the other, and a step has two more forward passes and a second one with
-    gradients. In a client's first round there is nothing to contrast.
+    Clients train one after the other. A step has three more forward passes, one of them with gradients.
+    In a client's first round no contrast is added.
 
     Args:
-        mu: weight μ ≥ 0 of the contrast; 1, 5 or 10 in the paper.
-        temperature: T > 0.
+        mu: weight μ ≥ 0 of the contrast; the paper uses 1, 5 or 10.
+        temperature: temperature T > 0.
 
     Raises:
-        ConfigurationError: if one is out of range, and at the start for a module without a method
-            ``features``.
+        ConfigurationError: for values out of range, and at the start of a fit for a module without a
+            method ``features``.
 
     Example:
         >>> here, there = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
@@ -68,7 +67,7 @@ class Moon(Correction):
 
     @property
     def traits(self) -> Traits:
-        """It adds to the loss that training_step returns."""
+        """Traits; it adds to the loss that training_step returns."""
         added = {Trait.RETURNED_LOSS: "adds to the loss"}
         ways = {Trait.RETURNED_LOSS: "use FedProx, Scaffold or FedDyn"}
         return super().traits | Traits(needs=added, instead=ways)
@@ -82,7 +81,7 @@ class Moon(Correction):
             )
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse a module without features."""
+        """Raise ConfigurationError if the module has no method ``features``."""
         if not hasattr(module, "features"):
             raise ConfigurationError(
                 f"Moon contrasts features, and {type(module).__name__} has no method "
@@ -90,17 +89,17 @@ class Moon(Correction):
             )
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the client's model."""
+        """Return the client's model after the round, shape (k,)."""
         return outcome.start - outcome.delta
 
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> Contrast:
-        """Return the contrast with the global and the client's last model."""
+        """Return the contrast with the global model and with the client's last model."""
         return Contrast(self, module, space, start, memory)
 
     def contrast(self, own: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Return the loss of features, each of shape (B, …): a scalar."""
+        """Return the contrastive loss, a scalar, of three batches of features, each of shape (B, …)."""
         own, of_global, of_last = (z.flatten(1).float() for z in (own, of_global, of_last))
         near = functional.cosine_similarity(own, of_global) / self.temperature
         far = functional.cosine_similarity(own, of_last) / self.temperature
@@ -108,12 +107,12 @@ class Moon(Correction):
 
 
 class Contrast:
-    """The term that one client adds to its loss.
+    """MOON's additional loss for one client.
 
     Args:
-        moon: how.
-        module: the client's model, which has features.
-        space: of what trains.
+        moon: the correction with its options.
+        module: the client's model, which has a method ``features``.
+        space: layout of the trainable parameters.
         start: the global model, shape (k,).
         last: the client's last model, shape (k,).
     """
@@ -153,7 +152,7 @@ class _Features(nn.Module):
         return features
 
 
-_NOTHING = 1e-8  # examples of a class that a client does not have
+_NOTHING = 1e-8  # stands for the number of examples of a class that a client does not have
 
 
 @final
@@ -161,16 +160,16 @@ _NOTHING = 1e-8  # examples of a class that a client does not have
 class FedLC(Correction):
     """Calibrated logits in local training; with ``tau`` 0 it is FedAvg, bit for bit.
 
-    What the module's ``forward`` returns, of shape (B, C), is shifted while a client trains, what is
-    its own as well (`Personal` with ``own_epochs``, `Ditto`, `APFL`), and in its ``train/…`` metrics;
-    evaluation is as it was. Clients train one after the other.
+    The output of the module's ``forward``, of shape (B, C), is shifted while a client trains, which
+    includes personal parameters (`Personal` with ``own_epochs``, `Ditto`, `APFL`) and ``train/…``
+    metrics. Evaluation is unchanged. Clients train one after the other.
 
     Args:
         tau: strength τ ≥ 0.
 
     Raises:
-        ConfigurationError: if it is negative, and in the first round for a module whose
-            ``training_step`` does not get its logits by ``self(inputs)``.
+        ConfigurationError: if ``tau`` is negative, and in the first round for a module whose
+            ``training_step`` does not compute its logits by ``self(inputs)``.
 
     Example:
         >>> FedLC(tau=1.0).shift(torch.tensor([16, 1, 0]))
@@ -184,7 +183,7 @@ class FedLC(Correction):
             raise ConfigurationError(f"FedLC: tau must be at least 0 and finite, got {self.tau}")
 
     def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> ShiftedLogits:
-        """Return the module with its logits shifted."""
+        """Shift the module's logits until the returned object is closed."""
         return ShiftedLogits(self, module, labels())
 
     def shift(self, counts: Tensor) -> Tensor:
@@ -196,9 +195,9 @@ class ShiftedLogits:
     """Shifts a module's outputs until `close` is called.
 
     Args:
-        fedlc: how.
-        module: whose ``forward`` returns logits.
-        labels: of a client's training examples, whole numbers ≥ 0, shape (n,).
+        fedlc: the correction with its options.
+        module: the client's model; its ``forward`` returns logits.
+        labels: labels of the client's training examples, integers ≥ 0, shape (n,).
     """
 
     def __init__(self, fedlc: FedLC, module: nn.Module, labels: Tensor) -> None:
@@ -224,7 +223,7 @@ class ShiftedLogits:
         """Restore the module.
 
         Raises:
-            ConfigurationError: if a client has trained and nothing was shifted.
+            ConfigurationError: if the client has trained and ``forward`` was never called.
         """
         self._handle.remove()
         if has_trained and not self._was_asked:

@@ -1,30 +1,30 @@
 """Personal models beside the shared one: Ditto, APFL, fine-tuning.
 
-Ditto: a personal model beside the shared one, pulled to it.
+Ditto: a personal model besides the shared one, pulled towards the global model.
 
     v_i ← v_i - η (∇F_i(v_i) + λ (v_i - x))        x: the global model with which the round began
 
 Source: Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML,
 Algorithm 1.
-Differs: a client's first v_i is the global model of the round in which it first takes part (the
-paper's is the initial one, which the server would have to send as well); v_i takes the same local
-steps as the client's share of the global model, on the same batches; buffers are part of it.
+Differs: a client's first v_i is the global model of the round in which the client first takes part (the
+paper uses the initial model, which the server would have to send as well); v_i takes the same number of
+local steps as the shared model, on the same batches; buffers belong to v_i.
 
-APFL: every client mixes a model of its own with the shared one, and learns how much of each.
+APFL: every client mixes a personal model with the shared one, and learns the share of each.
 
-    v̄_i = α_i v_i + (1 - α_i) w_i                w_i: the client's share of the global model
+    v̄_i = α_i v_i + (1 - α_i) w_i                w_i: the shared model as client i has trained it
     v_i ← v_i - η α_i ∇F_i(v̄_i)                  in every local step
     α_i ← α_i - η_α ⟨∇F_i(v̄_i), v_i - w_i⟩       once per round, kept in [0, 1]
 
 Source: Deng, Kamani, Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and
 equation 10.
-Differs: v_i takes its steps after the client's share, with w_i at its end, on the same batches; the
-inner product is the mean over the round's steps and has a rate of its own; a client's first v_i is
-the global model of the round in which it first takes part.
+Differs: v_i takes its steps after w_i, whose final value it uses, on the same batches; the inner product
+is the mean over the round's steps and has a separate rate η_α; a client's first v_i is the global model
+of the round in which the client first takes part.
 
 Fine-tuning: the personal model is the global one after a few steps on the client's examples.
 
-    z_i = x after n local steps on client i's training examples; then it is evaluated and forgotten
+    z_i = x after n local steps on client i's training examples, evaluated and then discarded
 
 Source: Wang et al. 2019, "Federated Evaluation of On-device Personalization", section 3; Yu et al.
 2020, "Salvaging Federated Learning by Local Adaptation", section 3 (FT).
@@ -46,12 +46,12 @@ from fl_lightning.core.space import Space
 
 
 class _Beside(Personalisation):
-    """A whole model beside the shared one."""
+    """Base of personalisations with a whole personal model besides the shared one."""
 
     beside = True
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return all parameters that train, and all buffers."""
+        """Return the names of all trainable parameters and all buffers."""
         params = [name for name, p in module.named_parameters() if p.requires_grad]
         return [*params, *(name for name, _ in module.named_buffers())]
 
@@ -59,16 +59,16 @@ class _Beside(Personalisation):
 @final
 @dataclass(frozen=True)
 class Ditto(_Beside):
-    """Every client has a whole model of its own, which follows the global one loosely.
+    """Ditto: a personal model for every client, pulled towards the global model.
 
-    The global model is that of a run without, bit for bit. A round takes a client twice as long.
+    The global model is bit-identical to that of a run without Ditto. A client's round takes twice as long.
 
     Args:
-        pull: λ ≥ 0; with 0 clients train on their own from where they first took part. It needs
-            a learning rate η with η λ < 2.
+        pull: strength λ ≥ 0 of the pull; with 0 the personal models train independently. It needs a
+            learning rate η with η λ < 2.
 
     Raises:
-        ConfigurationError: for a negative one.
+        ConfigurationError: if ``pull`` is negative or infinite.
 
     Example:
         >>> Ditto(pull=0.1).names(nn.Linear(2, 1))
@@ -85,17 +85,16 @@ class Ditto(_Beside):
 @final
 @dataclass(frozen=True)
 class APFL(_Beside):
-    """Every client's model is a mixture of its own and the global one.
+    """APFL: every client uses a learnt mixture of a personal model and the shared one.
 
-    The global model is that of a run without, bit for bit. A round takes a client twice as long.
+    The global model is bit-identical to that of a run without APFL. A client's round takes twice as long.
 
     Args:
-        mixture: α with which clients begin, in [0, 1]: 1 is a model of one's own alone, 0 the
-            global one.
-        mixture_rate: η_α ≥ 0; with 0 it stays.
+        mixture: initial share α of the personal model, in [0, 1]; 0 is the shared model alone.
+        mixture_rate: learning rate η_α ≥ 0 of the shares; with 0 they stay constant.
 
     Raises:
-        ConfigurationError: if one is out of range.
+        ConfigurationError: for values out of range.
 
     Example:
         >>> APFL(mixture=0.5).names(nn.Linear(2, 1))
@@ -115,15 +114,15 @@ class APFL(_Beside):
 
 
 class Mixing:
-    """One client's steps on its own model, of which the forward pass sees the mixture.
+    """APFL's local steps of one client: the gradient is taken at the mixture, the personal model moves.
 
-    Before a step the module is given v̄; when the gradient is there, v again, with the gradient
-    times α, and the optimizer moves it.
+    Before a step the module gets the mixture v̄. After the backward pass it gets v again, with the
+    gradient times α, which the optimizer then uses.
 
     Args:
-        space: of the parameters that train.
-        share: w, the client's share of the global model, shape (k,).
-        mixture: α.
+        space: layout of the trainable parameters.
+        share: w, the shared model after the client's local training, shape (k,).
+        mixture: share α of the personal model.
     """
 
     def __init__(self, space: Space, share: Tensor, mixture: float) -> None:
@@ -132,7 +131,7 @@ class Mixing:
         self._slopes: list[Tensor] = []
 
     def steps(self, steps: Iterator[Sequence[SizedBatch]]) -> Iterator[Sequence[SizedBatch]]:
-        """Yield the batches of every step, with the mixture in the module."""
+        """Yield the batches of every step, while the module holds the mixture."""
         for batches in steps:
             self._own = self._space.read()
             self._space.write(torch.lerp(self._share, self._own, self._mixture))
@@ -141,10 +140,10 @@ class Mixing:
 
     @torch.no_grad()
     def add(self, scale: float = 1.0) -> None:
-        """Turn the gradient at the mixture into that of the client's own model.
+        """Turn the gradient at the mixture into that of the personal model, and put the latter back.
 
         Args:
-            scale: of the gradients that are there.
+            scale: scale of the existing gradients (`torch.amp.GradScaler`).
         """
         if self._own is None:
             raise ConfigurationError(
@@ -163,7 +162,7 @@ class Mixing:
         self._put_back()
 
     def value(self) -> Tensor:
-        """Refuse: an optimizer that searches along a line wants one objective."""
+        """Raise ConfigurationError, because LBFGS would search along a line of the mixture's loss."""
         raise ConfigurationError("APFL does not work with LBFGS: use SGD or Adam")
 
     def _put_back(self) -> None:
@@ -172,7 +171,7 @@ class Mixing:
             self._own = None
 
     def adapted(self, rate: float) -> float:
-        """Return the mixture for the next round."""
+        """Return the share of the personal model for the client's next round, in [0, 1]."""
         slopes = [s for s in self._slopes if bool(s.isfinite())]
         if not slopes or not rate:
             return self._mixture
@@ -182,16 +181,15 @@ class Mixing:
 @final
 @dataclass(frozen=True)
 class FineTuned(Personalisation):
-    """Clients fine-tune the global model before they are evaluated; training does not change.
+    """Fine-tunes the global model on each client before the client is evaluated; training is unchanged.
 
-    The steps are plain ones, by a new optimizer of the module's ``configure_optimizers``, with
-    neither clipping nor hooks.
+    The steps use a new optimizer from the module's ``configure_optimizers``, without clipping and hooks.
 
     Args:
-        local_steps: how many, n ≥ 1.
+        local_steps: number n ≥ 1 of fine-tuning steps.
 
     Raises:
-        ConfigurationError: for a number below 1.
+        ConfigurationError: if ``local_steps`` is below 1.
 
     Example:
         >>> FineTuned(local_steps=10).names(nn.Linear(2, 1))
@@ -213,5 +211,5 @@ class FineTuned(Personalisation):
         return self.local_steps
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return none: clients keep nothing."""
+        """Return an empty list, because clients keep no personal parameters."""
         return []

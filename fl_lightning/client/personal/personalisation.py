@@ -1,14 +1,14 @@
-"""Personal parameters of a client: part of its model, or a model beside the shared one.
+"""Personal parameters of a client: part of the model, or a second model besides the shared one.
 
-    z_i: client i's own tensors, one vector, which the server never sees
+    z_i: personal tensors of client i, one vector, which the server never sees
     a round of client i:   (x, z_i) → local training → Δ_i to the server, z_i⁺ stays
 
-Where they are part of the model, x lacks them; where they are a copy of it, x is whole. A client
-that has not yet taken part has the global model's.
+Personal parts of the model are missing in x; a second model is a copy of all of x. Before its first
+round a client has the values of the global model.
 
 `Personal`: layers that stay with the client, as in FedPer, FedBN and FedRep.
 
-    x = shared parameters,  z_i = client i's own
+    x = shared parameters,  z_i = personal parameters of client i
     FedPer, FedBN:   (y, z_i) ← local steps on both from (x, z_i);   Δ = x - y
     FedRep:          z_i ← epochs with y = x frozen;  then  y ← local steps with z_i frozen
 
@@ -16,7 +16,7 @@ Sources: Arivazhagan et al. 2019, "Federated Learning with Personalization Layer
 and 2 (the head); Li et al. 2021, "FedBN", Algorithm 1 (normalisation layers, with their running
 statistics); Collins et al. 2021, "Exploiting Shared Representations for Personalized Federated
 Learning", Algorithm 1 (FedRep).
-Differs: the global model, which is validated and saved, has the initial own parameters.
+Differs: the global model, which is validated and saved, has the initial personal parameters.
 """
 
 from __future__ import annotations
@@ -43,44 +43,41 @@ _OF_OWN_STEPS = Traits(
 
 
 class Personalisation(ABC):
-    """Which parameters are personal and how clients train them; subclasses are frozen and hold no state."""
+    """Base of personalisations: which parameters are personal, and how clients train them."""
 
     @property
     def beside(self) -> bool:
-        """True if it is a copy of the model beside the shared one."""
+        """True if the personal parameters are a second model besides the shared one."""
         return False
 
     @property
     def pull(self) -> float:
-        """λ ≥ 0, with which a copy is pulled to the global model while it trains."""
+        """Strength λ ≥ 0 of the pull of a second model towards the global model."""
         return 0.0
 
     @property
     def mixture(self) -> float | None:
-        """α with which clients begin that mix both models in every step; None if they do not."""
+        """Initial share α of the personal model in a mixture of both; None without mixing."""
         return None
 
     @property
     def mixture_rate(self) -> float:
-        """By how much of its slope α moves after a round, ≥ 0."""
+        """Learning rate η_α ≥ 0 of the share α, which takes one step after a round."""
         return 0.0
 
     @property
     def own_epochs(self) -> int | None:
-        """Passes in which a client trains only its own part, before it trains only the shared part.
-
-        None to train both together.
-        """
+        """Epochs of the personal part alone before the shared part trains; None for both together."""
         return None
 
     @property
     def tuning_steps(self) -> int:
-        """Local steps on the client's examples from the global model, when it is evaluated."""
+        """Number of fine-tuning steps from the global model before a client is evaluated."""
         return 0
 
     @property
     def traits(self) -> Traits:
-        """Traits of the personal model; they follow from how a client trains its own part."""
+        """Traits of the personalisation; they follow from the other properties."""
         needs, ways = {}, {}
         if self.mixture is not None:
             needs[Trait.RETURNED_LOSS] = "takes gradients at a mixture of two models"
@@ -95,10 +92,10 @@ class Personalisation(ABC):
 
     @abstractmethod
     def names(self, module: nn.Module) -> list[str]:
-        """Return the names of a client's own parameters and buffers in a module.
+        """Return the names of the personal parameters and buffers in a module.
 
         Raises:
-            ConfigurationError: for a module with which it makes no sense.
+            ConfigurationError: if the module does not fit.
         """
 
 
@@ -108,17 +105,16 @@ class Personal(Personalisation):
     """Parameters and buffers that stay with each client and are never sent.
 
     Args:
-        parameters: patterns of names, with ``*`` and ``?``; each must match the name of a
-            parameter or buffer, or what follows a dot in it: ``head.*`` finds
-            ``network.head.weight``.
-        head: also the classifier, where the network says which it is (timm's do).
-        norms: also parameters and buffers of all normalisation layers (FedBN).
-        own_epochs: passes over the client's examples in which only its own parameters train,
-            before a round's local steps, in which then only the others do (FedRep); 0 leaves them
-            as they are. None trains both together.
+        parameters: patterns of names, with ``*`` and ``?``; each must match a parameter's or buffer's
+            name, or the part after one of its dots: ``head.*`` matches ``network.head.weight``.
+        head: add the classifier, if the network has ``get_classifier`` as timm's networks do.
+        norms: add the parameters and buffers of all normalisation layers (FedBN).
+        own_epochs: epochs in which only personal parameters train, before the local steps of a round,
+            in which only shared ones train (FedRep); with 0 personal parameters never train. None trains
+            both together.
 
     Raises:
-        ConfigurationError: at the start of the fit, if something that is named is not there.
+        ConfigurationError: at the start of the fit, if a pattern or option matches nothing.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -154,8 +150,8 @@ class Personal(Personalisation):
         """Names of the personal tensors, parameters first.
 
         Raises:
-            ConfigurationError: if a pattern matches nothing, if there is no normalisation layer
-                or no known head although they are to stay, or if nothing of all that trains.
+            ConfigurationError: if a pattern matches nothing, a normalisation layer or classifier is
+                missing, or none of the named parameters is trainable.
         """
         found = {t for pattern in self.parameters for t in _matching(module, pattern)}
         if self.head:
@@ -179,7 +175,7 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Paramete
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern with ``*`` and ``?`` fits a name, whole or after a dot."""
+    """Return whether a pattern with ``*`` and ``?`` matches a name, or the part after one of its dots."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 

@@ -1,13 +1,13 @@
-"""The attributes of a client's state, which every client finds as the round began, whoever trained before it.
+"""Snapshot of a module's Python attributes, so that every client starts with those of the round's start.
 
 *Tensors and attributes of the module are the client's, everything else is yours.*
 
-Attributes are those of the module and its parts, with all that they hold: lists, dicts, objects, tensors,
-arrays, generators of random numbers; not metrics, data sets, loaders and objects of torch and Lightning.
-They are noted once per round and put back before every client, in place: whoever else holds a list of the
-module's, such as a hook, goes on with the same list. An iterator cannot be wound back and is refused.
+A snapshot covers the attributes of the module and its parts with all their contents: lists, dicts,
+objects, tensors, arrays, random generators; not metrics, data sets, loaders and objects of torch and
+Lightning. It is taken once per round and restored in place before every client: a hook that holds one
+of the module's lists keeps the same list. An iterator cannot be rewound and is refused.
 
-Global names, closures and attributes of classes are never put back; a rehearsal tells which a step writes.
+Globals, closures and class attributes are never restored; a rehearsal names those that a step changes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torchmetrics import Metric, MetricCollection
 from fl_lightning.client.state.tensors import same_value
 from fl_lightning.core.errors import ConfigurationError
 
-# What torch keeps of a module; hooks are not what a step computes.
+# Attributes that torch gives every module, such as hooks; a step does not compute them.
 _TORCHS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, random.SystemRandom)
 _CODE = (types.FunctionType, type)
-# Whose objects hold nothing of the user's, but for some.
+# Packages whose objects are not searched, except those of `_BAGS`.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     *(
         "fl_lightning",
@@ -54,23 +54,23 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     *("mlflow", "tensorboard", "wandb", "tqdm"),
 }
 _BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distributions")
-# What holds other things and never changes.
+# Immutable types that hold other objects.
 _FIXED = (tuple, frozenset, partial, types.MethodType, property, staticmethod, classmethod)
 _MISSING = object()
-# What was appended: to which list, with the items; or to which dict, with new lists by their keys.
+# Appended items: (list, its new items), or (dict, its new lists by key).
 Growth = list[tuple[Any, Any]]
 _Inside = Iterable[tuple[Any, Any]]
 
 
 class _Noted:
-    """An object that changes in place, and its recorded content.
+    """A mutable object and its recorded content.
 
     Args:
-        path: where it is.
-        value: the thing itself.
-        read: returns what it holds.
-        write: puts back what it held; None for what is outside of the attributes.
-        has_entries: compare entries, which are to be the very same objects; otherwise values.
+        path: path from the module, for messages.
+        value: the object.
+        read: returns the object's content.
+        write: restores a content; None for an object that is only watched.
+        has_entries: compare entries by identity; otherwise by value.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _Noted:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def differences(self) -> list[str]:
-        """Paths of what is another value now, or comes in another order."""
+        """Return the paths of changed or reordered values."""
         now, before = self.read(self.value), self.before
         if same_value(now, before):
             return []
@@ -100,7 +100,7 @@ class _Noted:
         return paths or [self.path]
 
     def growth(self) -> Any:
-        """Items appended to a list that begins as it did, or lists under new keys of a dict."""
+        """Return the items appended to a list, or the lists under new keys of a dict; else None or {}."""
         now, before = self.value, self.before
         if isinstance(now, list):
             return now[len(before) :] if all(map(is_, now, before)) else None
@@ -112,13 +112,13 @@ class Attributes:
     """A snapshot of the attributes of a module and its parts.
 
     Args:
-        module: whose attributes.
-        ignore: names of attributes of the module, and of its parts that are Lightning's, that are no
-            concern of the user's, e.g. Lightning's ``_trainer``.
-        tensors: note parameters and buffers as well, with copies on the CPU: an accelerator may have
+        module: the module.
+        ignore: attributes that are not the user's, e.g. ``_trainer``, of the module and of parts that
+            are LightningModules.
+        tensors: record parameters and buffers as well, with copies on the CPU: an accelerator may have
             no room for a second model.
-        outside: find other changes as well: which parameters train, Python's and NumPy's generators,
-            and globals, closures and class attributes that functions name, which are never put back.
+        outside: watch more: ``requires_grad``, the generators of Python and NumPy, and globals,
+            closures and class attributes that functions name, which are never restored.
 
     Raises:
         ConfigurationError: if an attribute is an iterator.
@@ -159,7 +159,7 @@ class Attributes:
         self._walk([("self", module)])
         if outside:
             self._note_outside()
-        # one pass in C over the entries of all containers tells that nothing has changed
+        # `is_same` compares the entries of all containers in one pass in C
         whole = [each for each in self._noted if isinstance(each.read, type)]
         self._rest = [each for each in self._noted if not isinstance(each.read, type)]
         self._views = [n.value.values() if isinstance(n.value, dict) else n.value for n in whole]
@@ -168,7 +168,7 @@ class Attributes:
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
-        """True if every object is the very same, not only equal."""
+        """Return whether all recorded objects still hold identical objects, not only equal ones."""
         return (
             [*map(len, self._views)] == self._sizes
             and all(map(is_, chain.from_iterable(self._views), self._entries))
@@ -176,15 +176,15 @@ class Attributes:
         )
 
     def changes(self) -> list[str]:
-        """Paths of what has another value now; [] if nothing has."""
+        """Return the paths of values that have changed."""
         return _differences(self._noted)
 
     def changes_outside(self) -> list[str]:
-        """Those of `changes` that are never put back: globals, closures, class attributes."""
+        """Return the paths of changed globals, closures and class attributes, which are never restored."""
         return _differences(each for each in self._noted if each.write is None)
 
     def put_back(self) -> Growth:
-        """Put everything back in place, and return what was only appended to lists; see `append`."""
+        """Restore all attributes in place, and return the items that were appended to lists."""
         grown: Growth = []
         for each in self._noted:
             if each.write is not None and not each.is_same():
@@ -194,7 +194,7 @@ class Attributes:
         return grown
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
-        """Record the objects inside some values, at any depth."""
+        """Record the objects inside these values, at any depth."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
@@ -212,9 +212,9 @@ class Attributes:
                 waiting.append(("", type(value)))
 
     def _look(self, path: str, value: Any) -> _Inside:
-        """Record a value's content, and return the parts that may change in turn."""
+        """Record a value's content, and return its parts, which may be mutable as well."""
         if isinstance(value, Tensor):
-            if _memory(value) not in self._memory:  # else a parameter or buffer, seen another way
+            if _memory(value) not in self._memory:  # else a view of a parameter or buffer
                 self._note_tensor(path, value)
             return ()
         for kind, read, write in _KINDS:
@@ -225,13 +225,13 @@ class Attributes:
             return self._look_at_module(path, value)
         if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             raise ConfigurationError(
-                f"{path} is an iterator, which cannot be wound back for the next client: keep a list "
+                f"{path} is an iterator, which cannot be rewound for the next client: keep a list "
                 "and a position on the module instead"
             )
         return [*_inside(value), *self._look_at_object(path, value)]
 
     def _look_at_module(self, path: str, module: nn.Module) -> _Inside:
-        # the older weight norm and pruning set an attribute in every forward, as they need it
+        # torch's older weight norm and pruning set an attribute in every forward pass
         hooks = module._forward_pre_hooks.values()
         torchs = [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
         ignored = {getattr(h, "name", getattr(h, "_tensor_name", "")) for h in torchs}
@@ -259,21 +259,19 @@ class Attributes:
         return self._noted[-1].before
 
     def _note_attributes(self, path: str, owner: Any, ignored: Collection[str] = ()) -> _Inside:
-        """Note an object's attributes, but for those that are somebody else's."""
+        """Record an object's attributes, except ignored ones."""
         read, write = partial(_without, ignored) if ignored else dict, partial(_rewrite, ignored)
         return self._note(path, vars(owner), read, write).items()  # type: ignore[no-any-return]
 
     def _note_tensor(self, path: str, tensor: Tensor, device: str | None = None) -> None:
-        with torch.inference_mode(False):  # what is noted is compared outside as well
+        with torch.inference_mode(False):  # the copy is also compared outside of inference mode
             write = partial(_write_tensor, memory=tensor.detach())
             self._note(path, tensor, partial(_read_tensor, device), write, has_entries=False)
             numbers, *others = self._noted[-1].before
             self._noted[-1].before = [numbers.clone(), *others]
 
-    # What is outside of the attributes: changes are found, and never put back.
-
     def _note_outside(self) -> None:
-        """Note the generators of Python and NumPy, and what the code that was met reads elsewhere."""
+        """Record generators of Python and NumPy, and the globals and closures of the functions found."""
         read, write = attrgetter("requires_grad"), nn.Parameter.requires_grad_
         for name, param in self._module.named_parameters():
             self._note(f"self.{name}.requires_grad", param, read, write, has_entries=False)
@@ -297,7 +295,7 @@ class Attributes:
 
 
 def append(growth: Growth) -> None:
-    """Append to lists what `Attributes.put_back` found there, perhaps that of several clients."""
+    """Append the items that `Attributes.put_back` returned, of one or several clients, to their lists."""
     for held, added in growth:
         if isinstance(held, list):
             list.extend(held, added)
@@ -307,7 +305,7 @@ def append(growth: Growth) -> None:
 
 
 def _inside(value: Any) -> _Inside:
-    """Contents of a container or the like, by key or number."""
+    """Contents of a container, by key or number."""
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, torch.jit.ScriptModule):
@@ -343,7 +341,7 @@ def _write_tensor(tensor: Tensor, before: list[Any], memory: Tensor) -> None:
 
 
 def _read_scripted(module: Any) -> dict[str, Any]:
-    """A scripted module keeps attributes where Python cannot look."""
+    """Attributes of a scripted module, which are not in its ``__dict__``."""
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     names = module._concrete_type.get_attributes().keys() - own
     return {name: copy.deepcopy(module._c.getattr(name)) for name in sorted(names)}
@@ -377,7 +375,7 @@ def _rewrite(ignored: Collection[str], own: dict[str, Any], before: dict[str, An
 
 
 def _refill(kind: Any) -> Callable[[Any, Any], None]:
-    """Fill a container anew, not by its own class's methods, which may do more."""
+    """Return a function that replaces a container's content by methods of the built-in class."""
     fill = kind.extend if kind in (list, deque) else kind.update
 
     def write(held: Any, before: Any) -> None:
@@ -388,7 +386,7 @@ def _refill(kind: Any) -> Callable[[Any, Any], None]:
 
 
 _refill_dict = _refill(dict)
-# What changes in place, how it is read and how it is written; of containers, the entries are read.
+# Mutable types, each with a function that reads its content and one that writes it.
 _KINDS: tuple[tuple[type, Any, Any], ...] = (
     (OrderedDict, dict, _refill(OrderedDict)),
     (dict, dict, _refill_dict),
@@ -408,11 +406,11 @@ _KINDS: tuple[tuple[type, Any, Any], ...] = (
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
-    """Values that a user's function reads from closures and globals, by place."""
+    """Values that a user's function reads from closures and globals, by name and place."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = {f"{name} around {function.__qualname__}": _content(cell) for name, cell in cells}
     waiting, names = [function.__globals__], _names_in(function.__code__)
-    for held in waiting:  # grows by the user's own modules
+    for held in waiting:  # the user's modules are appended
         for name in names & held.keys():
             if not isinstance(value := held[name], types.ModuleType):
                 found[f"global {name} of {held.get('__name__')}"] = value

@@ -1,12 +1,12 @@
-"""The start of every client of a round, besides the weights: fresh optimizers and schedules.
+"""Optimizers and learning-rate schedules at the start of every client of a round.
 
-The state of an optimizer (momentum, second moments) is empty whenever a client begins. Its options
-are those of the round, as the learning-rate schedule left them: some optimizers write to them while
-they step. A schedule that a client steps by itself goes on for it alone. Of optimizers that are not
-torch's own, the same holds for the one that they hold and for numbers kept beside options and state.
+Every client starts with empty optimizer state (momentum, second moments) and with the options that the
+schedule has set for the round, because some optimizers write to their options while they step. If
+``training_step`` steps a schedule, this affects the current client only. For optimizers that are not
+torch's, the same holds for an inner optimizer and for numbers kept besides options and state.
 
-A schedule that counts local steps stands at N r when round r begins, with N the planned steps of a
-round: step k of every client has the options of position N r + k. They are worked out once a round.
+A schedule that counts local steps stands at N r when round r begins, where N is the planned number of
+steps in a round: step k of every client has the options of position N r + k, computed once per round.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client.optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
 
-# of every optimizer, of every group of its parameters, by name
+# For each optimizer and each of its parameter groups, the options by name.
 Options = list[list[dict[str, Any]]]
-# Among a group's noted options: those that change from local step to local step, a list for each.
+# Key of the options that change from local step to local step: a list of values for each.
 BY_STEP = "by_step"
 
 
-# Schedules that count local steps: planned ones of a round, N ≥ 1, and what moves them on after the n-th
-# local step of the run, n ≥ 1.
+# Schedules that count local steps: the planned steps of a round, N ≥ 1, and a function that advances the
+# schedules after the n-th local step of the run, n ≥ 1.
 LocalSchedules = tuple[int, Callable[[int], None]]
 
 
 class RoundStart:
-    """Notes it once per round and puts it back before every client.
+    """Records optimizers and schedules once per round, and restores them before every client.
 
     Args:
-        optimizers: the clients'.
-        schedules: of their learning rates, which a training step may step.
-        by_step: those of them that count local steps; None if none does.
+        optimizers: the clients' optimizers.
+        schedules: learning-rate schedules, which a training step may step.
+        by_step: schedules that count local steps, or None.
 
     Attributes:
-        counts_steps: True if options change from local step to local step.
+        counts_steps: whether options change from local step to local step.
 
     Example:
         >>> import torch
@@ -70,14 +70,14 @@ class RoundStart:
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Record the optimizers and schedules at the start of a round of this number."""
+        """Record the optimizers and schedules at the start of a round."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
         ]
         groups = [group for of_one in self._options for group in of_one]
         self._has_tensors = any(isinstance(v, Tensor) for group in groups for v in group.values())
-        self._numbers = [  # which they count by themselves
+        self._numbers = [  # e.g. counters that a foreign optimizer keeps as attributes
             {k: v for k, v in vars(each).items() if type(v) in (int, float, bool)}
             for each in self._foreign
         ]
@@ -88,25 +88,25 @@ class RoundStart:
 
     @property
     def options(self) -> Options:
-        """The optimizers' options as they were noted, not to be changed."""
+        """Options of the optimizers at the start of the round; read-only."""
         self._plan()
         return self._options
 
     @property
     def by_step(self) -> list[dict[str, list[Any]]]:
-        """Options that change from local step to local step, of every group; empty if none does."""
+        """Options that change from local step to local step, for every group; empty if there are none."""
         groups = [group.get(BY_STEP, {}) for of_one in self.options for group in of_one]
         return groups if any(groups) else []
 
-    def take_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Set the optimizer options of each local step, as the server has computed them."""
+    def set_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        """Set the options of each local step, which the server has computed."""
         self.counts_steps = self._by_step is not None or bool(by_step)
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
 
     def _plan(self) -> None:
-        """Move the schedules through the round's local steps and record their changes."""
+        """Advance the schedules through the round's local steps and record the options of each."""
         if self._is_planned or self._by_step is None:
             return
         self.put_back()
@@ -123,12 +123,12 @@ class RoundStart:
         self.put_back()
 
     def _steps_of_round(self) -> range:
-        """Numbers of the round's planned local steps in the run, from 1."""
+        """Numbers of the round's planned local steps in the run, counted from 1."""
         count = 0 if self._by_step is None else self._by_step[0]
         return range(self._number * count + 1, (self._number + 1) * count + 1)
 
     def begin_step(self, step: int) -> None:
-        """Give optimizers the options of a client's local step; beyond the planned ones, of the last."""
+        """Set the options of a client's local step; further steps than planned have those of the last."""
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for name, values in options.get(BY_STEP, {}).items():
@@ -140,23 +140,23 @@ class RoundStart:
         self._tell_rates()
 
     def _tell_rates(self) -> None:
-        """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
+        """Update the rates that ``get_last_lr`` of the schedules returns."""
         for schedule in self._schedules if self._by_step is not None else ():
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
     def end(self) -> None:
-        """Move schedules that count local steps on to the next round."""
+        """Advance schedules that count local steps to the next round."""
         if self._by_step is not None:
             for step in self._steps_of_round():
                 self._by_step[1](step)
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
-        """Gives optimizers the options of another round, inside the block.
+        """Sets the optimizers' options to those of another round inside the block.
 
         Args:
-            options: of then; None for those of this round.
+            options: options of the other round; None for those of this round.
         """
         if options is None:
             yield
@@ -171,10 +171,10 @@ class RoundStart:
             self.put_back()
 
     def put_back(self) -> None:
-        """Reset the optimizers, and return schedules to the start of the round.
+        """Reset optimizers and schedules to the start of the round.
 
         Raises:
-            ConfigurationError: if an optimizer has changed a tensor that is not in its state.
+            ConfigurationError: if an optimizer has changed a tensor that is not in ``optimizer.state``.
         """
         for optimizer, tensors in zip(self._foreign, self._tensors, strict=True):
             _refuse_changed(optimizer, tensors)
@@ -195,7 +195,7 @@ class RoundStart:
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    # a learning rate may be a tensor, which an optimizer or a schedule changes in place
+    # a learning rate may be a tensor, which optimizers and schedules change in place
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in options.items()
@@ -208,7 +208,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(optimizer: Optimizer) -> list[tuple[str, Tensor, int]]:
-    """Return the tensors that a foreign optimizer keeps beside state and parameters, by attribute."""
+    """Return (attribute, tensor, version) for tensors that a foreign optimizer keeps outside its state."""
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = []
     for name, value in vars(optimizer).items():
@@ -224,6 +224,6 @@ def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]
         if tensor._version != version:
             raise ConfigurationError(
                 f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute {name}, "
-                "which would go from client to client: keep it in optimizer.state, which is empty "
-                "when a client begins"
+                "which would pass from client to client: keep it in optimizer.state, which is empty "
+                "when a client starts"
             )

@@ -1,8 +1,8 @@
-"""The tensors of a client's state: buffers and frozen parameters, and the places of all tensors of a module.
+"""The tensors of a client's state: buffers and frozen parameters, and where a module holds its tensors.
 
-Those that local steps change (batch norm's statistics, a mean teacher) are a client's state: every
-client begins with the global model's, and the server averages them. The others are constants, such as
-class weights or an attention mask: they do not travel, and are checked not to change.
+Buffers that local steps change (batch norm's statistics, a mean teacher) are a client's state: every
+client begins with the global model's, and the server averages them. Other buffers are constants, such as
+class weights or an attention mask: they are not sent, and a check finds whether they change.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from torch.nn.parameter import is_lazy
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
-# Whole numbers of the same width, of which a sum is exact whatever the order, NaN or not.
+# Integers of the same width as a number: their sum is exact in any order, also for bits of a NaN.
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_number(tensor: Tensor) -> bool:
-    """Return whether a tensor holds real or complex numbers, which are averaged."""
+    """Return whether a tensor is floating-point or complex, so that the server can average it."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def candidates(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers and frozen parameters of real or complex numbers, by name: those that may be state."""
+    """Floating-point and complex buffers and frozen parameters, by name: they may be client state."""
     params = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(params)
     return {name: tensor for name, tensor in named.items() if is_number(tensor)}
 
 
 def whole_numbers(module: nn.Module) -> list[Tensor]:
-    """Buffers and frozen parameters that are not averaged, as they hold whole numbers."""
+    """Integer and bool buffers and frozen parameters, which are not averaged."""
     frozen = (param for param in module.parameters() if not param.requires_grad)
     return [t for t in (*module.buffers(), *frozen) if not is_number(t)]
 
 
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
-    """Return the layout of a client's state: the tensors of some names, ``without`` others."""
+    """Return the layout of a client's state, given the tensors' names and names to leave out."""
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(module.named_parameters())
     chosen = frozenset(names) - frozenset(without)
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
 
 
 class Constants:
-    """Tensors that local training must leave alone, as they are when this is made.
+    """Checksums of tensors that local training must not change, taken when this is created.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
 
     Example:
         >>> mask = torch.zeros(2)
@@ -72,35 +72,34 @@ class Constants:
         self._sums = self._now()
 
     def _now(self) -> list[Any]:
-        """Sums of the bits, which tell whether a tensor is the same without a copy of it."""
+        """Sums of the tensors' bits, which show a change without a copy of the tensor."""
         with torch.no_grad():
             tensors = [tensor.detach() for tensor in self._tensors.values()]
             sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
             return torch.stack(sums).tolist() if sums else []
 
     def changed(self) -> list[str]:
-        """Names of those that differ now."""
+        """Names of the tensors that have changed."""
         trios = zip(self._tensors, self._now(), self._sums, strict=True)
         return [name for name, now, before in trios if now != before]
 
 
 def memory_of(tensors: Collection[Tensor]) -> list[Any]:
-    """Where tensors are and how large; nothing inside `vmap` and the compiler, where they have no place."""
+    """Addresses and shapes of tensors; empty inside `vmap` and the compiler, where tensors have none."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return []
     return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors)]
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module and their places, and which parameters train, at one moment.
+    """Records which tensors a module holds, their memory, and which parameters are trainable.
 
-    ``self.centre = 0.9 * self.centre + …`` puts another tensor into the place of a buffer, and
-    ``self.centre.data = …`` other numbers behind it: `bring_home` undoes both and keeps the values.
-    A module that steps its optimizers by hand often freezes one part while it trains another: the next
-    client starts with the parameters that trained at first.
+    ``self.centre = 0.9 * self.centre + …`` replaces a buffer by another tensor, and ``self.centre.data =
+    …`` replaces its memory: `bring_home` undoes both and keeps the new values. A module that steps its
+    optimizers by hand may freeze one part while it trains another: `freeze_again` undoes this.
 
     Args:
-        module: whose tensors.
+        module: the module.
 
     Example:
         >>> module = nn.BatchNorm1d(2)
@@ -123,7 +122,7 @@ class ModuleTensors:
         self.note()
 
     def note(self) -> None:
-        """Note the memory behind every tensor, and which parameters train."""
+        """Record the memory of every tensor, and which parameters are trainable."""
         self._trains = [param.requires_grad for param in self._params]
         self._frozen = [param for param in self._params if not param.requires_grad]
         self._own = [tensor for *_, tensor in self._places]
@@ -132,18 +131,18 @@ class ModuleTensors:
         self._now = memory_of(self._tensors)
 
     def freeze_again(self) -> None:
-        """Put ``requires_grad`` of every parameter back, and bring all tensors home.
+        """Restore ``requires_grad`` of every parameter, and call `bring_home`.
 
         Raises:
-            ConfigurationError: if a parameter that was frozen has trained, or as `bring_home` does.
+            ConfigurationError: if a frozen parameter has trained, or as in `bring_home`.
         """
         moved = next((p for p in self._frozen if p.requires_grad or p.grad is not None), None)
         self._put_flags_back()
         if moved is not None:
             raise ConfigurationError(
                 f"{self._params[moved]} was frozen when the run started and training_step unfroze it: "
-                "what travels between clients and server is settled when a run starts. Leave it "
-                "frozen, or unfreeze it before."
+                "what clients and server exchange is fixed when a run starts. Leave it frozen, or "
+                "unfreeze it before."
             )
         self.bring_home()
 
@@ -153,7 +152,7 @@ class ModuleTensors:
                 param.requires_grad_(trains)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors whose memory or shape has changed, each with the recorded one."""
+        """Tensors whose memory, shape or dtype has changed, each with its recorded memory."""
         pairs = zip(self._tensors, self._memory, strict=True)
         return [
             (tensor, memory)
@@ -163,10 +162,10 @@ class ModuleTensors:
         ]
 
     def bring_home(self) -> None:
-        """Give every tensor its place in the module and its memory, with the values found there.
+        """Put the recorded tensors and their memory back into the module, with the module's current values.
 
         Raises:
-            ConfigurationError: if they do not fit.
+            ConfigurationError: if a tensor was removed or its shape has changed.
         """
         held = [m[name] if name in m else None for _, m, name, _ in self._places]  # noqa: SIM401
         is_at_home = all(map(is_, held, self._own))
@@ -175,7 +174,7 @@ class ModuleTensors:
             return
         places = [(*place, present) for place, present in zip(self._places, held, strict=True)]
         away = {tensor for *_, tensor, present in places if present is not tensor}
-        found: dict[Tensor, tuple[str, Tensor]] = {}  # all first: tensors may have changed places
+        found: dict[Tensor, tuple[str, Tensor]] = {}  # read all first: two tensors may be swapped
         for path, members, name, tensor, present in places:
             if tensor not in away and tensor not in moved:
                 continue
@@ -197,7 +196,7 @@ class ModuleTensors:
                 tensor.copy_(present)
 
     def put_back(self) -> None:
-        """Put the same tensors and their memory back, and which parameters train; values are lost."""
+        """Restore the recorded tensors, their memory and ``requires_grad``; current values may be lost."""
         self._put_flags_back()
         for _, members, name, tensor in self._places:
             members[name] = tensor
@@ -214,7 +213,7 @@ def _misfit(path: str, shape: torch.Size, present: object) -> str:
 
 
 def same_value(now: Any, before: Any) -> bool:
-    """Return whether one value may stand for the other, NaN for NaN.
+    """Return whether two values are equal in type and content; NaN equals NaN.
 
     Example:
         >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
@@ -224,7 +223,9 @@ def same_value(now: Any, before: Any) -> bool:
     """
     if now is before:
         return True
-    if isinstance(now, Tensor) and isinstance(before, Tensor):  # a parameter's copy is none
+    if isinstance(now, Tensor) and isinstance(
+        before, Tensor
+    ):  # the copy of a Parameter is a Tensor
         kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
         return kinds[0] == kinds[1] and same_numbers(now, before)
     if type(now) is not type(before):
@@ -239,12 +240,12 @@ def same_value(now: Any, before: Any) -> bool:
             return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
         is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
         return is_nan or (now == before) is True
-    except Exception:  # noqa: BLE001 - whatever a class of the user's raises if it cannot compare
+    except Exception:  # noqa: BLE001 - a user's class may raise anything if it cannot compare
         return False
 
 
 def same_numbers(now: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors of one shape and type hold the same numbers, NaN for NaN."""
+    """Return whether two tensors of one shape and dtype hold equal numbers; NaN equals NaN."""
     if now.device.type == "meta":
         return True
     try:
@@ -254,5 +255,5 @@ def same_numbers(now: Tensor, before: Tensor) -> bool:
             if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
                 return torch.equal(now, before)
             return bool(((now == before) | (now.isnan() & before.isnan())).all())
-    except RuntimeError:  # one that has outlived the transform that made it, e.g. vmap
+    except RuntimeError:  # a tensor that has outlived the transform that made it, e.g. vmap
         return False

@@ -25,14 +25,14 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
-WhoIsThere = npt.NDArray[np.bool_]
+IsAvailable = npt.NDArray[np.bool_]
 
 
 class Availability(Protocol):
-    """The availability of clients."""
+    """Availability of clients in every round."""
 
-    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
-        """Return True for available clients, bool of shape (num_clients,); a pure function."""
+    def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
+        """Return True for available clients, bool of shape (num_clients,); must be a pure function."""
 
 
 @final
@@ -42,7 +42,7 @@ class Stretches:
 
     Args:
         fraction: probability that a client is available in a round, in (0, 1]; 1 is always.
-        length: number of rounds of a stretch, ≥ 1; stretches are independent.
+        length: number of rounds in a stretch, ≥ 1; stretches are independent.
 
     Example:
         >>> Stretches(fraction=0.5, length=4).available(7, num_clients=5, seed=0)
@@ -58,11 +58,11 @@ class Stretches:
         if self.length < 1:
             raise ConfigurationError(f"Stretches: length must be at least 1, got {self.length}")
 
-    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
-        """Return for every client whether it is there."""
+    def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
+        """Return True for available clients, bool of shape (num_clients,)."""
         offsets = numpy_generator(seed, "stretch offsets").integers(self.length, size=num_clients)
         stretch, place = divmod(round_index, self.length)
-        # a client's stretches begin at its offset: it is in this one or still in the one before
+        # a client's stretches begin at its offset: before it, the client is still in the last stretch
         coins = [
             numpy_generator(seed, "stretch", number).random(num_clients)
             for number in (stretch, stretch + 1)
@@ -108,8 +108,8 @@ class Diurnal:
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ConfigurationError("Diurnal: " + "; ".join(broken))
 
-    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
-        """Return for every client whether it is there."""
+    def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
+        """Return True for available clients, bool of shape (num_clients,)."""
         clocks = self.spread * numpy_generator(seed, "clocks").random(num_clients)
         hour = 2 * math.pi * (round_index / self.period + clocks)
         probabilities = self.mean + self.amplitude * np.sin(hour)
@@ -120,11 +120,11 @@ class Diurnal:
 @final
 @dataclass(frozen=True)
 class AvailableCohort(Cohort):
-    """Draws by any sampler among the available clients.
+    """Draws a cohort by any sampler among the available clients.
 
-    If fewer clients are available than the sampler draws, all of them are in the round; if none is, the
-    round is empty and the model does not change. If all are available, it is the sampler itself.
-    It can be nested: a client must then be available in both.
+    If fewer clients are available than the sampler draws, all of them are in the round. If no client is
+    available, the round is empty and the model does not change. If all are available, the draw is that of
+    the sampler. Nested in another one, a client must be available in both.
 
     Args:
         sampler: sampler of the cohort.

@@ -47,7 +47,8 @@ class Cohort(ABC):
 
     Attributes:
         is_uniform: whether all sets of `expected_size` clients are equally likely.
-        is_fixed_in_advance: whether it depends on the seed and the round only, not on clients.
+        is_fixed_in_advance: whether the draw depends only on seed and round, not on clients' losses or
+            durations.
         has_fixed_size: whether every round has `expected_size` clients.
 
     Example:
@@ -60,7 +61,9 @@ class Cohort(ABC):
         [0, 2, 4]
     """
 
-    is_nominal: ClassVar[bool] = True  # an object with the same methods is none
+    is_nominal: ClassVar[bool] = (
+        True  # only subclasses are cohorts, not objects with the same methods
+    )
     is_uniform: ClassVar[bool] = False
     is_fixed_in_advance: ClassVar[bool] = False
     has_fixed_size: ClassVar[bool] = False
@@ -79,12 +82,12 @@ class Cohort(ABC):
 
     @property
     def redrawn_below(self) -> int:
-        """Size below which a cohort is drawn again, so that clients are not independent; 0 for never."""
+        """Size below which a cohort is drawn again; 0 for never. Above 0, clients are not independent."""
         return 0
 
     @property
     def needs_fresh_losses(self) -> bool:
-        """True if losses on the current model are measured before the draw, see `candidates`.
+        """True if losses on the current model are needed for the draw, see `candidates`.
 
         The federation puts them into `Population.losses`, at the cost of a forward pass over the
         candidates' training examples.
@@ -103,10 +106,10 @@ class Cohort(ABC):
 
     @abstractmethod
     def expected_size(self, num_clients: int) -> int:
-        """Return the usual number of clients in a round, ≥ 1."""
+        """Return the fixed or expected number of clients in a round, ≥ 1."""
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose losses on the current model are needed: none; a pure function."""
+        """Return the clients whose losses on the current model are needed; none by default."""
         return np.empty(0, np.int64)
 
     @abstractmethod
@@ -264,7 +267,7 @@ class PoissonCohort(Cohort):
 
     @property
     def redrawn_below(self) -> int:
-        """The least size."""
+        """Size below which a cohort is drawn again."""
         return self.min_size
 
     def expected_size(self, num_clients: int) -> int:

@@ -22,7 +22,7 @@ _COLUMNS = {"losses": np.nan, "last_rounds": NEVER, "durations": np.nan}
 
 
 class Population:
-    """The server's information about all clients, sampled or not.
+    """The server's information about all clients.
 
     Args:
         num_examples: training examples of each client, shape (num_clients,).
@@ -52,7 +52,7 @@ class Population:
 
     @cached_property
     def last_rounds(self) -> ClientIds:
-        """Last round of each client, `NEVER` if it was never sampled."""
+        """Last round in which each client was sampled; `NEVER` (-1) if it never was."""
         return np.full(self.num_clients, NEVER, np.int64)
 
     @cached_property
@@ -79,7 +79,7 @@ class Population:
         return np.flatnonzero(self.is_available)
 
     def restricted(self, is_available: npt.NDArray[np.bool_]) -> Population:
-        """Return the same information with fewer clients that can be sampled."""
+        """Return the same information, with only the given clients available."""
         if self.is_available is not None:
             is_available = is_available & self.is_available
         other = Population(self.num_examples, is_available)
@@ -108,7 +108,7 @@ class Population:
             known[list(seen)] = list(seen.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the information about clients with any, as tensors."""
+        """Return the information about all clients that were sampled or have a loss, as tensors."""
         known = np.flatnonzero((self.last_rounds != NEVER) | ~np.isnan(self.losses))
         columns = {name: getattr(self, name)[known] for name in _COLUMNS}
         return {"clients": torch.from_numpy(known)} | {

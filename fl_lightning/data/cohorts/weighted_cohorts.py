@@ -1,4 +1,4 @@
-"""Cohorts by size, by loss, by power of choice, in turn, and by waiting time.
+"""Cohort samplers: by size, by loss, power of choice, round robin, least recent, and Oort.
 
     by size:            P(k) ∝ n_k
     by loss:            P(k) ∝ exp(F_k / temperature)
@@ -79,7 +79,7 @@ class BySizeCohort(SizedCohort):
 
 @dataclass(frozen=True, kw_only=True)
 class LossCohort(SizedCohort):
-    """Base of cohorts drawn by losses: the last known ones, or fresh ones of the `candidates`."""
+    """Base of cohorts drawn by loss: last known losses, or fresh losses of the `candidates`."""
 
     losses: Losses = "last_known"
     loss_batches: int | None = None
@@ -278,9 +278,9 @@ class RoundRobinCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LeastRecentCohort(SizedCohort):
-    """A fixed number of clients: those that have waited longest, ties at random.
+    """A fixed number of clients: those whose last round is longest ago, ties at random.
 
-    No client of n waits longer than n / m rounds, even if clients come and go.
+    If all n clients are available, each is sampled again after at most ⌈n / m⌉ rounds.
 
     Args: those of `UniformCohort`.
 
@@ -297,7 +297,7 @@ class LeastRecentCohort(SizedCohort):
         size = self.size_among(population)
         if not size:
             return ids
-        # lots lie in [0, 1): they decide only among clients with the same last round
+        # random numbers in [0, 1) order only clients with the same last round
         lots = numpy_generator(seed, "cohort", round_index).random(len(ids))
         order = np.argpartition(population.last_rounds[ids] + lots, size - 1)
         return np.sort(ids[order[:size]])
@@ -306,7 +306,7 @@ class LeastRecentCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class OortCohort(SizedCohort):
-    """Clients of high utility, and some that were never sampled.
+    """A fixed number of clients: some of high utility, and some that were never sampled.
 
     Args:
         fraction: share of all clients, in (0, 1]; or
@@ -376,7 +376,7 @@ class OortCohort(SizedCohort):
         return np.sort(np.concatenate([exploited, explored]))
 
     def utilities(self, round_index: int, population: Population, clients: ClientIds) -> Numbers:
-        """Utilities of clients that were sampled before, ≥ 0, in the given order."""
+        """Utility of each client, ≥ 0, in the given order; all must have been sampled before."""
         if not len(clients):
             return np.empty(0)
         losses = np.nan_to_num(population.losses[clients])  # a failed client has no loss

@@ -76,7 +76,7 @@ class LabelShards(Partition):
         check_at_least("classes_per_client", self.classes_per_client, 1)
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Give each client random pieces of the label-sorted examples; see `Partition.assign`."""
+        """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         self._check(class_sizes, num_clients)

@@ -1,4 +1,4 @@
-"""Partitions: their protocol; the IID and the natural one; those of unequal sizes; the stratified split.
+"""Partitions: protocol, IID, natural, and by unequal sizes; and the stratified split.
 
     assign(labels, num_clients, seed) -> [indices of client 0, indices of client 1, …]
 
@@ -15,7 +15,7 @@ The stratified split holds out a fraction f of the examples, of every class equa
 so that the parts sum to round(f N) and every class keeps its proportion up to one example (the
 largest-remainder method, which parliaments use for seats).
 
-Two partitions differ in clients' numbers of examples, not in their distribution:
+Two partitions give clients different numbers of examples with the same distribution:
 
     DirichletSizes   shares ~ Dir_K(alpha)
     PowerLawSizes    share of the r-th largest client ∝ r^-exponent,  r = 1 … K
@@ -51,9 +51,9 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 class Partition(Protocol):
     """A rule that gives every example to exactly one client.
 
-    A rule that does not read labels may have a class attribute ``uses_labels = False``: then data without
-    labels can be divided as well. One that reads another column has its name in an attribute
-    ``attribute``, as `NaturalPartition` does.
+    A rule that does not read labels may have a class attribute ``uses_labels = False``, so that it also
+    divides data without labels. A rule that reads another column names it in an attribute ``attribute``,
+    like `NaturalPartition`.
 
     Example:
         >>> class InTurn:

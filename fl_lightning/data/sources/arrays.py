@@ -91,7 +91,7 @@ def _on_the_host(values: Any) -> Any:
     return column_of(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
 
 
-# of files that are cut off, overwritten, none of theirs, or so large that they are meant to fill the memory
+# errors of files that are cut off, damaged, of another format, or too large for the memory
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, AttributeError, NotImplementedError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),

@@ -3,9 +3,9 @@
     prompt, completion     prompt's tokens | completion's tokens, end of text       labels on the right part
     messages               the tokenizer's chat template, message by message        labels on the assistant's
 
-A batch is as long as its longest example; packed, it is one row without padding, whose ``position_ids`` begin
-again with each example. Models of transformers then let no token see another example, so that the loss is the
-same; batches are made of one client's examples, so that nothing of two clients is ever in one row.
+A batch is padded to its longest example. A packed batch is one row without padding, whose ``position_ids``
+restart at every example: models of transformers then do not attend across examples, so that the loss is the
+same. A batch has examples of only one client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_lightning.data.sources.rows import MemoryRows
 from fl_lightning.data.sources.source import Loaded
 
 _IGNORED = -100  # label of tokens that are not predicted
-Pieces = list[tuple[str, bool]]  # text, and whether the model learns to write it
+Pieces = list[tuple[str, bool]]  # (text, True if its tokens are labels)
 
 
 class Completions(DatasetSource):
@@ -33,22 +33,23 @@ class Completions(DatasetSource):
 
     Args:
         dataset: see `DatasetSource`.
-        tokenizer: its name or folder, or in Python the tokenizer itself.
+        tokenizer: name or folder of the tokenizer, or in Python the tokenizer itself.
         prompt: column of prompts.
         completion: column of completions.
-        messages: column of conversations instead, lists of ``{role: …, content: …}``, which the
-            tokenizer's chat template writes out.
-        mask_prompts: learn only completions, or the assistant's messages; else all tokens.
-        packing: put the examples of a batch into one row instead of padding them.
-        max_length: largest number of tokens of an example; longer ones are cut off at the end. Examples
-            without a label before that are left out, with a warning that says how many.
+        messages: column of conversations, instead of prompts and completions: lists of
+            ``{role: …, content: …}``, to which the tokenizer's chat template is applied.
+        mask_prompts: whether the loss counts only completions, or the assistant's messages; False counts
+            all tokens.
+        packing: concatenate the examples of a batch into one row instead of padding them.
+        max_length: largest number of tokens of an example; longer examples are truncated at the end.
+            Examples without a label in that length are left out, and a warning says how many.
         batch_size: examples per batch; the last batch of a pass may be smaller.
         test_fraction: fraction of the training examples held out for the test, in [0, 1).
         options: those of `DatasetSource`.
 
     Raises:
         ConfigurationError: if a setting is out of range; at `setup` if a data set, split or column is
-            missing, or a text cannot be written out.
+            missing, or the chat template cannot be applied.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Completions(DatasetSource):
         """Read and tokenize the splits.
 
         Raises:
-            ConfigurationError: if a data set, split or column is missing, or a text cannot be written out.
+            ConfigurationError: if a data set, split or column is missing, or the chat template cannot be
+                applied.
         """
         splits = self.splits(self._texts)
         rows = {purpose: self._rows(split) for purpose, split in splits.items()}
@@ -137,11 +139,11 @@ def _completion(tokenizer: Any, prompt: Any, completion: Any) -> Pieces:
 
 
 def _conversation(tokenizer: Any, messages: Any) -> Pieces:
-    """Write a conversation out, turn by turn.
+    """Apply the chat template to a conversation, turn by turn.
 
     Raises:
-        ValueError: if there is no chat template, or it writes earlier messages otherwise when later ones
-            follow, so that it is not known which part is whose.
+        ValueError: if there is no chat template, or later messages change its text for earlier ones, so
+            that the assistant's messages cannot be found in the text.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
@@ -153,8 +155,8 @@ def _conversation(tokenizer: Any, messages: Any) -> Pieces:
     for before, after in _turns(tokenizer, messages):
         if not (before.startswith(written) and after.startswith(before)):
             raise ValueError(
-                "the chat template writes earlier messages otherwise when more follow, so that the answers "
-                "cannot be found: give prompt and completion"
+                "the chat template changes the text of earlier messages when more follow, so that the "
+                "assistant's messages cannot be found in it: give prompt and completion"
             )
         pieces += [(before[len(written) :], False), (after[len(before) :], True)]
         written = after
@@ -174,9 +176,9 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tu
 def _encoded(
     tokenizer: Any, pieces: Pieces, max_length: int, mask_prompts: bool
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens, and a mark for each that the loss counts.
+    """Tokens of an example, and True for each token that is a label.
 
-    Pieces are tokenized by themselves: a prompt has the tokens that it has when nothing follows it yet.
+    Each piece is tokenized separately, so that a prompt has the same tokens as in generation.
     """
     tokens: list[int] = []
     learnt: list[bool] = []
@@ -189,14 +191,14 @@ def _encoded(
 
 @final
 class TokenRows(MemoryRows):
-    """Tokenized examples of different lengths, one after the other in memory.
+    """Tokenized examples of different lengths, in memory.
 
     Args:
-        tokens: of each example, int32.
-        learnt: which of them are labels, bool.
+        tokens: tokens of each example, int32 of shape (L,).
+        learnt: True for tokens that are labels, bool of shape (L,) for each example.
         columns: see `MemoryRows`.
-        padding: token that fills rows up.
-        packing: whether a batch is one row.
+        padding: token that pads the rows of a batch.
+        packing: whether a batch is one row without padding.
         places: see `MemoryRows`.
 
     Example:
@@ -235,7 +237,7 @@ class TokenRows(MemoryRows):
             for some, place in zip(tokens, chosen, strict=True)
         ]
         for some in labels:
-            some[0] = _IGNORED  # nothing of its example comes before it
+            some[0] = _IGNORED  # the first token of an example is not predicted
         if self._packing:
             positions = torch.cat([torch.arange(len(some)) for some in tokens])
             parts = {"input_ids": torch.cat(tokens), "position_ids": positions}

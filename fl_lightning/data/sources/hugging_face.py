@@ -28,8 +28,8 @@ class DatasetSource(Source, ABC):
         dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
             (``.jsonl``, ``.json``, ``.csv``, ``.parquet``); or a name on the hub, such as
             ``flwrlabs/femnist``, which is downloaded once.
-        max_examples: use only the first examples of each split, at most so many, and read no more of it: the
-            data set is streamed. A set that streams itself, an ``IterableDataset``, needs it. None reads all.
+        max_examples: number of examples to read of each split, the first ones; the data set is then
+            streamed. An ``IterableDataset`` needs it. None reads all examples.
         tokenizer: tokenizer of the texts: its name or folder, or in Python the tokenizer itself.
         name: configuration of a data set on the hub, e.g. ``sst2`` of ``glue``.
         train: the split to divide among the clients.
@@ -66,11 +66,11 @@ class DatasetSource(Source, ABC):
         """Return the available splits by purpose: train, and val and test if there are any.
 
         Args:
-            columns: columns that each of them must have.
+            columns: columns that every split must have.
 
         Raises:
-            ConfigurationError: if the data set, a split that is named or a column is not there, or two
-                splits are the same.
+            ConfigurationError: if the data set, a named split or a column is missing, or two purposes
+                name the same split.
         """
         found = self._read()
         splits = self._chosen(found) if isinstance(found, dict) else {"train": found}

@@ -40,7 +40,7 @@ class ImageFolder(ImageSource):
     usual for CIFAR), and a random horizontal flip.
 
     Args:
-        root: the folder with the others.
+        root: folder that contains the folders of the three sets.
         image_size: height and width in pixels; the shorter side is resized to it and the centre kept.
         train: name of the folder of training images.
         test: name of the folder of test images, with the same classes. None holds out a fifth of the
@@ -193,7 +193,7 @@ def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
     return images
 
 
-# of files that are cut off, overwritten, or so large that they are meant to fill the memory
+# errors of files that are cut off, damaged, or too large for the memory
 _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
@@ -236,6 +236,7 @@ class ImageFiles(ImageSet):
     def __init__(
         self, paths: Sequence[Path], targets: Tensor, pipeline: PixelPipeline, *, image_size: int
     ) -> None:
+        super().__init__()
         self.paths = paths
         self.targets = targets
         self.pipeline = pipeline

@@ -7,16 +7,16 @@ the bytes in memory, `fl_lightning.data.sources.image_folder.ImageFiles` decodes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.sources.rows import MemoryRows
 from fl_lightning.data.sources.source import Source
 from fl_lightning.data.transforms import PixelPipeline
 
@@ -60,22 +60,20 @@ class ImageSource(Source, ABC):
             yield f"classes must be different numbers, at least one, got {list(classes)}"
 
     def finished(self, examples: ImageSet, *, trains: bool) -> ImageSet:
-        """Return the images of `classes`, without augmentation unless they train."""
-        chosen = self._chosen(examples)
-        return chosen if trains else chosen.evaluation()
+        """Return the images of `classes`, without augmentation unless they train.
 
-    def _chosen(self, images: ImageSet) -> ImageSet:
-        """Select the images of `classes`, after the split, so that the split does not depend on them."""
-        if self.classes is None:
-            return images
-        unknown = sorted(set(self.classes) - set(range(self.num_classes)))
-        if unknown:
+        Classes are selected after the split, which so does not depend on them.
+        """
+        classes = range(self.num_classes) if self.classes is None else self.classes
+        if unknown := sorted(set(classes) - set(range(self.num_classes))):
             raise ConfigurationError(
                 f"classes must be numbers from 0 to {self.num_classes - 1}, got {unknown}: "
                 f"the classes are {', '.join(self.class_names)}, in this order"
             )
-        kept = torch.isin(images.targets, torch.tensor(list(self.classes)))
-        return images.select(kept.nonzero().flatten())
+        if self.classes is not None:
+            kept = torch.isin(examples.targets, torch.tensor(list(classes)))
+            examples = examples.select(kept.nonzero().flatten())
+        return examples if trains else examples.evaluation()
 
     def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
         """Return a set's pipeline with the image size and the augmentation of the settings."""
@@ -83,7 +81,7 @@ class ImageSource(Source, ABC):
         return sized if self.augment else sized.evaluation()
 
 
-class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):
+class ImageSet(MemoryRows, ABC):
     """Labelled images of one size with a pixel pipeline; see `ImageTensors` for an example.
 
     Attributes:
@@ -121,15 +119,6 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def __len__(self) -> int:
         return len(self.targets)
-
-    def __getitem__(self, index: int | Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Return (image, label) for a number, a batch for a list or a tensor of them."""
-        indices = torch.as_tensor(index, dtype=torch.long)
-        if indices.ndim:
-            return self.gather(indices)
-        position = range(len(self))[int(indices)]  # IndexError past the end, -1 is the last
-        images, targets = self.gather(torch.tensor([position]))
-        return images[0], targets[0]
 
 
 @final
@@ -172,6 +161,7 @@ class ImageTensors(ImageSet):
                 f"mean and std of the pipeline have {len(pipeline.mean)} channels, the images "
                 f"{images.shape[1]}: give one number a channel"
             )
+        super().__init__()
         self.images = images
         self.targets = targets.to(torch.long)
         self.pipeline = pipeline

@@ -116,7 +116,7 @@ class TorchvisionSource(ImageSource, ABC):
     files: ClassVar[str]
 
     def __init__(self, root: str = "data", *, download: bool = False, **options: Any) -> None:
-        super().__init__(test_fraction=0.0, **options)  # they have test sets
+        super().__init__(test_fraction=0.0, **options)  # these data sets have test sets
         self.root, self.download = root, download
 
     def prepare_data(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,10 @@ class MemoryRows(Dataset[Any], ABC):
         places: rows of the columns that are the rows of this set, shape (N,); None for all.
     """
 
-    is_deterministic: ClassVar = True
+    @property
+    def is_deterministic(self) -> bool:
+        """True if `gather` always returns the same batch."""
+        return True
 
     def __init__(
         self,

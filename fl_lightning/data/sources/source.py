@@ -24,7 +24,7 @@ from fl_lightning.data.partitions.partition import stratified_split
 
 @dataclass(frozen=True)
 class Loaded:
-    """The sets of a source; one that is None is held out from the training examples.
+    """The sets of a source; a set that is None is held out from the training examples.
 
     Attributes:
         train: training examples, with ``select(indices)`` and perhaps ``targets``, shape (N, …).
@@ -95,7 +95,7 @@ class Source(LightningDataModule, ABC):
         self.fraction = fraction
 
     def issues(self) -> Iterator[str]:
-        """Yield the errors in a subclass's own settings, a clause each."""
+        """Yield a message for each invalid setting of a subclass."""
         yield from ()
 
     @abstractmethod

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @final
 class Table(Source):
-    """TensorRows of a table: a batch is features (B, F) in float32 and targets (B,).
+    """Rows of a table in memory: a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
     categories or truth values is one-hot encoded; a value that no training row has is 0 everywhere.

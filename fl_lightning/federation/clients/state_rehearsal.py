@@ -143,12 +143,17 @@ def known_state(module: nn.Module) -> list[str]:
     These are statistics of batch and instance norm (unless their momentum is 0), the vectors of spectral
     norm, and averaged models.
 
+    Raises:
+        ConfigurationError: if an average needs its count of updates, an integer buffer, which starts
+            anew with every client.
+
     Example:
         >>> known_state(nn.BatchNorm1d(2).eval())
         ['running_mean', 'running_var']
     """
     kept: set[int] = set()
-    for child in module.modules():
+    for name, child in module.named_modules():
+        _check_count(name, child)
         if isinstance(child, AveragedModel):
             kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
         elif isinstance(child, _SpectralNorm) or (
@@ -159,6 +164,25 @@ def known_state(module: nn.Module) -> list[str]:
             if isinstance(hook, SpectralNorm):
                 kept |= {id(getattr(child, f"{hook.name}_{part}")) for part in "uv"}
     return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
+
+
+def _check_count(name: str, child: nn.Module) -> None:
+    """Raise if a running average of a module depends on a count of its updates."""
+    fault = ""
+    if isinstance(child, AveragedModel):
+        if child.avg_fn is None and child.multi_avg_fn is None:
+            fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
+        elif not child.n_averaged:
+            fault = (
+                "replaces the average at its first update: call n_averaged.fill_(1) when it is made"
+            )
+    elif isinstance(child, _NormBase) and child.momentum is None and child.track_running_stats:
+        fault = "averages all batches alike: give it a momentum, e.g. 0.1" if child.training else ""
+    if fault:
+        raise ConfigurationError(
+            f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts anew "
+            f"with every client, and {fault}"
+        )
 
 
 def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -71,8 +71,8 @@ class Arrivals:
 
     Example:
         >>> from fl_lightning.client.clocks import VirtualClock
-        >>> from fl_lightning.client.devices import Fate
-        >>> clock = VirtualClock(lambda client, start: Fate(1, 1.0 + 2.0 * client, False))
+        >>> from fl_lightning.client.devices import WorkResult
+        >>> clock = VirtualClock(lambda client, start: WorkResult(1, 1.0 + 2.0 * client, False))
         >>> arrivals = Arrivals(clock, 2, 2, 1, 0)
         >>> [arrivals.step(number).versions for number in range(4)]
         [{0: 0}, {0: 1}, {1: 0}, {0: 2}]

@@ -148,12 +148,11 @@ class Corrector(Correcting, SpansNetwork):
             with self._collector.listening_to(self._module):
                 return self._gradient(start.model, work)
 
-        outcome = Outcome(
-            start.model.params,
-            update.delta,
-            lambda: self._solver.travel(num_steps, self._local.space),
-            gradient,
-        )
+        def travel() -> Tensor | float:
+            self._local.check_one_rate()
+            return self._solver.travel(num_steps, self._local.space)
+
+        outcome = Outcome(start.model.params, update.delta, travel, gradient)
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
         return partial(self._remember, update.client_id, before, after)
@@ -302,12 +301,13 @@ class StepCounts(Stage):
 
     def enter(self, run: Run) -> None:
         """Receive the clients' optimizers; raise if they have no effective number of steps."""
-        self._solver = LocalSolver(*run.optimizers, pull=self._pull)
+        self._local, self._solver = run.local, LocalSolver(*run.optimizers, pull=self._pull)
         # raises without such a number; two steps, as momentum does not matter in the first
         self._solver.effective_steps(2)
 
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Attach the effective number of gradient steps to each update."""
+        self._local.check_one_rate()
         updates = upload.arrived
         taken = updates.optimizer_steps or [None] * len(updates.num_steps)
         pairs = zip(updates.num_steps, taken, strict=True)

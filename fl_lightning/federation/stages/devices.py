@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.client.clocks import Ended, RecordedArrivals, RecordedClock, VirtualClock, Visit
-from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.client.devices import Devices, Fleet, WorkResult
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.plan import WorkPlan
@@ -33,12 +33,12 @@ class SimulatedDevices(Stage):
         sending = []
         for client in work:
             steps = self._plan.batches_of_steps(client)
-            fate = self._fleet.fate(client.client_id, len(steps), draw=client.round_index)
-            record.durations[client.client_id] = fate.seconds
-            if fate.is_lost and steps:
+            result = self._fleet.result(client.client_id, len(steps), draw=client.round_index)
+            record.durations[client.client_id] = result.seconds
+            if result.is_lost and steps:
                 record.lost.append(client.client_id)
             else:
-                sending.append(client.head(sum(steps[: fate.num_steps])))
+                sending.append(client.head(sum(steps[: result.num_steps])))
         return GroupWork.of(sending)
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -88,10 +88,10 @@ class VirtualTime:
             )
         fleet = Fleet(devices, len(num_steps), seed)
 
-        def fate_of(client: int, start: int) -> Fate:
-            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
+        def result_of(client: int, start: int) -> WorkResult:
+            return fleet.result(client, max(1, int(num_steps[client])), draw=start)
 
-        return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
+        return cls(fleet, rule, Arrivals(VirtualClock(result_of), *counts, seed))
 
     @property
     def cohort(self) -> ArrivingCohort | None:

@@ -1,1 +1,1 @@
-"""A network of a server and its sites: its folder, its keys, its programs."""
+"""A network of a server and sites: folder, keys, programs."""

@@ -1,4 +1,4 @@
-"""Keys and certificates of a network: its own authority, the server's certificate, a key for each site.
+"""Keys and certificates of a network: an authority, the server's certificate, a key for each site.
 
 Elliptic curves throughout (P-384), keys without a password in files that only their owner can read.
 Flower wants a site's key as OpenSSH writes it.
@@ -32,15 +32,15 @@ except ImportError as error:
     ) from error
 
 _AUTHORITY_DAYS, _SERVER_DAYS = 3650, 825
-_CLOCKS = timedelta(hours=1)  # that go wrong
+_CLOCKS = timedelta(hours=1)  # clocks of sites may be slow by this
 
 
 class Authority(NamedTuple):
-    """Who signs the server's certificate.
+    """The authority that signs the server's certificate.
 
     Attributes:
-        key: its private key.
-        certificate: which sites trust.
+        key: private key.
+        certificate: certificate that sites trust.
     """
 
     key: ec.EllipticCurvePrivateKey
@@ -48,10 +48,10 @@ class Authority(NamedTuple):
 
 
 def make_authority(folder: Path) -> Authority:
-    """Return a new authority, whose ``ca.key`` and ``ca.crt`` are then in a folder.
+    """Make a new authority, and write ``ca.key`` and ``ca.crt``.
 
     Args:
-        folder: is there.
+        folder: existing folder.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fl-lightning network")])
@@ -67,11 +67,11 @@ def make_authority(folder: Path) -> Authority:
 
 
 def make_server_certificate(folder: Path, authority: Authority, hosts: Sequence[str]) -> datetime:
-    """Write the server's ``server.key`` and ``server.pem``; return until when they are valid.
+    """Write ``server.key`` and ``server.pem``, and return the end of the certificate's validity.
 
     Args:
-        folder: is there.
-        authority: who signs.
+        folder: existing folder.
+        authority: authority that signs the certificate.
         hosts: names and addresses under which sites reach the server.
     """
     key = ec.generate_private_key(ec.SECP384R1())
@@ -98,10 +98,10 @@ def make_server_certificate(folder: Path, authority: Authority, hosts: Sequence[
 
 
 def make_site_key(path: Path) -> None:
-    """Write a site's key as OpenSSH does: the private one at a path, the public one at ``.pub``.
+    """Write a new key in the format of OpenSSH: the private half at a path, the public one at ``.pub``.
 
     Args:
-        path: of the private key.
+        path: path of the private half.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
@@ -113,8 +113,8 @@ def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner can read.
 
     Args:
-        path: where nothing is yet.
-        content: of the file.
+        path: path without a file.
+        content: content of the file.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

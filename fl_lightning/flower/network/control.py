@@ -1,6 +1,6 @@
-"""Flower's own command, called by the server's people: register keys, start runs, list both.
+"""Control of a server by Flower's own command: register keys, start and list runs.
 
-`check_server` says in a sentence why a site cannot reach its server, before Flower tries.
+`check_server` explains why a site cannot reach its server, before Flower tries.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SECONDS = 60.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs: nothing is told to anybody, ours are found.
+    """Return environment variables for Flower's programs: no telemetry, and paths of this package.
 
     Args:
-        home: where Flower keeps what it keeps.
+        home: folder of Flower's own files.
     """
     here, package = Path(sys.executable).parent, Path(fl_lightning.__file__).parents[1]
     paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -50,20 +50,20 @@ def flower_command(name: str) -> str:
     """Return the path of one of Flower's commands.
 
     Args:
-        name: of the command.
+        name: name of the command.
     """
     return str(Path(sys.executable).with_name(name))
 
 
 class Control:
-    """Flower's control interface of a network's server, on the server's machine.
+    """Control interface of a network's server, on the server's machine.
 
     Args:
-        network: whose server it is.
-        port: where Flower's own port is.
+        network: network of the server.
+        port: Flower's own port.
 
     Attributes:
-        network: whose server it is.
+        network: network of the server.
     """
 
     def __init__(self, network: NetworkFolder, port: int) -> None:
@@ -76,7 +76,7 @@ class Control:
         )
 
     def register_sites(self) -> dict[str, int]:
-        """Register the keys of all sites, take back those that are another now, return each site's node."""
+        """Register the keys of all sites, replace changed ones, and return the node of each site."""
         server = self.network.server
         names, keys = self.network.names_file, server / "registered.json"
         nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
@@ -95,34 +95,34 @@ class Control:
         return nodes
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """Nodes as Flower lists them."""
+        """Return the nodes that Flower lists."""
         return list(self._ask("supernode", "list", _CONNECTION)["nodes"])
 
     def runs(self) -> list[Mapping[str, Any]]:
-        """Runs as Flower lists them."""
+        """Return the runs that Flower lists."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
     def run(self, app: Path) -> subprocess.Popen[str]:
-        """Start a run, and return the command that tells of it until its end.
+        """Start a run, and return the command, which prints the log until the run ends.
 
         Args:
-            app: its folder.
+            app: folder of the app.
         """
         return self._streaming(["run", str(app), _CONNECTION, "--stream"])
 
     def follow(self, run: str) -> subprocess.Popen[str]:
-        """Return a command that tells of a run until its end.
+        """Return a command that prints the log of a run until the run ends.
 
         Args:
-            run: its number.
+            run: number of the run.
         """
         return self._streaming(["log", run, _CONNECTION, "--stream"])
 
     def status_of(self, run: str) -> tuple[str, str]:
-        """A run's status in Flower's words, and its details; unknown while the server does not answer.
+        """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer.
 
         Args:
-            run: its number.
+            run: number of the run.
         """
         try:
             found = [one for one in self.runs() if str(one.get("run-id")) == run]
@@ -145,7 +145,7 @@ class Control:
         """End a run.
 
         Args:
-            run: its number.
+            run: number of the run.
         """
         self._ask("stop", run, _CONNECTION)
 
@@ -157,7 +157,7 @@ class Control:
         command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
         done = subprocess.run(
             command,
-            check=False,  # it says what is wrong in JSON
+            check=False,  # errors are JSON as well
             env=self._environment,
             capture_output=True,
             text=True,
@@ -178,15 +178,15 @@ _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 
 
 def check_server(address: str, certificate: Path) -> None:
-    """Reach a server as a site does.
+    """Connect to a server as a site does, and raise if that fails.
 
     Args:
         address: ``host:port``.
-        certificate: of the authority that the site trusts.
+        certificate: file with the certificate of the authority that the site trusts.
 
     Raises:
-        ConfigurationError: if the server is not the one of that authority.
-        ConnectionError: if nobody answers, which may change.
+        ConfigurationError: if the server has no certificate of that authority.
+        ConnectionError: if no server answers, which may change.
     """
     host, port = parse_address(address)
     try:
@@ -212,17 +212,17 @@ def check_server(address: str, certificate: Path) -> None:
 
 
 def seconds_ahead(address: str, certificate: Path) -> float | None:
-    """Return by how much this machine's clock is ahead of a server's, to the second; None if it is silent.
+    """Return the whole seconds by which this machine's clock is ahead of a server's; None without an answer.
 
     Args:
         address: ``host:port``.
-        certificate: of the authority that the site trusts.
+        certificate: file with the certificate of the authority that the site trusts.
     """
     host, port = parse_address(address)
     trust = ssl.create_default_context(cafile=certificate)
     connection = HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=trust)
     try:
-        connection.request("GET", "/")  # which the gate refuses, and says when
+        connection.request("GET", "/")  # the gate refuses it, with a date
         told = parsedate_to_datetime(connection.getresponse().headers["Date"])
     except (OSError, HTTPException, TypeError, ValueError):
         return None

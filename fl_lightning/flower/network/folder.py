@@ -1,4 +1,4 @@
-"""The folder of a network: certificates, keys, start commands, a page of instructions.
+"""The folder of a network: certificates, keys, start scripts and a page of instructions.
 
 README.md
 network.yaml        the server's address, the sites
@@ -30,13 +30,13 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class NetworkFolder:
-    """A network as its folder describes it.
+    """A network, read from its folder.
 
     Attributes:
-        folder: of the network.
-        host: of the server, as sites reach it.
-        port: of the server, as sites reach it.
-        sites: their names.
+        folder: folder of the network.
+        host: host name of the server, as sites reach it.
+        port: port of the server, as sites reach it.
+        sites: names of the sites.
     """
 
     folder: Path
@@ -46,28 +46,28 @@ class NetworkFolder:
 
     @property
     def server(self) -> Path:
-        """The server's folder."""
+        """Folder of the server."""
         return self.folder / "server"
 
     @property
     def names_file(self) -> Path:
-        """The file that has the site of each of Flower's nodes."""
+        """File with the Flower node of each site."""
         return self.server / "nodes.json"
 
     def site(self, name: str) -> Path:
-        """Return a site's folder.
+        """Return the folder of a site.
 
         Args:
-            name: of the site.
+            name: name of the site.
         """
         return self.folder / "sites" / name
 
     @staticmethod
     def read(folder: Path) -> NetworkFolder:
-        """Return the network of a folder.
+        """Read the network in a folder.
 
         Raises:
-            ConfigurationError: if it is not one.
+            ConfigurationError: if the folder is not that of a network.
         """
         told = read(folder / "network.yaml", "folder: ", remedy=_NETWORK_FROM)
         host, port = parse_address(str(told.get("server")))
@@ -78,13 +78,13 @@ class NetworkFolder:
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A site as its folder describes it.
+    """A site, read from its folder.
 
     Attributes:
-        folder: of the site.
-        name: of the site.
-        server: where it connects to, ``host:port``.
-        socket: of its resident process.
+        folder: folder of the site.
+        name: name of the site.
+        server: address of the server, ``host:port``.
+        socket: path of the socket of the resident process.
     """
 
     folder: Path
@@ -94,10 +94,10 @@ class SiteFolder:
 
     @staticmethod
     def read(folder: Path) -> SiteFolder:
-        """Return the site of a folder.
+        """Read the site in a folder.
 
         Raises:
-            ConfigurationError: if it is not one.
+            ConfigurationError: if the folder is not that of a site.
         """
         told = read(folder / "site.yaml", "folder: ", remedy=_SITE_FROM)
         missing = {"name", "server", "socket"} - set(told)
@@ -112,13 +112,13 @@ class SiteFolder:
 
 
 def parse_address(given: str) -> tuple[str, int]:
-    """Return host and port.
+    """Split an address into host and port.
 
     Args:
         given: ``host:port``.
 
     Raises:
-        ConfigurationError: if it is not that.
+        ConfigurationError: if the text is no such address.
 
     Example:
         >>> parse_address("fl.example.org:8443")
@@ -133,13 +133,13 @@ def parse_address(given: str) -> tuple[str, int]:
 
 
 def parse_sites(given: str) -> tuple[str, ...]:
-    """Return the names of sites.
+    """Split a text into names of sites.
 
     Args:
-        given: names, with commas between them.
+        given: names, separated by commas.
 
     Raises:
-        ConfigurationError: if a name is none, or given twice.
+        ConfigurationError: if a name is not valid, or given twice.
 
     Example:
         >>> parse_sites("hospital_a,hospital_b")
@@ -168,16 +168,16 @@ def make_network(
     """Write the folder of a new network.
 
     Args:
-        folder: is not there yet, or is empty.
-        server: ``host:port``, as sites reach it.
-        sites: names.
-        clients: which clients of the federation each site has; one each, in order, if None.
+        folder: new or empty folder.
+        server: ``host:port``, as sites reach the server.
+        sites: names of the sites.
+        clients: global ids of each site's clients; None for one client per site, in order.
         hosts: further names and addresses of the server.
-        keys: public halves of the keys that sites have made, see `make_keys`; made here if None, with a
-            key that all sites share.
+        keys: public keys that sites have made, see `make_keys`; None to make all keys here, with a key that
+            all sites share.
 
     Raises:
-        ConfigurationError: if there is something in the folder already.
+        ConfigurationError: if the folder is not empty.
     """
     from fl_lightning.flower.network.certificates import (
         make_authority,
@@ -223,12 +223,12 @@ def make_network(
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """Public halves of a site's keys, which the server's people may know.
+    """Public keys of a site.
 
     Attributes:
-        site: its name.
-        key: by which the server lets it in, as OpenSSH writes it.
-        signing: by which other sites know what it says in secure sums, 32 bytes in hexadecimal.
+        site: name of the site.
+        key: key by which the server admits the site, in the format of OpenSSH.
+        signing: key that verifies the site's messages in secure sums, 32 bytes in hexadecimal.
     """
 
     site: str
@@ -237,10 +237,10 @@ class PublicKeys:
 
     @staticmethod
     def read(file: Path) -> PublicKeys:
-        """Read such a file.
+        """Read the file that ``network keys`` has written at a site.
 
         Raises:
-            ConfigurationError: if it is none.
+            ConfigurationError: if the file is not one of these.
         """
         told = read(file, "keys: ", remedy=_KEYS_FROM)
         told = {name: str(value) for name, value in told.items()}
@@ -253,14 +253,14 @@ class PublicKeys:
 
 
 def make_keys(folder: Path, site: str) -> PublicKeys:
-    """Write a site's private keys, which never leave its folder; return their public halves.
+    """Write new private keys into the folder of a site, and return the public keys.
 
     Args:
-        folder: of the site, made if it is not there.
-        site: its name.
+        folder: folder of the site, made if it does not exist.
+        site: name of the site.
 
     Raises:
-        ConfigurationError: if it has keys already.
+        ConfigurationError: if the folder has keys already.
     """
     from fl_lightning.flower.network.certificates import make_site_key, write_private
     from fl_lightning.secure.protocol.keys import SigningKey

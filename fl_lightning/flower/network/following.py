@@ -1,7 +1,4 @@
-"""A run over a network, from its start to its end, as its server tells of it.
-
-Below: the status of a network, its sites and its runs.
-"""
+"""Start of a run over a network, its log until the end, and the status of a network's sites and runs."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ _STARTED = re.compile(r"Successfully started run (\d+)")
 _CHATTER = re.compile(
     r"Flower App configuration|^- Recommended property|logstream|^Using SuperLink|^Successfully inst"
 )
-_EXPLAINED = "fl-lightning: "  # so begins the sentence on why a run has ended
+_EXPLAINED = "fl-lightning: "  # start of the line that explains why a run has ended
 _FRAME = " ╭─╮│╰╯"
 _PAUSE = 3.0
-RUN_LOG = "run.log"  # all that was told of runs
+RUN_LOG = "run.log"  # file with the logs of runs
 _WRONG = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\w+Error\b")
 _MOST_LINES, _MOST_TIMES = 2, 3
 
 
 class RunLost(RoundFailure):
-    """A run whose program ended without a reason of its own: it can go on from its last checkpoint."""
+    """Raised if the program of a run was killed: the run can be resumed from its last checkpoint."""
 
 
 def carry_out(
@@ -49,14 +46,14 @@ def carry_out(
     configuration: str = "",
     run: str = SERVER_RUN,
 ) -> None:
-    """Start a run at a server and print its log; a run that is lost is started again.
+    """Start a run at a server and show its log; a lost run is resumed.
 
     Args:
-        control: of the server.
-        say: tells people.
-        options: of the run.
-        configuration: of the run, as YAML.
-        run: what the server does, ``module:function``.
+        control: control interface of the server.
+        say: shows a line to people.
+        options: options of the run.
+        configuration: configuration of the run, as YAML.
+        run: function that the server runs, ``module:function``.
 
     Raises:
         RoundFailure: if the run has failed, or was lost three times without a new checkpoint.
@@ -86,12 +83,12 @@ def carry_out(
 
 
 def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str], None]) -> None:
-    """Tell of a run until its end; Ctrl-C ends the run.
+    """Show the log of a run until its end; Ctrl-C ends the run.
 
     Args:
-        control: of the server.
-        started: the command that has started it, whose words are the run's log.
-        say: tells people.
+        control: control interface of the server.
+        started: command that has started the run and prints its log.
+        say: shows a line to people.
 
     Raises:
         RoundFailure: if the run has failed.
@@ -119,7 +116,7 @@ def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str]
 
 
 def _new(lines: Iterator[str], told: list[str]) -> Iterator[str]:
-    """Yield and add the lines that were not told yet: a log that is followed again begins anew."""
+    """Yield lines that were not shown yet, and add them to ``told``: a restarted log begins anew."""
     before = Counter(told)
     for line in lines:
         before[line] -= 1
@@ -144,13 +141,13 @@ def _failure(status: str, details: str, logs: Logs, *, is_explained: bool) -> Ro
 
 
 class Logs:
-    """The log files of a server, from now on.
+    """Log files of a server, read from their current ends.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
 
     Attributes:
-        folder: of the files.
+        folder: folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +155,7 @@ class Logs:
         self._sizes = {path: path.stat().st_size for path in folder.glob("*.log")}
 
     def last_lines(self) -> list[str]:
-        """The last warnings and errors of each file, with its name."""
+        """Return the last warnings and errors of each file, with the name of the file."""
         found = []
         for path in sorted(self.folder.glob("*.log")):
             with path.open("rb") as file:
@@ -176,7 +173,7 @@ def _tell(line: str, say: Callable[[str], None], log: Path) -> None:
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield a command's lines about a run, without Flower's own, up to the reason for its end."""
+    """Yield the lines of a run's log, without Flower's own, up to the reason for the run's end."""
     is_explained = False
     with process:  # closes what is read
         try:
@@ -199,8 +196,8 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
     """Return a row for each site: name, state, when it was last seen, its versions.
 
     Args:
-        network: whose.
-        control: of its server.
+        network: the network.
+        control: control interface of its server.
     """
     nodes = {int(node["node-id"]): node for node in control.nodes()}
     of_sites: dict[str, int] = json.loads(network.names_file.read_text())
@@ -227,7 +224,7 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
     """Return a row for each run, the newest first: number, state, when it was started.
 
     Args:
-        control: of the server.
+        control: control interface of the server.
     """
     return [
         [str(one.get("run-id")), str(one.get("status")), str(one.get("running-at") or _UNKNOWN)]
@@ -236,10 +233,10 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
 
 
 def last_words(network: NetworkFolder) -> str:
-    """Return the last line that a run has told, such as its round.
+    """Return the last line of the newest run's log, such as its round.
 
     Args:
-        network: whose.
+        network: the network.
     """
     file = network.server / "log" / "run.log"
     lines = file.read_text().splitlines() if file.exists() else []

@@ -1,8 +1,8 @@
-"""The only door of a server to the outside: it lets sites' requests through, and nothing else.
+"""Proxy between sites and a server: it passes on the requests that sites need, and nothing else.
 
-Flower serves three interfaces at one port. Sites need one of them, ``/v1/fleet``. Over the others whoever
-trusts the certificate can submit apps, that is code which sites run, and register keys: Flower's own port
-is therefore open to the server's machine only, and this door to the world.
+Flower serves three interfaces at one port. Sites need one of them, ``/v1/fleet``. Over the others, everybody who
+has the certificate can submit apps, which are code, and register keys. So Flower's own port is open to the
+server's machine only, and the proxy to the network.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _OF_A_CONNECTION = {"host", "connection", "content-length", "transfer-encoding",
 
 
 def make_gate(server: str, certificate: str) -> Starlette:
-    """Return the door.
+    """Return the proxy.
 
     Args:
         server: Flower's own address, ``https://127.0.0.1:PORT``.
-        certificate: of the authority, a file.
+        certificate: file with the certificate of the authority.
     """
     trust = ssl.create_default_context(cafile=certificate)
     client = httpx.AsyncClient(base_url=server, verify=trust, timeout=_SECONDS, trust_env=False)
@@ -62,15 +62,15 @@ def _passed(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def main(host: str, port: str, server: str, authority: str, certificate: str, key: str) -> None:
-    """Serve the network's one port until SIGTERM.
+    """Serve the port for sites until SIGTERM.
 
     Args:
         host: address to listen at.
-        port: to listen at.
+        port: port to listen at.
         server: Flower's own address.
-        authority: its certificate, a file.
-        certificate: of the server, a file.
-        key: of the server, a file.
+        authority: file with the certificate of the authority.
+        certificate: file with the certificate of the server.
+        key: file with the key of the server.
     """
     uvicorn.run(
         make_gate(server, authority),

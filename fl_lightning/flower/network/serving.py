@@ -1,7 +1,4 @@
-"""The programs that a network's server and its sites consist of, and what hinders a site's node.
-
-`demo` runs a whole network on one machine, in folders that go at the end.
-"""
+"""The programs of a network's server and of its sites, and a whole network on one machine (`demo`)."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_n
 from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
-# what a site's process and a run consist of: functions of the site's folder, and of the channel
+# functions that run as the resident process of a site, and as the server of a run
 SITE_PROCESS = "fl_lightning.cli.network.site:site_process"
 SERVER_RUN = "fl_lightning.cli.network.server:server_run"
 _LOCAL = "127.0.0.1"
@@ -41,12 +38,12 @@ _START_SECONDS = 120.0
 
 
 def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
-    """Programs of a server, without those that run its apps.
+    """Return the programs of a server, except the one that runs its apps.
 
     Args:
-        network: whose server it is.
+        network: network of the server.
         bind: address to listen at for sites.
-        control_port: where Flower's own port is, on this machine only.
+        control_port: Flower's own port, open to this machine only.
     """
     folder = network.server
     environment = flower_environment(folder / "flower")
@@ -79,8 +76,8 @@ def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
     """Return the program (flower-superexec) that runs the server's Flower apps.
 
     Args:
-        network: whose server it is.
-        control_port: where Flower's own port is.
+        network: network of the server.
+        control_port: Flower's own port.
     """
     folder = network.server
     command = [
@@ -98,13 +95,13 @@ def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
 def serving(
     network: NetworkFolder, supervisor: Supervisor, *, bind: str, control_port: int
 ) -> Iterator[Control]:
-    """Run a network's server inside the block, with all sites' keys registered.
+    """Run the server of a network inside the block, with the keys of all sites registered.
 
     Args:
-        network: whose.
-        supervisor: keeps its programs running.
+        network: network of the server.
+        supervisor: keeps the programs running.
         bind: address to listen at for sites.
-        control_port: of Flower's own interfaces, on this machine only.
+        control_port: Flower's own port, open to this machine only.
 
     Raises:
         ConfigurationError: if a port is taken, or a program does not start.
@@ -155,7 +152,7 @@ def control_of(network: NetworkFolder) -> Control:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a free port of this machine."""
     with socket.socket() as trial:
         trial.bind((_LOCAL, 0))
         return int(trial.getsockname()[1])
@@ -183,11 +180,11 @@ _REFUSED = re.compile(r"\b2004\b|\b2001\b|PermissionDenied|FLEET_NODE|activat", 
 
 
 class NodeEnds:
-    """Says why Flower's node has ended, once for each reason, and when it is to start again.
+    """Explains why the Flower node of a site has ended, and chooses the pause before a restart.
 
     Args:
-        site: whose node.
-        say: tells people.
+        site: site of the node.
+        say: shows a line to people; a reason is shown once in a row.
     """
 
     def __init__(self, site: SiteFolder, say: Callable[[str], None]) -> None:
@@ -195,7 +192,7 @@ class NodeEnds:
         self._said = ""
 
     def __call__(self, ended: Ended) -> float:
-        """Return the seconds until it is started again."""
+        """Return the seconds until the node is started again."""
         site = self._site
         try:
             check_server(site.server, site.folder / "ca.crt")
@@ -233,12 +230,12 @@ def _about_clock(ahead: float) -> str:
 def site_programs(
     site: SiteFolder, say: Callable[[str], None], *, process: str = SITE_PROCESS
 ) -> list[Program]:
-    """Programs of a site.
+    """Return the programs of a site.
 
     Args:
-        site: which.
-        say: tells people what hinders Flower's node.
-        process: the function of its folder that its process consists of, ``module:function``.
+        site: the site.
+        say: shows people why the Flower node has ended.
+        process: function that runs as the resident process, ``module:function``; it gets the folder.
     """
     folder, port = site.folder, free_port()
     node = [
@@ -279,11 +276,11 @@ def site_programs(
 
 
 def join(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Run a site of a network until a signal, from when its server answers.
+    """Wait until the server answers, and run a site until a signal.
 
     Args:
-        site: which.
-        say: tells people.
+        site: the site.
+        say: shows a line to people.
 
     Raises:
         ConfigurationError: if the server is not the one of the site's network.
@@ -309,10 +306,10 @@ class Demo:
     """A network that runs on this machine.
 
     Attributes:
-        network: its folder.
-        sites: their folders.
-        supervisor: keeps all its programs running.
-        control: of its server.
+        network: folder of the network.
+        sites: folders of the sites.
+        supervisor: keeps all programs running.
+        control: control interface of the server.
     """
 
     network: NetworkFolder
@@ -331,15 +328,15 @@ def demo(
     own: str = "",
     process: str = SITE_PROCESS,
 ) -> Iterator[Demo]:
-    """Set up a network on this machine, with certificates and keys, and take it down again.
+    """Run a whole network on this machine inside the block, with certificates and keys.
 
     Args:
-        names: of the sites.
-        say: tells people.
-        settings: that all ``site.yaml`` have besides.
-        clients: which clients of the federation each site has; one each if None.
-        own: layer of every site, as YAML.
-        process: what a site's process consists of, ``module:function``.
+        names: names of the sites.
+        say: shows a line to people.
+        settings: further settings for every ``site.yaml``.
+        clients: global ids of each site's clients; None for one client per site.
+        own: options of every site, as YAML.
+        process: function that runs as the resident process of a site, ``module:function``.
     """
     with _passing_folder(say) as root, Supervisor() as supervisor:
         address = f"{_LOCAL}:{free_port()}"
@@ -361,7 +358,7 @@ def demo(
 
 @contextmanager
 def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder that goes at the end, except for its logs if something has failed."""
+    """Make a folder that is deleted at the end; after an error, its logs are kept elsewhere."""
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         try:
             yield Path(name)
@@ -376,7 +373,7 @@ def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
 def _settled(
     network: NetworkFolder, name: str, root: Path, settings: Mapping[str, object]
 ) -> SiteFolder:
-    """Give a site a socket in the folder that goes at the end, and its settings."""
+    """Write settings into a site's folder, with a socket in the temporary folder; return the site."""
     file = network.site(name) / "site.yaml"
     told = yaml.safe_load(file.read_text())
     told["clients"] = {client: client for client in told["clients"]}  # all have the same data here

@@ -1,9 +1,9 @@
-"""What a site runs for Flower: its own client app, whatever app the server has submitted.
+"""Runner of a site's client app: the site runs its own app, whatever app the server has submitted.
 
-Flower's node only carries messages (``--isolation process``). It hands its tasks to this program, which
-runs this site's app for each message of a run whose app has the same client app, by its SHA-256. No code
-of the server's is written to disk, imported or run. What is refused stands in the site's audit log.
-Each message has a process of its own, forked from this one: importing Flower would cost it 2 s of CPU time.
+Flower's node only carries messages (``--isolation process``), and passes its tasks to this program. It runs the
+site's own app for each message, if the client app of the run has the same SHA-256. No code of the server's is
+written to disk, imported or run. Refusals are written to the site's audit log. Each message has a process of its
+own, forked from this one, because to import Flower costs 2 s of CPU time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fl_lightning.core.processes import end_with_parent
 from fl_lightning.flower.transport.apps import CLIENT_APP, make_client_app
 from fl_lightning.flower.transport.resident import AUDIT_FILE
 
-_LARGEST = 1_000_000  # bytes of a file that is looked at
+_LARGEST = 1_000_000  # bytes of a file that is read
 _APP = "flwr.supernode.runtime.run_clientapp"
 
 
 class AppRefused(Exception):  # noqa: N818 - says what happened
-    """The server has submitted another app; the message goes to the server."""
+    """Raised if the server has submitted another app; the server gets the message."""
 
 
 def check_app(folder: Path, fab: bytes, **options: Any) -> None:
     """Raise unless a Flower app has the client app of fl_lightning.
 
     Args:
-        folder: of the site.
-        fab: the app as the server has it, a ZIP file.
-        options: of Flower's function for which this stands; nothing is installed.
+        folder: folder of the site.
+        fab: app from the server, a ZIP file.
+        options: options of the function of Flower's that this one replaces; nothing is installed.
 
     Raises:
-        AppRefused: after a line in the audit log.
+        AppRefused: after the audit log has got a line.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as files:
@@ -59,7 +59,7 @@ def check_app(folder: Path, fab: bytes, **options: Any) -> None:
 
 
 def refuse(folder: Path, about: bytes, reason: str) -> None:
-    """Write a refusal into the site's audit log, and raise it."""
+    """Write a refusal to the site's audit log, and raise `AppRefused`."""
     told = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": "app"}
     told |= {"app": sha256(about).hexdigest(), "refusal": f"policy: {reason}"}
     file = folder / "log" / AUDIT_FILE
@@ -82,7 +82,7 @@ def _hash(text: str) -> str:
 
 
 class _Executor:
-    """Starts this site's app where Flower would start a command for a task."""
+    """Executor of Flower's that starts this site's app instead of a command."""
 
     def __init__(self, folder: str) -> None:
         base = import_module("flwr.supercore.superexec.executor.subprocess_executor")
@@ -92,7 +92,7 @@ class _Executor:
         return getattr(self._flower, name)
 
     def launch(self, spec: Any) -> Any:
-        """Start the app for a message; no other kind of task."""
+        """Start the app for a message; other kinds of tasks are refused."""
         result = import_module("flwr.supercore.superexec.executor.types").LaunchResult
         if spec.task_type != "flwr-clientapp":
             try:
@@ -112,7 +112,7 @@ def _follow(address: str, token: str) -> None:
 
 
 def _put(module: Any, **functions: Any) -> None:
-    """Replace functions of Flower's; an error if one is gone, as what took its place would run."""
+    """Replace functions of Flower's; raises if one no longer exists, since its successor would run."""
     for name, function in functions.items():
         getattr(module, name)
         setattr(module, name, function)
@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> None:
     """Run the tasks of a site's node.
 
     Args:
-        words: the site's folder and the node's address.
+        words: folder of the site and address of the node.
     """
     folder, address = words
     _put(

@@ -1,4 +1,4 @@
-"""Programs that are kept running: restarted if they end, killed if they hang, none left over."""
+"""Supervision of programs: they are restarted when they end, and all are ended together."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_WORDS = 20_000
 
 @dataclass(frozen=True)
 class Ended:
-    """A program's end.
+    """The end of a program.
 
     Attributes:
-        code: its exit code; minus the signal that ended it.
-        words: what it wrote since its start, at most the last 20 kB.
-        times: how often it has ended in a row; one that has run for a minute begins anew.
+        code: exit code; a negative number is the signal that ended the program.
+        words: output since the start, at most the last 20 kB.
+        times: number of ends in a row, each within a minute after the start.
     """
 
     code: int
@@ -42,7 +42,7 @@ def backoff(ended: Ended) -> float:
     """Return the seconds until a program is started again: 1, 2, 4, up to 30.
 
     Args:
-        ended: how it has ended.
+        ended: end of the program.
 
     Example:
         >>> [backoff(Ended(1, "", times)) for times in (1, 2, 3, 9)]
@@ -53,16 +53,16 @@ def backoff(ended: Ended) -> float:
 
 @dataclass(eq=False)
 class Program:
-    """A program to keep running, and its present process.
+    """A program to keep running, and its current process.
 
     Attributes:
-        name: for people.
-        command: its words.
-        log: the file that its output is added to.
+        name: name in messages.
+        command: program and arguments.
+        log: file to which the output is added.
         environment: variables besides those of this process.
-        again: seconds until it is started again after an end; may raise, to give up.
-        layer: at the end of all, those of a higher one end first.
-        process: None while there is none.
+        again: returns the seconds between an end and the next start; it may raise, to give up.
+        layer: programs of higher layers are ended first.
+        process: current process; None between an end and the next start.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Program:
     again: Callable[[Ended], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _next: float = field(default=0.0, init=False)  # when it is started
-    _times: int = field(default=0, init=False)  # that it has ended in a row
+    _next: float = field(default=0.0, init=False)  # time of the next start
+    _times: int = field(default=0, init=False)  # number of ends in a row
 
     def look(self) -> None:
-        """Start the program if it is time to; see whether it has ended."""
+        """Start the program if it is due, or note that it has ended."""
         if self.process is None:
             if time.monotonic() >= self._next:
                 self._start()
@@ -94,7 +94,7 @@ class Program:
             self.process.terminate()
 
     def end(self, until: float) -> None:
-        """Wait for the end; after some time, kill the program and its children."""
+        """Wait for the end until a time, then kill the program and its children."""
         if self.process is None:
             return
         try:
@@ -125,7 +125,7 @@ class Program:
         self.process = None
 
     def _words(self) -> str:
-        """Output of the program since its start."""
+        """Return the output of the program since its start."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._from, size - _MOST_WORDS))
@@ -138,10 +138,10 @@ class Program:
 
 
 class Supervisor:
-    """Keeps programs running inside a ``with`` block, and ends them at its end, layer by layer.
+    """Keeps programs running inside a ``with`` block, and ends them with the block, layer by layer.
 
     Args:
-        programs: in the order of their start.
+        programs: programs in the order of their start.
     """
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
@@ -163,20 +163,20 @@ class Supervisor:
                 program.end(until)
 
     def add(self, program: Program) -> None:
-        """Start one more.
+        """Start a program, and keep it running.
 
         Args:
-            program: to keep running from now on.
+            program: one more program.
         """
         self._programs.append(program)
         program.look()
 
     def watch(self, is_over: Callable[[], bool], seconds: float = float("inf")) -> bool:
-        """Keep all running until something is over; return whether it is, or the time is up.
+        """Keep all programs running until ``is_over`` returns True, which is returned, or for some seconds.
 
         Args:
-            is_over: asked often.
-            seconds: at most.
+            is_over: called ten times a second.
+            seconds: longest time to watch.
         """
         until = time.monotonic() + seconds
         while not (over := is_over()) and time.monotonic() < until:
@@ -185,13 +185,13 @@ class Supervisor:
         return over
 
     def look(self) -> None:
-        """Restart programs that have ended, if it is time to."""
+        """Restart programs that have ended and are due."""
         for program in list(self._programs):
             program.look()
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Keep all running by another thread inside a ``with`` block."""
+        """Keep all programs running by another thread inside a ``with`` block."""
         is_over = threading.Event()
         thread = threading.Thread(target=self.watch, args=[is_over.is_set], daemon=True)
         thread.start()
@@ -202,6 +202,6 @@ class Supervisor:
             thread.join()
 
     def process(self, name: str) -> int | None:
-        """Return a program's process id, None while there is none."""
+        """Return the process id of a program; None between an end and the next start."""
         [process] = [each.process for each in self._programs if each.name == name]
         return None if process is None else process.pid

@@ -1,1 +1,1 @@
-"""The server of a network: its clients' side of a round is sites elsewhere."""
+"""The server side of a network, whose clients are at sites."""

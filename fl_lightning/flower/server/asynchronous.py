@@ -1,11 +1,10 @@
-"""The clients' side of an asynchronous run whose clients are at sites.
+"""Asynchronous training of clients at sites.
 
-So many clients are at work at any time, each on an order of its own; a site takes them one after the
-other. A round is a step of the server: it waits until as many answers have come as the buffer holds, and
-starts somebody anew for each. Who is started is the simulation's draw; who arrives next, the network says,
-and that is recorded. With the record the run is a pure function again: simulated with it
-(`RecordedArrivals`) it ends in the same bits. So is a run that goes on from a checkpoint: its past is on
-record, and who is at work by it is asked again.
+A fixed number of clients train at any time, each on an order of its own; a site works on one order at a time.
+A round is a server step: the server waits until its buffer is full of updates, and starts another client for
+each. The clients that are started are drawn as in a simulation. The order of arrival depends on the network
+and is recorded: a simulation with this record (`RecordedArrivals`) is bit-identical. A resumed run reads its
+record from the checkpoint, and sends the orders of the clients that were training again.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 @final
 class VersionsAtSites(KeptVersions):
-    """The versions of the global model that clients work from, and the arrivals so far.
+    """Versions of the global model from which clients train, and the arrivals so far.
 
     Args:
-        rule: of the run.
-        num_clients: how many there are.
-        seed: of who is started.
-        counted: is told from which version those began that count.
+        rule: options of asynchronous training.
+        num_clients: number of clients.
+        seed: seed by which clients to start are drawn.
+        counted: gets the version from which each update that counts was trained.
 
     Attributes:
-        arrivals: what each step of the server takes in.
-        go_on: says who ends next of those at work; waits for it.
+        arrivals: updates of each server step.
+        next_end: waits for the next client that ends, among those that are training.
     """
 
     traits = NO_TRAITS
-    go_on: Callable[[Sequence[Visit]], Ended]
+    next_end: Callable[[Sequence[Visit]], Ended]
 
     def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:
         super().__init__()
@@ -76,15 +75,15 @@ class VersionsAtSites(KeptVersions):
         self._begin(())
 
     def _begin(self, record: Sequence[Ended]) -> None:
-        self._clock = RecordedClock(record, lambda at_work: self.go_on(at_work))
+        self._clock = RecordedClock(record, lambda at_work: self.next_end(at_work))
         self.arrivals = Arrivals(self._clock, *self._sizes, self._seed)
 
     def enter(self, run: Run) -> None:
-        """Find the file for the order of arrival."""
+        """Choose the file of the record of arrivals."""
         self._file = Path(own_run_folder(run.trainer), FILE)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Keep the present version, and forget those from which nobody is at work any more."""
+        """Keep a copy of the current version, and drop versions from which no client trains."""
         needed = self.arrivals.step(round_index - 1).in_flight if round_index else frozenset()
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
         self._common = {v: kept for v, kept in self._common.items() if v in needed}
@@ -92,11 +91,11 @@ class VersionsAtSites(KeptVersions):
         self._models[round_index] = GlobalModel(model.params.clone(), model.buffers.clone())
 
     def note(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keep the common part of all orders of the current version, without the model."""
+        """Keep the options and tensors that all orders of the current version share, without the model."""
         self._common[self._present] = options, {n: t for n, t in tensors.items() if n != "model"}
 
     def kept(self, version: int) -> tuple[GlobalModel, Common]:
-        """Model and common part of a version's orders."""
+        """Return the model of a version, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
     def settle(self, record: RoundRecord, processes: Processes) -> None:
@@ -124,12 +123,12 @@ class VersionsAtSites(KeptVersions):
         }
 
     def check(self, state: Any) -> None:
-        """Refuse a run in which others would have been started."""
+        """Raise if options that decide which clients are started differ from the checkpoint's."""
         if state is not None:
             check_same("federation.asynchronous", state.get("sizes"), self._sizes)
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Restore the state; clients that were at work get their orders again."""
+        """Restore the state; clients that were training get their orders again."""
         self._begin([Ended(*ended) for ended in state["record"]])
         self._num_closed = len(self._clock.record)
         self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
@@ -138,14 +137,14 @@ class VersionsAtSites(KeptVersions):
 
 @final
 class AsynchronousSites(Sites):
-    """Has clients trained by their sites, and waits for none in particular.
+    """Trains clients at their sites, and uses updates in the order of their arrival.
 
     Args:
-        run: whose server this is.
-        options: what was asked for.
-        stages: of the run.
-        versions: one of them.
-        given: what else `Sites` needs.
+        run: run of the server.
+        options: options of the federation.
+        stages: stages of the run.
+        versions: stage that keeps versions of the model.
+        given: further arguments of `Sites`.
     """
 
     def __init__(
@@ -159,9 +158,9 @@ class AsynchronousSites(Sites):
     ) -> None:
         super().__init__(run, options, stages, **given)
         self._versions = versions
-        versions.go_on = self._next_end
-        self._asked: dict[int, float] = {}  # when, by the number of the start
-        self._replies: dict[int, Reply] = {}  # that have not counted, by client
+        versions.next_end = self._next_end
+        self._asked: dict[int, float] = {}  # time of each order, by the number of the start
+        self._replies: dict[int, Reply] = {}  # replies that no server step has used, by client
         self._lost_in_a_row = 0
 
     def train(
@@ -192,28 +191,28 @@ class AsynchronousSites(Sites):
         [visit] = [visit for visit in at_work if visit.client == client]
         seconds = time.monotonic() - self._asked.pop(visit.number)
         if reply.answer is None:
-            self._do_without(client, reply, at_work)
+            self._skip(client, reply, at_work)
         else:
             self._replies[client], self._lost_in_a_row = reply, 0
         return Ended(client, visit.version, seconds, is_lost=reply.answer is None)
 
     def _order_to(self, visit: Visit) -> Order:
-        """Return the order of a client at work: to the byte the same whenever it is made."""
+        """Return the order of a client that is training; it has the same bytes whenever it is made."""
         model, (options, tensors) = self._versions.kept(visit.version)
         told = {"model": self._packing().model(model, visit.version), **tensors}
         return self._order("train", (visit.client,), options, told, visit.version)
 
-    def _do_without(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
-        """Start another client in place of one whose answer does not come.
+    def _skip(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
+        """Skip a client whose site has sent no answer, unless such a failure ends the run.
 
         Args:
-            client: whose.
-            reply: of its site, instead.
-            at_work: who was, with it.
+            client: id of the client.
+            reply: reply of its site, without an answer.
+            at_work: clients that were training, this one included.
 
         Raises:
-            ClientFailure: if that is not to be skipped.
-            RoundFailure: if nobody answers any more.
+            ClientFailure: if the options say that a failure ends the run.
+            RoundFailure: if too many orders in a row had no answer.
         """
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
         if self._options.on_client_failure == "raise":
@@ -228,12 +227,12 @@ class AsynchronousSites(Sites):
 
 
 def sites_for(options: Options, counted: Counted, num_clients: int) -> Callable[..., Sites]:
-    """Constructor of the clients' side of a run over sites, in rounds or asynchronous.
+    """Return the constructor of `Sites`, or of `AsynchronousSites` for an asynchronous run.
 
     Args:
-        options: of the federation, which are handed the stage that this needs.
-        counted: knows what sites have to know.
-        num_clients: of all sites.
+        options: options of the federation; an asynchronous run adds a stage to them.
+        counted: gets the version from which each update that counts was trained.
+        num_clients: number of clients at all sites.
     """
     rule = options.asynchronous
     if rule is None:

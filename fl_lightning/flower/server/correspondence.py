@@ -1,4 +1,4 @@
-"""The server's correspondence: orders out, answers in, each counted once."""
+"""Exchange of messages with sites: the server sends orders, and gets one reply to each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_lightning.flower.packing import of_stage
 from fl_lightning.flower.transport.channel import Channel, Lost
 
 _PAUSE = 1.0  # seconds
-# what a site says that was started again, and has not been greeted yet
+# failures of a site that was restarted, and has not been greeted since
 _OF_RESTARTED = ("run", "stopped", "mask", "busy", "lost")
 
 
@@ -33,12 +33,12 @@ class Reply:
     """Reply of a site.
 
     Attributes:
-        site: which.
-        order: what it was asked.
-        answer: None if there is none.
-        reason: why not.
-        bytes_up: of the answer.
-        bytes_down: of the order.
+        site: name of the site.
+        order: order that was sent.
+        answer: answer of the site; None without one.
+        reason: reason that there is no answer.
+        bytes_up: size of the answer.
+        bytes_down: size of the order.
     """
 
     site: str
@@ -50,7 +50,7 @@ class Reply:
 
     @property
     def parts(self) -> Iterator[Part]:
-        """The part of each client that was asked."""
+        """Parts of the reply, one for each client of the order."""
         clients, answer = self.order.clients, self.answer
         given = {} if answer is None else {each.client: each for each in answer.clients}
         for client in clients:
@@ -72,13 +72,13 @@ class Part(NamedTuple):
     """A client's part of a site's reply.
 
     Attributes:
-        client: which.
-        reply: of its site.
-        answer: None if it has none, or has failed.
-        reason: why.
-        tensors: that go with it, by name.
-        bytes_up: its part of the site's answer.
-        bytes_down: its part of the site's order.
+        client: id of the client.
+        reply: reply of its site.
+        answer: answer of the client; None without one, or if the client failed.
+        reason: reason that there is no answer.
+        tensors: tensors of the client, by name.
+        bytes_up: share of the size of the site's answer.
+        bytes_down: share of the size of the order.
     """
 
     client: int
@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
 
 def by_site(clients: Iterable[int], site_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """Return the clients of each site, in the order given."""
+    """Group clients by their sites, in the order given."""
     found: dict[str, list[int]] = {}
     for client in clients:
         found.setdefault(site_of[client], []).append(client)
@@ -100,15 +100,15 @@ def by_site(clients: Iterable[int], site_of: Mapping[int, str]) -> dict[str, tup
 
 @dataclass(eq=False)
 class _Asked:
-    """An order on its way, or in line behind others of its site.
+    """An order that was sent, or that waits behind another one to the same site.
 
     Attributes:
-        site: that is asked.
-        order: what.
-        content: its bytes.
-        sent: what the site has been sent last: these, or those of a greeting.
-        until: when it is given up; None while it is in line.
-        again_at: when the site is to be greeted and asked again; None while it works.
+        site: name of the site.
+        order: the order.
+        content: bytes of the order.
+        sent: bytes that the site was sent last: those of the order or of a greeting.
+        until: time at which the order is given up; None while it waits.
+        again_at: time at which the site is greeted and asked again; None while it works.
     """
 
     site: str
@@ -120,31 +120,31 @@ class _Asked:
 
 
 class Correspondence:
-    """Asks sites, each one thing at a time: orders to a site that is at work stand in line.
+    """Sends orders to sites, one at a time to each: further orders to a site wait in line.
 
     A site that is lost while it works (killed, restarted, cut off) is greeted and asked again as soon as
-    it is there, until the deadline: the same order gives the same answer.
+    it is back, until the deadline: the same order gives the same answer.
 
     Args:
-        channel: to them.
+        channel: transport to the sites.
         deadline: seconds that a site may take for an order.
-        largest: bytes of an answer.
+        largest: largest size of an answer, in bytes.
     """
 
     def __init__(self, channel: Channel, *, deadline: float = 3600.0, largest: int = 2**33) -> None:
         self._channel, self._deadline, self._largest = channel, deadline, largest
-        self._lines: dict[str, deque[_Asked]] = {}  # of sites; the first is on its way
-        self._posted: deque[Reply] = deque()  # replies to what was posted
+        self._lines: dict[str, deque[_Asked]] = {}  # orders by site; the first one was sent
+        self._posted: deque[Reply] = deque()  # replies to posted orders
 
     def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
-        """Answers of the sites to a greeting, once the wanted number is there.
+        """Wait for a number of sites, greet all that are present, and return their answers by site.
 
         Args:
-            write: writes the ``hello`` as it is at the moment; sites that come back later are greeted so too.
-            wanted: how many.
+            write: makes the ``hello``; it is called again for sites that come back later.
+            wanted: number of sites to wait for.
 
         Raises:
-            ConfigurationError: if one refuses.
+            ConfigurationError: if a site refuses.
         """
         self._write, order = write, write()
         told: Sequence[str] | None = None
@@ -162,14 +162,14 @@ class Correspondence:
         return answers
 
     def ask(self, orders: Mapping[str, Order], greet: Collection[str] = ()) -> Iterator[Reply]:
-        """Send an order to each of some sites, and yield their replies as they come.
+        """Send an order to each site, and yield the replies in the order of their arrival.
 
-        A site that does not answer in time, or whose answer is not one, has no answer. What was posted
-        and is on its way is waited for, the rest of it comes after.
+        A late or invalid answer gives a reply without an answer. These orders overtake posted orders that
+        still wait in line.
 
         Args:
-            orders: by site.
-            greet: sites that are greeted anew before.
+            orders: orders by site.
+            greet: names of sites that are greeted again first.
         """
         greeting = self._write().to_bytes() if greet else b""
         waiting = {
@@ -178,28 +178,28 @@ class Correspondence:
         }
         try:
             while waiting:
-                for asked, reply in self._come():
+                for asked, reply in self._receive():
                     if asked in waiting:
                         waiting.remove(asked)
                         yield reply
                     else:
                         self._posted.append(reply)
         finally:
-            for asked in waiting:  # nobody wants to know any more
+            for asked in waiting:  # if the caller has stopped iterating
                 self._take_out(asked)
 
     def post(self, site: str, order: Order) -> None:
-        """Put an order in a site's line; `next_reply` returns its reply."""
+        """Put an order into the line of a site; `next_reply` returns the reply."""
         self._put(site, order)
 
     def next_reply(self) -> Reply:
-        """Return the next reply to an order that was posted; waits for it."""
+        """Wait for the next reply to a posted order, and return it."""
         while not self._posted:
-            self._posted.extend(reply for _, reply in self._come())
+            self._posted.extend(reply for _, reply in self._receive())
         return self._posted.popleft()
 
     def forget_posted(self) -> None:
-        """Drop the posted orders: those still in line are not sent."""
+        """Drop all posted orders and their replies; orders that wait in line are not sent."""
         self._lines.clear()
         self._posted.clear()
 
@@ -219,7 +219,7 @@ class Correspondence:
         self._channel.send(asked.site, asked.sent, self._deadline)
 
     def _take_out(self, asked: _Asked) -> None:
-        """Remove an order; if it was on its way, the next one in the site's line is sent."""
+        """Remove an order from the line of its site; the next one is sent if it was the first."""
         line = self._lines.get(asked.site, deque())
         if asked not in line:
             return
@@ -228,16 +228,16 @@ class Correspondence:
         if line and was_first:
             self._send(line[0])
 
-    def _come(self) -> list[tuple[_Asked, Reply]]:
-        """Orders with a reply, and those given up, after at most a second."""
+    def _receive(self) -> list[tuple[_Asked, Reply]]:
+        """Return orders with their replies, answered or given up, after at most a second."""
         found, now = [], time.monotonic()
-        left = min((a.until - now for a in self._on_their_way() if a.until), default=_PAUSE)
+        left = min((a.until - now for a in self._in_progress() if a.until), default=_PAUSE)
         for site, came in self._channel.receive(max(0.0, min(left, _PAUSE))):
             line = self._lines.get(site)
             if line and (reply := self._reply(came, line[0])):
                 found.append((line[0], reply))
                 self._take_out(line[0])
-        for asked in self._on_their_way():
+        for asked in self._in_progress():
             if asked.until is not None and time.monotonic() >= asked.until:
                 reason, down = f"it did not answer within {self._deadline:g} s", len(asked.content)
                 found.append((asked, Reply(asked.site, asked.order, None, reason, bytes_down=down)))
@@ -245,11 +245,11 @@ class Correspondence:
         self._ask_again()
         return found
 
-    def _on_their_way(self) -> list[_Asked]:
+    def _in_progress(self) -> list[_Asked]:
         return [line[0] for line in self._lines.values() if line]
 
     def _reply(self, came: bytes | Lost, asked: _Asked) -> Reply | None:
-        """Reply of a site to its order; None if the site is asked again."""
+        """Return the reply of a site to its order; None if the site is asked again."""
         site = asked.site
         answer, reason, is_lost = self._read(site, came, digest(asked.sent))
         if is_lost:
@@ -271,7 +271,7 @@ class Correspondence:
         now = time.monotonic()
         due = {
             asked.site: asked
-            for asked in self._on_their_way()
+            for asked in self._in_progress()
             if asked.again_at is not None and asked.again_at <= now
         }
         here = [site for site in self._channel.sites() if site in due] if due else []
@@ -284,7 +284,7 @@ class Correspondence:
         return max(1.0, (asked.until or 0.0) - time.monotonic())
 
     def _read(self, site: str, came: bytes | Lost, name: str) -> tuple[Answer | None, str, bool]:
-        """Return an answer, or why there is none and whether the site is only lost for a while."""
+        """Return the answer or None, the reason that there is none, and True if the site is asked again."""
         if isinstance(came, Lost):
             return None, came.category, True
         try:

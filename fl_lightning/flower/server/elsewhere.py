@@ -1,8 +1,8 @@
-"""Data that are elsewhere: of its clients a server knows how many examples each has, and holds out.
+"""Data module of a server whose clients' examples are at sites: the server knows only their numbers.
 
-Below: what of a configuration has no meaning over a network, before any site is asked; and a mask found, or a head
-fitted, on examples that are at sites: clients send sums over theirs. These are handed on one by one in the order of the clients, so that they add up to the same bits
-as in simulation.
+Below: checks of a configuration before any site is contacted, and the calibration of a mask or a head on examples
+at sites. Clients send sums over their examples, which are yielded in the order of the clients, so that the result
+is bit-identical to a simulation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _AT_SITES = (
 
 
 class DataElsewhere(FederatedDataModule):
-    """Data module of a server whose examples are at sites; its evaluation loaders are its own.
+    """Data module of a server: clients' examples are at sites, the evaluation loaders at the server.
 
     Args:
-        data: of the configuration; its training set is never asked for.
-        num_examples: of every client.
-        held_out: of every client, by stage (``validation``, ``test``).
-        batch_size: of clients' local batches.
-        drop_last: whether clients leave out a smaller last batch.
+        data: data module of the configuration; its training set is never read.
+        num_examples: number of examples of every client.
+        held_out: number of held-out examples of every client, by stage (``validation``, ``test``).
+        batch_size: size of clients' local batches.
+        drop_last: True if clients leave out a smaller last batch.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def clients(self) -> FlatShards:
-        """How many examples each has; whose indices they are only the sites know."""
+        """Shards with the number of examples of each client; the indices in them mean nothing."""
         return self._shards
 
     @property
     def held_out(self) -> FlatShards:
-        """How many examples each holds out for validation, at its site."""
+        """Shards with the number of examples that each client holds out for validation."""
         return self.held_out_for("validation")
 
     def held_out_for(self, stage: str) -> FlatShards:
-        """Numbers of examples that clients hold out for ``validation`` or ``test``."""
+        """Return shards with the number of examples that each client holds out for a stage."""
         return self._held_out[stage]
 
     @property
@@ -106,15 +106,15 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def draws_by_weight(self) -> bool:
-        """Not known here: sites draw by themselves."""
+        """False: sites draw their own batches."""
         return False
 
     def weights_of(self, examples: Tensor) -> Tensor | None:
-        """Return None: sites draw by themselves."""
+        """Return None: sites draw their own batches."""
         return None
 
     def summary(self) -> PartitionSummary:
-        """Return sizes; classes are not known here."""
+        """Return a summary of the clients' sizes, without classes, which only sites know."""
         return PartitionSummary.of(self.clients, None, max_clients=MAX_CLIENTS_COUNTED)
 
 
@@ -128,10 +128,10 @@ SCALED = "16-mixed"  # a precision
 
 
 def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
-    """Refuse options that have no meaning, or another one, over a network.
+    """Raise if options have no meaning, or a different one, over a network.
 
     Raises:
-        ConfigurationError: all of it at once.
+        ConfigurationError: naming all of them.
     """
     problems = [
         *conflicts(network_parts(trainer, module, options)),
@@ -161,7 +161,7 @@ def _of_data(data: Any) -> Iterator[str]:
 
 
 def of_transforms(data: FederatedDataModule) -> Iterator[str]:
-    """Say which transforms of inputs cannot be where each site knows its own clients only."""
+    """Yield an error for each transform of inputs that has to see the examples of all clients."""
     for transform in data.transforms:
         if shown_by([transform]):
             yield (
@@ -174,13 +174,13 @@ VALUES, SUMS = "stage/values/", "stage/sums/"
 
 
 class CalibrationAtSites:
-    """Asks clients at sites; a missing answer ends the run, as every one is needed.
+    """Collects sums for a calibration from clients at sites; a missing answer ends the run.
 
     Args:
-        correspondence: with sites.
-        greeting: knows the run.
-        trainer: of the server.
-        site_of: the site of each client.
+        correspondence: exchange of messages with sites.
+        greeting: makes the orders.
+        trainer: Trainer of the server.
+        site_of: name of the site of each client.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class CalibrationAtSites:
         """Yield each client's sensitivity scores, in the order of ``asked``.
 
         Args:
-            values: at which entries are scored, by name.
+            values: parameters that are scored, by name.
             ids: version of the mask, and round of its calibration.
-            asked: the number of examples by client.
+            asked: number of examples to score, by client.
         """
         tensors = model_tensors(self._trainer.lightning_module, without=values.keys())
         tensors |= {f"{VALUES}{name}": value.detach().cpu() for name, value in values.items()}
@@ -224,8 +224,8 @@ class CalibrationAtSites:
         """Yield the clients' sums for the head, in the order given.
 
         Args:
-            clients: who.
-            like: a tensor of the form that it has.
+            clients: ids of the clients.
+            like: tensor with the shape and dtype of the sums.
         """
         form = like.shape, like.dtype
         tensors = model_tensors(self._trainer.lightning_module)
@@ -238,7 +238,7 @@ class CalibrationAtSites:
     def _ask(
         self, options: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Mapping[int, int]
     ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """Yield of each client in turn: its id, its number of examples and its sums."""
+        """Yield the id, the number of examples and the sums of each client, in order."""
         came: dict[int, tuple[int, dict[str, Tensor]]] = {}
         waiting = list(asked)
         for reply in self._correspondence.ask(self._orders(options, tensors, asked)):

@@ -1,7 +1,7 @@
-"""What a site is told when it is greeted: the run's configuration, and which entries may move by now.
+"""Orders of a run, first of all the greeting (``hello``), and the facts that a site reports in answer to it.
 
-Every order also says in which round each client counted last, so that sites know what to remember. And what a
-site says of itself then: its clients, how they train, what else all must agree on.
+The greeting has the configuration of the run and the current mask. Every order has the last round in which each
+client counted, so that sites know which client state is valid.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from fl_lightning.sparsity.masks.mask import Mask
 
 
 class Masks(Protocol):
-    """Has the masks of a run."""
+    """Interface to the masks of a run."""
 
     @property
     def mask(self) -> Mask | None:
-        """The present one; None before there is one."""
+        """Current mask; None before the first one."""
 
     @property
     def version(self) -> int:
-        """Number of the present mask."""
+        """Number of the current mask."""
 
 
 class Greeting:
-    """Writes the order ``hello`` as it is at the moment.
+    """Makes the orders of a run.
 
-    With a mask comes the whole model: entries that may not move any more are what training has made of
-    them, and no later order has them.
+    A greeting with a mask has the whole model: training may have changed entries that are frozen now, and
+    later orders leave them out.
 
     Args:
-        configuration: of the run, as YAML.
-        counted: knows the run, and in which rounds clients counted.
-        trainer: of the server.
-        masks: of the run; None for one without.
+        configuration: configuration of the run, as YAML.
+        counted: knows the id of the run, and in which rounds clients counted.
+        trainer: Trainer of the server.
+        masks: masks of the run; None for a run without.
 
     Attributes:
         digest: SHA-256 of the configuration.
@@ -68,13 +68,13 @@ class Greeting:
 
     @property
     def mask(self) -> RunMask | None:
-        """The present mask; None if there is none."""
+        """Current mask; None if there is none."""
         if self._masks is None or self._masks.mask is None:
             return None
         return RunMask(self._masks.mask, self._masks.version)
 
     def order(self) -> Order:
-        """Return the order."""
+        """Return the greeting, with the current mask and model if there is a mask."""
         options: dict[str, Any] = {"configuration": self._configuration}
         tensors: dict[str, Tensor] = {}
         if (mask := self.mask) is not None:
@@ -108,15 +108,15 @@ class Greeting:
 
 
 class Counted(Stage):
-    """Knows in which round each client counted last, which sites have to know.
+    """Records the last round in which the update of each client counted.
 
     Args:
-        run: of the run, 32 hexadecimal digits; that of the checkpoint in a resumed one.
+        run: id of the run, 32 hexadecimal digits; a resumed run has that of its checkpoint.
 
     Attributes:
-        run: as given.
-        rounds: by client; the round of the order, also where its update counted in a later one.
-        began: of which round's order those clients' updates are that count in a later one.
+        run: id of the run.
+        rounds: last round by client: that of its order, even if the update counted in a later one.
+        began: round of the order, by client, of updates that count in a later round.
     """
 
     key = "sites"
@@ -128,21 +128,21 @@ class Counted(Stage):
         self.began: Mapping[int, int] = {}
 
     def close(self, record: RoundRecord) -> None:
-        """Note whose update was used."""
+        """Record the clients whose updates were used."""
         absent = {*record.skipped, *record.lost}
         counting = (client for client in record.finished if client not in absent)
         self.rounds |= {client: self.began.get(client, self._number) for client in counting}
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Note the round's number."""
+        """Store the number of the round."""
         self._number = round_index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run and each client's last round that counted."""
+        """Return the id of the run, and the last round in which each client counted."""
         return {"run": self.run, "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Resume the run of a checkpoint."""
+        """Restore the id of the run and the rounds from a checkpoint."""
         if state:
             self.run, self.rounds = state["run"], dict(state["rounds"])
 
@@ -162,18 +162,18 @@ Positive = Annotated[int, partial(check_whole, least=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class SiteFacts:
-    """Facts that a site reports of itself.
+    """Facts that a site reports about itself.
 
     Attributes:
-        clients: numbers of examples by client.
-        held_out: numbers of examples that clients hold out, by stage of `STAGES` and client.
-        batch_size: of local batches.
-        drop_last: whether a smaller last batch is left out.
-        precision: in which it trains.
-        signing: public key with which it signs what it says in secure sums, in hexadecimal digits; may be
-            empty.
-        sum_key: fingerprint of the key of encrypted sums, in hexadecimal digits; may be empty.
-        most_bytes: of an order.
+        clients: number of examples of each client.
+        held_out: number of examples that each client holds out, by stage of `STAGES` and client.
+        batch_size: size of local batches.
+        drop_last: True if a smaller last batch is left out.
+        precision: precision of the Trainer.
+        signing: public key that verifies the site's messages in secure sums, in hexadecimal digits; empty
+            without one.
+        sum_key: fingerprint of the key of encrypted sums, in hexadecimal digits; empty without one.
+        most_bytes: largest size of an order, in bytes.
 
     Raises:
         MessageError: for values out of range.
@@ -210,10 +210,10 @@ class SiteFacts:
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
-    """Facts of the sites, by name.
+    """Read the facts in the answers of sites, by site.
 
     Raises:
-        ConfigurationError: naming a site that has not.
+        ConfigurationError: naming a site whose facts are not valid.
     """
     found: dict[str, SiteFacts] = {}
     for site, answer in answers.items():

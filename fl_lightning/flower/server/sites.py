@@ -1,8 +1,7 @@
-"""The clients' side of a round where clients are elsewhere: orders to sites, their answers to the server.
+"""Training of clients at sites: the server sends orders, and reads updates from the answers.
 
-Answers count in the order of the cohort, whenever they come, so that a sum has the same bits as in
-simulation. What a client's update goes through on its way, it has gone through at its site as far as
-`Transport`; the stages that follow are the server's.
+Updates are used in the order of the cohort, in whatever order they arrive, so that a sum is bit-identical to a
+simulation's. Stages up to `Transport` have processed an update at its site; later ones run at the server.
 """
 
 from __future__ import annotations
@@ -56,20 +55,20 @@ from fl_lightning.server.server import as_aggregator
 
 
 class _Unusable(Exception):  # noqa: N818
-    """A client has no update that can be used; the message says why."""
+    """Raised if a client has no usable update; the message says why."""
 
 
 class Sites(FitClients):
-    """Has clients trained by their sites.
+    """Trains clients at their sites.
 
     Args:
-        run: whose server this is.
-        options: what was asked for.
-        stages: of the run.
-        correspondence: with sites.
-        site_of: the site of each client.
-        greeting: what sites are told at first, and again when the mask is another.
-        signing_keys: of sites, with which they sign what they say in secure sums.
+        run: run of the server.
+        options: options of the federation.
+        stages: stages of the run.
+        correspondence: exchange of messages with sites.
+        site_of: name of the site of each client.
+        greeting: makes orders, among them the ``hello`` that sends a new mask.
+        signing_keys: public keys that verify the sites' messages in secure sums, by site.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class Sites(FitClients):
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
-        self._masks: dict[str, str] = {}  # that sites know, by site
+        self._masks: dict[str, str] = {}  # name of the mask that each site has
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self.stages_ahead = stages.after(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
-        self._trained_on = ""  # in the present round, where only sums are shown
+        self._trained_on = ""  # hash of the orders of the current round, for hidden sums
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
             write = partial(self._order, "sum")
@@ -117,12 +116,12 @@ class Sites(FitClients):
         return True
 
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
-        """Leave it to the sites."""
+        """Do nothing: sites choose their own engines."""
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
     ) -> Generator[Upload | Missing, None, None]:
-        """Send orders, and yield the results in the order of the clients."""
+        """Send the orders of a round, and yield the updates in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)
         orders = {
@@ -146,7 +145,7 @@ class Sites(FitClients):
 
         Args:
             stage: ``validation`` or ``test``.
-            clients: who; those that cannot are left out, with a warning.
+            clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
         model = self._packing().whole_model(self.local.read(), self._run.round_index)
         options = self._agreed() | {"stage": stage}
@@ -165,7 +164,7 @@ class Sites(FitClients):
         return found
 
     def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Ask sites; a new mask is sent to all of them, as clients' memories follow each mask."""
+        """Send orders, and yield the replies; sites that do not have the current mask get it first."""
         mask = self._mask
         sites = set(self._site_of.values()) if mask else ()
         unaware = sorted(site for site in sites if self._masks.get(site) != mask)
@@ -180,7 +179,7 @@ class Sites(FitClients):
                 rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
-        """Add a site's sums of logged torchmetrics objects."""
+        """Read the states of logged torchmetrics objects, and reductions of metrics, from a reply."""
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
@@ -197,7 +196,7 @@ class Sites(FitClients):
         return Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
 
     def _common(self, start: Start, packing: Packing) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return options and tensors of all orders to train in the present round."""
+        """Return the options and tensors that all orders to train in the current round share."""
         number = self._run.round_index
         tensors = {"model": packing.model(start.present, number)}
         for stage in self._talking:
@@ -211,7 +210,7 @@ class Sites(FitClients):
         return options, tensors
 
     def _agreed(self) -> dict[str, Any]:
-        """Facts about the model that both sides must share."""
+        """Return the facts about the model that must be equal at the server and the sites."""
         return {
             "num_clients": self._run.groups.population.num_clients,
             "state": self.local.state_names or [],
@@ -228,7 +227,7 @@ class Sites(FitClients):
         tensors: Mapping[str, Tensor],
         round_index: int | None = None,
     ) -> Order:
-        """Return an order of a round; of the present one if None."""
+        """Return an order of a round, by default of the current one."""
         number = self._run.round_index if round_index is None else round_index
         return self._greeting.write(kind, clients, options, tensors, number)
 
@@ -240,14 +239,14 @@ class Sites(FitClients):
 
     @property
     def _constants(self) -> str:
-        """Hash of the tensors that are not sent, taken for the first order under a mask."""
+        """Hash of the tensors that are not sent, computed once per mask."""
         mask = self._mask
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
 
     def _upload_of(self, part: Part, start: Start, packing: Packing) -> Upload | Missing:
-        """Upload of a client, in the form that `Transport` hands on."""
+        """Return the upload of a client as `Transport` yields it, or the reason that it is missing."""
         start = start._replace(num_bytes=part.bytes_down)
         try:
             if part.answer is None:
@@ -296,15 +295,15 @@ MOST_STEPS = 2**40
 
 
 def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
-    """Refuse an answer whose numbers the server could not use.
+    """Raise if a number in the answer of a client is out of range.
 
     Args:
-        answer: of a client that has not failed.
-        num_examples: that its site has said it has.
-        counts_steps: whether the aggregator asks how many gradients an update adds up to.
+        answer: answer of a client that has not failed.
+        num_examples: number of its examples, as its site has reported at the start.
+        counts_steps: True if the aggregator needs the number of gradients that an update sums up.
 
     Raises:
-        ValueError: with what is wrong.
+        ValueError: naming the number.
     """
     if answer.num_examples != num_examples:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The server's half of hidden sums over sites: of a secure sum, and of one that sites encrypt."""
+"""Server side of hidden sums over sites: secure sums and encrypted sums."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fl_lightning.flower.sums import (
     OPENED,
     TO_CLIENT,
     TOTAL,
-    Agreed,
-    EncryptedAgreed,
+    EncryptedSettings,
     EncryptedStage,
+    SecureSettings,
     SecureStage,
 )
 from fl_lightning.secure.encryption.ciphertext_numbers import Sender
@@ -45,14 +45,14 @@ MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class SitesOfRound:
-    """The clients of the present round, asked at their sites.
+    """Access to the sites of a round for hidden sums.
 
     Attributes:
-        correspondence: with the sites.
-        site_of: the site of each client.
-        write: writes orders of the round: clients, options, tensors.
-        lost: told whose vector will not be in the sum, and why; it may raise.
-        trained_on: says what clients of the round have trained on, see `sums.trained_on`.
+        correspondence: exchange of messages with the sites.
+        site_of: name of the site of each client.
+        write: makes an order of the round from clients, options and tensors.
+        lost: called with each client whose vector is not in the sum, and the reason; it may raise.
+        trained_on: returns the hash of the order that clients trained with, see `sums.trained_on`.
     """
 
     correspondence: Correspondence
@@ -71,29 +71,29 @@ class SitesOfRound:
 
 
 class SumOverSites:
-    """Adds up vectors by a secure sum: the server asks stage by stage, and learns the sum only.
+    """Adds up vectors of sites by a secure sum, of which the server learns only the sum.
 
     Args:
-        sites: of the round.
-        keys: public signing keys by site, of those that have one.
+        sites: access to the sites of the round.
+        keys: public signing keys of the sites that have one, by site.
     """
 
     def __init__(self, sites: SitesOfRound, keys: Mapping[str, bytes]) -> None:
         self._sites, self._keys = sites, keys
 
     def __call__(self, session: Session, clients: Sequence[int]) -> HiddenSum:
-        """Run the protocol.
+        """Run the protocol, one order per stage and site.
 
         Args:
-            session: of the protocol.
-            clients: in the order of their places.
+            session: session of the protocol.
+            clients: global ids in the order of their places in the session.
 
         Raises:
             AbortedError: if too few clients are left.
         """
         sites = self._sites
         session = replace(session, purpose=sites.trained_on())
-        agreed = Agreed(session, tuple(clients), tuple(sites.site_of[c] for c in clients))
+        agreed = SecureSettings(session, tuple(clients), tuple(sites.site_of[c] for c in clients))
         server, cost = SecureServer(session, agreed.directory(self._keys)), no_cost(clients)
         incoming: dict[int, bytes] = dict.fromkeys(range(session.num_clients), b"")
         for stage in session.stages:
@@ -115,7 +115,7 @@ class SumOverSites:
         return HiddenSum(server.total, frozenset(clients[p] for p in server.survivors), cost)
 
     def _orders(
-        self, agreed: Agreed, stage: ProtocolStage, incoming: Mapping[int, bytes]
+        self, agreed: SecureSettings, stage: ProtocolStage, incoming: Mapping[int, bytes]
     ) -> dict[str, Order]:
         messages = {agreed.clients[place]: incoming[place] for place in sorted(incoming)}
         return {
@@ -139,30 +139,30 @@ class SumOverSites:
 
 
 class EncryptedOverSites:
-    """Adds up ciphertexts that the server cannot read; a site opens the sum.
+    """Adds up encrypted vectors of sites; one of the sites decrypts the sum.
 
     Args:
-        sites: of the round.
+        sites: access to the sites of the round.
     """
 
     def __init__(self, sites: SitesOfRound) -> None:
         self._sites, self._key = sites, b""
 
     def __call__(self, layout: CKKSLayout, clients: Sequence[int]) -> HiddenSum:
-        """Add up a round's vectors, which sites encrypt, and let a site open the sum.
+        """Add up the encrypted vectors of a round, and let one site decrypt the sum.
 
         Args:
-            layout: of the round.
-            clients: that have trained.
+            layout: layout of the round's vectors.
+            clients: clients that have trained.
 
         Raises:
-            RoundFailure: if too few are left, or the sum is not opened.
+            RoundFailure: if too few vectors arrive, or the sum is not decrypted.
         """
         sites = sorted(by_site(clients, self._sites.site_of))
         # the same one if the round is added up again: sites encrypt for one opener only
         opener = sites[layout.round_index % len(sites)]
         run = self._sites.write((), {}, {}).run
-        agreed = EncryptedAgreed(
+        agreed = EncryptedSettings(
             run, layout.round_index, layout.size, layout.parameters.degree, opener, tuple(clients)
         )
         cost = no_cost(clients)
@@ -184,9 +184,9 @@ class EncryptedOverSites:
         return HiddenSum(values, frozenset(sender.client for sender in senders), cost)
 
     def _added(
-        self, agreed: EncryptedAgreed, layout: CKKSLayout, cost: ProtectionCost
+        self, agreed: EncryptedSettings, layout: CKKSLayout, cost: ProtectionCost
     ) -> tuple[EncryptedUpdate | None, tuple[Sender, ...]]:
-        """Sum of the sites' encrypted vectors, and the clients in it."""
+        """Return the sum of the encrypted vectors, None of none, and the clients in the sum."""
         server = CKKSServer(layout)
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
@@ -204,8 +204,8 @@ class EncryptedOverSites:
                 add_seconds(cost, "server_seconds", began)
         return total, tuple(senders)
 
-    def _waves(self, agreed: EncryptedAgreed, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
-        """Yield orders to encrypt until all clients were asked."""
+    def _waves(self, agreed: EncryptedSettings, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
+        """Yield orders to encrypt, with a limited number of clients per site at a time."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         at_once = max(1, MOST_BYTES // max(1, size))
         left = {site: iter(c) for site, c in by_site(agreed.clients, self._sites.site_of).items()}
@@ -220,10 +220,10 @@ class EncryptedOverSites:
     def _asked_opener(
         self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
     ) -> Answer:
-        """Answer of the opener; its bytes count for its first client.
+        """Return the opener's answer to an order; the bytes are counted for its first client.
 
         Raises:
-            RoundFailure: if it says nothing.
+            RoundFailure: if the opener does not answer.
         """
         opener, given = asked.sum.opener, {KEY: self._key, **tensors} if self._key else tensors
         told = {name: as_tensor(data) for name, data in given.items()}
@@ -243,10 +243,10 @@ class EncryptedOverSites:
 
 
 def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
-    """Return a client's message and the client's number.
+    """Return the encrypted vector of a client, and its `Sender`.
 
     Raises:
-        ValueError: if it has sent none.
+        ValueError: if the client has sent no valid vector.
     """
     if part.answer is None or part.reply.answer is None:
         raise ValueError(part.reason)
@@ -260,11 +260,11 @@ def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender
     return sent, Sender(part.client, nonce, fewest)
 
 
-def _values(values: Tensor | None, agreed: EncryptedAgreed) -> Tensor:
-    """Return the opened sum.
+def _values(values: Tensor | None, agreed: EncryptedSettings) -> Tensor:
+    """Check a decrypted sum, and return it.
 
     Raises:
-        RoundFailure: if these are not numbers of the model.
+        RoundFailure: if it is not a vector of finite numbers of the right size.
     """
     form = None if values is None else (values.dtype, values.shape)
     if values is None or form != (torch.float64, (agreed.size,)) or not values.isfinite().all():

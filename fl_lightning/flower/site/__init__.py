@@ -1,1 +1,1 @@
-"""A site: orders in, answers out; a Trainer that follows them, and the data that stay here."""
+"""A site: it follows the orders of the server with a Trainer of its own, and keeps its data."""

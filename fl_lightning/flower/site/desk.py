@@ -1,4 +1,4 @@
-"""Where a site's Trainer meets the thread that speaks with the server."""
+"""Queue of orders and results between a site's Trainer and the thread that answers the server."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 
 @dataclass(frozen=True)
 class Done:
-    """Outcome of an order.
+    """Result of an order.
 
     Attributes:
-        answers: of its clients.
-        tensors: that go with them.
-        vectors: of clients whose updates the server is not to see, by client; they stay at the site.
-        rules: of the sum of these, by the configuration.
-        failures: why some have no update.
-        error: what ended the fit, instead of all that.
-        options: that go with the answers; of the site, ahead of the first order.
+        answers: answers of the clients of the order.
+        tensors: tensors of the answers.
+        vectors: vectors for a hidden sum, by client; they stay at the site.
+        rules: options of the hidden sum by the configuration.
+        failures: failures of clients.
+        error: error that has ended the fit; other fields are then empty.
+        options: options of the answer; before the first order, facts about the site.
     """
 
     answers: Sequence[ClientAnswer] = ()
@@ -43,14 +43,15 @@ class Done:
 
 
 class OutOfTime(SystemExit):
-    """An order takes longer than the site allows; no client's failure, so it is no `Exception`."""
+    """Raised if an order takes longer than the site allows; not an `Exception`, to blame no client."""
 
 
 class Desk:
-    """Hands one order at a time to the Trainer, and its answer back.
+    """Passes one order at a time to the Trainer, and the result back.
 
     Args:
-        most_minutes: for the set-up of a fit, and for an order; kept where the fit is in the main thread.
+        most_minutes: most minutes for the set-up of a fit, and for an order; they are enforced if the fit
+            runs in the main thread.
     """
 
     def __init__(self, most_minutes: float = math.inf) -> None:
@@ -60,12 +61,12 @@ class Desk:
         self._waiting: Order | None = None
 
     def ask(self, order: Order) -> Done:
-        """Result of the Trainer for an order; waits for it."""
+        """Pass an order to the Trainer, and wait for the result."""
         self._orders.put(order)
         return self._done.get()
 
     def wait(self) -> Done:
-        """Facts of the site before the first order; waits for them."""
+        """Wait for the facts about the site, which come before the first order."""
         return self._done.get()
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class Desk:
         self._orders.put(None)
 
     def start_clock(self) -> None:
-        """Raise `OutOfTime` in this thread, unless there is an answer before the time is over."""
+        """Start the time limit: `OutOfTime` is raised in this thread if no answer comes in time."""
         main = threading.main_thread()
         if threading.current_thread() is not main or not math.isfinite(self._most_minutes):
             return
@@ -91,7 +92,7 @@ class Desk:
             )
 
     def next_order(self) -> Order | None:
-        """Return the next order; None to end. Waits for it."""
+        """Wait for the next order and return it; None to end the fit."""
         order, self._waiting = self._waiting, None
         if order is None:
             order = self._orders.get()
@@ -99,20 +100,20 @@ class Desk:
         return order
 
     def first_order(self) -> Order | None:
-        """Return the first order, which `next_order` returns again."""
+        """Wait for the first order and return it; `next_order` returns it again."""
         self._waiting = self._orders.get()
         return self._waiting
 
     def hello(self, facts: Mapping[str, Any]) -> None:
-        """Send the facts of the site's data."""
+        """Report the facts about the site."""
         self.answer(Done(options=facts))
 
     def answer(self, done: Done) -> None:
-        """Answer the last order."""
+        """Return the result of the last order."""
         self._timer.cancel()
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
-        """Pass on the error that ended the fit during an order, or before the first."""
+        """Return the error that has ended the fit as the result of the last order."""
         is_late = isinstance(error, OutOfTime)
         self.answer(Done(error=Refused(str(error)) if is_late else error))

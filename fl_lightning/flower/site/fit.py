@@ -1,7 +1,7 @@
-"""A site's Trainer: a fit that trains in those rounds for which orders come, until told to stop.
+"""A site's fit, in which each epoch of Lightning's follows one order to train, until a ``stop``.
 
-One epoch of Lightning's is one order. Model, data, precision, devices and hooks are the site's Trainer's
-own; cohorts, validation, checkpoints and schedules are the server's.
+Model, data, precision, devices and hooks are those of the site's Trainer; cohorts, validation, checkpoints and
+schedules are the server's.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from fl_lightning.server.server import as_aggregator
 
 
 class AtSite(Callback):
-    """Makes a site's fit train when the server's messages ask for it.
+    """Callback that makes a site's fit follow the orders of the server.
 
     Args:
-        options: of the federation.
-        desk: where orders come in and answers go out.
-        memory: what the site's clients remember, on its disk.
-        policy: of the site.
-        num_rounds: that the configuration plans; None for no end.
-        account: of the run in the site's ledger of privacy.
-        calibrates: what the configuration says of masks; None if it has none.
+        options: options of the federation.
+        desk: queue of orders and results.
+        memory: client state on disk.
+        policy: policy of the site.
+        num_rounds: planned number of rounds; None for no end.
+        account: privacy account of the run.
+        calibrates: calibration of masks in the configuration; None without one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AtSite(Callback):
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the clients' side on the module and the optimizers that are now in place."""
+        """Set up the training of clients on the module and its optimizers."""
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
                 "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
@@ -97,9 +97,9 @@ class AtSite(Callback):
             self._follow_mask(greeting)
 
     def _first_mask(self, trainer: Trainer) -> Order | None:
-        """Calibrate until there is a mask, and put it on the module; return the order that has it.
+        """Follow orders to calibrate until one has a mask; apply the mask, and return this order.
 
-        What clients remember has the coordinates of the mask on disk: that one comes first.
+        Client state on disk belongs to the mask on disk: if there is one, it is applied first.
         """
         if self._calibrates is None:
             return None
@@ -113,7 +113,7 @@ class AtSite(Callback):
         return order
 
     def _calibrate(self, order: Order) -> None:
-        """Answer with the clients' scores for a mask, unless they would reveal hidden updates."""
+        """Answer an order to calibrate, unless scores would reveal hidden updates."""
         private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
         hides = private is not None and private.clients_add_noise
         if self._masks is None or hides or aggregator.protection is not None:
@@ -123,7 +123,7 @@ class AtSite(Callback):
         self._desk.answer(self._masks.calibrated(order))
 
     def _follow_mask(self, order: Order) -> None:
-        """Adopt the mask of an order, for clients' memories as well."""
+        """Apply the mask of an order, also to client state."""
         mask = told_mask(order)
         if self._masks is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
@@ -136,7 +136,7 @@ class AtSite(Callback):
         self._desk.answer(Done())
 
     def _allows(self, name: str) -> bool:
-        """Return whether a metric of a name may leave: beside noisy updates only if the site wants it."""
+        """Return True if a metric of this name may leave; beside noisy updates, only with `log_unprotected`."""
         private, policy = self._given.client_privacy, self._policy
         is_bare = private is None or not private.clients_add_noise or policy.log_unprotected
         return is_bare and policy.allows_metric(name)
@@ -160,7 +160,7 @@ class AtSite(Callback):
         seed_global_generators(derive_seed(self._options.seed, "round", order.round))
 
     def _evaluate(self, trainer: Trainer, order: Order) -> None:
-        """Answer with the metrics of clients' own examples."""
+        """Answer an order to evaluate clients."""
         self._memory.begin(order)
         self._rounds.hold(order)
         own = self._rounds.run.local.own.names, self._rounds.run.memory.clients
@@ -196,9 +196,12 @@ class AtSite(Callback):
 
 
 def options_at_site(options: Options, num_clients: int) -> Options:
-    """Return a federation's options as a site follows them, without the server's own."""
+    """Return a copy of a federation's options for a site, without those of the server."""
     own = copy.copy(options)
-    own.cohort, own.clients_per_group = AllClients(), num_clients  # one group, whose names are told
+    own.cohort, own.clients_per_group = (
+        AllClients(),
+        num_clients,
+    )  # one group: orders name its clients
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
     own.engine, own.slots, own.speedups = "sequential", None, None

@@ -1,7 +1,8 @@
-"""What a site's clients have spent of their privacy, over all runs, in a file on the site's disk.
+"""Ledger of the privacy that a site's clients have spent in all runs, a file on the site's disk.
 
-An entry is of a run, its configuration and a day: what one release costs, and how many releases each client
-has made. Costs of a client compose over the entries of the period, see `composed_epsilon`. The file is written, whole or not at all, before an answer leaves. A file that cannot be read refuses all.
+An entry is for a run, its configuration and a day: the cost of one release, and the number of releases of each
+client. The costs of a client compose over the entries of the period, see `composed_epsilon`. The file is written
+before an answer leaves, whole or not at all. With a file that cannot be read, nothing is released.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class PrivacyBudget:
     """The most privacy that each client of a site may spend.
 
     Args:
-        epsilon: over all runs of a period, > 0.
-        delta: of this ε, in (0, 1); whatever a run says of its own.
-        per: the period, which ends now: ``day``, ``week``, ``month``, ``year`` or ``ever``.
+        epsilon: largest ε over all runs of a period, > 0.
+        delta: δ at which ε is computed, in (0, 1); the δ of a run does not matter.
+        per: period that ends now: ``day``, ``week``, ``month``, ``year`` or ``ever``.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -58,7 +59,7 @@ class PrivacyBudget:
 
     @classmethod
     def of(cls, told: Any) -> PrivacyBudget:
-        """Return the budget that a file says; a number alone is its ε."""
+        """Read a budget: a number, which is ε, or a mapping."""
         given = told if isinstance(told, dict) else {"epsilon": told}
         names = [field.name for field in fields(cls)]
         if "epsilon" not in given or not given.keys() <= set(names):
@@ -72,16 +73,16 @@ class PrivacyBudget:
 
 
 class Ledger:
-    """Counts on disk the privacy that a site's clients have spent.
+    """Records on disk the privacy that a site's clients have spent.
 
     Args:
-        file: beside the memory of runs; made with the first release.
-        budget: None for no limit; then ε is told at δ 1e-5, for ever.
+        file: path of the ledger; the first release creates it.
+        budget: privacy budget of each client; None for no limit, and ε of all time at δ 1e-5.
 
     Attributes:
-        file: as given.
-        budget: as given.
-        delta: at which ε is counted.
+        file: path of the ledger.
+        budget: privacy budget of each client.
+        delta: δ at which ε is computed.
     """
 
     def __init__(self, file: Path, budget: PrivacyBudget | None) -> None:
@@ -92,7 +93,7 @@ class Ledger:
         """Return the entries of all days.
 
         Raises:
-            Refused: if the file cannot be read: then nobody knows what is left.
+            Refused: if the file cannot be read, because the remaining budget is then unknown.
         """
         if not self.file.exists():
             return []
@@ -110,7 +111,7 @@ class Ledger:
         return entries
 
     def spent(self) -> float:
-        """Return ε of the client that has spent most in the period."""
+        """Return the ε of the client that has spent most in the period."""
         made = {frozenset(each.items()) for each in _by_client(self.of_period()).values()}
         return max((composed_epsilon(dict(each), self.delta) for each in made), default=0.0)
 
@@ -146,15 +147,15 @@ class RunAccount:
     configuration: str
 
     def check(self, cost: ReleaseCost, clients: Iterable[int], turns: int | None = None) -> None:
-        """Raise if a client cannot pay for its turns in this run, those that it has had among them.
+        """Raise if the budget of a client is too small for its updates in this run, past ones included.
 
         Args:
-            cost: of a turn.
-            clients: who.
-            turns: that are planned for each; None for one more than each has had.
+            cost: privacy cost of one update.
+            clients: ids of the clients.
+            turns: planned number of updates of each client; None for one more than so far.
 
         Raises:
-            Refused: with the budget and what the client would have spent.
+            Refused: with the budget and the ε that the client would have spent.
         """
         ledger = self.ledger
         if ledger.budget is None:
@@ -177,7 +178,7 @@ class RunAccount:
                 )
 
     def charge(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
-        """Note a turn of each client, on disk, before it leaves."""
+        """Record one update of each client on disk, before the updates leave."""
         entries = self.ledger.entries()
         about = {"run": self.run, "configuration": self.configuration, "cost": asdict(cost)}
         about["day"] = date.today().isoformat()

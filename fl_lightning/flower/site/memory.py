@@ -1,10 +1,8 @@
-"""What a site's clients remember from round to round, on its own disk.
+"""State that a site's clients keep between rounds, on the site's disk, and the mask of its module.
 
-A client's memory counts when the server says that its update did. So an order tells of each client
-the last round in which it counted; what was learnt in a round that did not is forgotten, and so a
-server that is killed and started again leads every site to the same bits.
-
-Masks: a site's clients calibrate, and train under the mask that the server has found.
+The new state of a client is valid once the server says that its update counted: orders have the last round in
+which each client counted, and state from a round that did not count is discarded. So a server that is killed and
+restarted leads to bit-identical client state.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ class SiteMemory:
     """Stores on a site's disk the state that its clients keep between rounds.
 
     Args:
-        folder: of this run at this site.
+        folder: folder of the run at this site.
 
     Attributes:
-        mask: whose coordinates remembered vectors have; None in runs without.
+        mask: mask to whose coordinates stored vectors belong; None in runs without masks.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "memory.pt"
-        self._learnt: dict[int, int] = {}  # by client: the round of what it has learnt last
-        self._counted: dict[int, int] = {}  # by client: the round of what it remembers
+        self._learnt: dict[int, int] = {}  # round of the latest state, by client
+        self._counted: dict[int, int] = {}  # round of the valid state, by client
         self._on_disk: dict[str, Any] = {}
         self.mask: RunMask | None = None
         if self._file.exists():
@@ -49,16 +47,16 @@ class SiteMemory:
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
     def serve(self, memory: RunMemory) -> None:
-        """Attach the memory to a fit that starts, and read it from disk."""
+        """Load the stored state into the memory of a fit that starts."""
         self._memory = memory.clients
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
 
     def begin(self, order: Order) -> None:
-        """Keep the states that the server has accepted, and drop others that wait of these clients.
+        """Accept the new state of those clients of an order whose updates counted; discard it of the others.
 
         Raises:
-            ConfigurationError: if clients remember a later round than the server: it has gone back.
+            ConfigurationError: if the state of a client is of a later round than the server knows.
         """
         waiting = {client for _, client in self._memory.waiting_keys}
         for client in order.clients:
@@ -72,22 +70,22 @@ class SiteMemory:
             if client in waiting and self._learnt.get(client) == counted:
                 self._memory.commit(client)
                 self._counted[client] = counted
-        if order.kind == "evaluate":  # they may be at work meanwhile, on what counts later
+        if order.kind == "evaluate":  # whose clients may be training meanwhile
             return
         asked = set(order.clients)
         others = (key for key in self._memory.waiting_keys if key[1] not in asked)
         self._memory.discard(keep=frozenset(others))
 
     def end(self, order: Order, clients: Sequence[int]) -> None:
-        """Write the clients' memories of a round to disk, before the answer."""
+        """Store the clients' new state of a round on disk, before the answer leaves."""
         self._learnt |= dict.fromkeys(clients, order.round)
         self._write()
 
     def check_mask(self, mask: RunMask) -> None:
-        """Refuse a mask after missed ones: coordinates frozen in between restart at 0.
+        """Raise if stored state cannot be converted to a mask, because a mask in between was missed.
 
         Raises:
-            ConfigurationError: if masks in between were missed, or the run has gone back.
+            ConfigurationError: with the numbers of both masks.
         """
         if self.mask is None or mask.number == self.mask.number + 1 or self._memory.is_empty:
             return
@@ -97,7 +95,7 @@ class SiteMemory:
         )
 
     def follow_mask(self, mask: RunMask) -> None:
-        """Convert vectors to the coordinates of another mask, also those on disk."""
+        """Store the state on disk with another mask, to which it has been converted."""
         self.mask = mask
         self._write()
 
@@ -114,7 +112,7 @@ class SiteMemory:
 
 
 class PutsMasks(Protocol):
-    """Puts masks on a module and its optimizer."""
+    """Interface of an object that applies masks to a module and its optimizer."""
 
     def apply(self, mask: Mask) -> None:
         """Make the mask's entries trainable."""
@@ -123,35 +121,35 @@ class PutsMasks(Protocol):
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
-    def what_moves(self, trainer: Trainer) -> PutsMasks:
-        """Return the object that puts masks on a Trainer's module."""
+    def mask_applier(self, trainer: Trainer) -> PutsMasks:
+        """Return the object that applies masks to a Trainer's module."""
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
-        """Answers of an order's clients for a mask or a head."""
+        """Return the results of an order's clients for a mask or a head."""
 
 
 class SiteMasks:
     """The mask of a site's module.
 
     Args:
-        trainer: with module and optimizer in place.
-        calibrates: what the configuration says.
+        trainer: Trainer with module and optimizer in place.
+        calibrates: calibration of the configuration.
 
     Attributes:
-        mask: None before there is one.
+        mask: current mask; None before the first one.
     """
 
     def __init__(self, trainer: Trainer, calibrates: Calibrates) -> None:
         self._trainer, self._calibrates = trainer, calibrates
-        self._moves = calibrates.what_moves(trainer)
+        self._applier = calibrates.mask_applier(trainer)
         self.mask: RunMask | None = None
 
     def calibrated(self, order: Order) -> Done:
-        """Answers of an order's clients for a mask or a head."""
+        """Return the results of an order's clients for a mask or a head."""
         return self._calibrates.answer(self._trainer, order)
 
     def take(self, order: Order, mask: RunMask) -> None:
-        """Load an order's model into the module, and keep to a mask."""
+        """Load an order's model into the module, and apply a mask."""
         hold_model(self._trainer.lightning_module, order.tensors)
-        self._moves.apply(mask.mask)
+        self._applier.apply(mask.mask)
         self.mask = mask

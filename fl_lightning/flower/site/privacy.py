@@ -1,8 +1,8 @@
-"""Protection of updates at a site: vectors for sums, noise, and the cost of the noise.
+"""Protection of updates at a site: vectors for hidden sums, noise, and its privacy cost.
 
-The site believes the server nothing of that. Noise comes from the site's own secure generator, whatever the
-configuration says. The site works out the mechanism from the configuration, has each turn of a client paid
-from its ledger, and refuses rounds and clients that the run's cohorts do not have.
+The site does not trust the server. Noise comes from the site's own secure generator, whatever the configuration
+says. The site derives the mechanism from the configuration, charges each update of a client to its ledger, and
+refuses rounds and clients that the cohorts of the run do not have.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fl_lightning.server.server import as_aggregator
 
 
 class SitePrivacy:
-    """The clients' part of privacy that adds noise at clients.
+    """Adds noise to the updates of a site's clients, and charges its privacy cost.
 
     Args:
-        privacy: of the configuration.
-        run: likewise.
-        account: of the run in the site's ledger; what it cannot pay is refused.
-        clients: of this site.
-        secure: whether noise is drawn from the system's secure generator.
+        privacy: privacy of the configuration.
+        run: rounds, cohorts and seed of the configuration.
+        account: privacy account of the run; a cost above its budget is refused.
+        clients: clients of this site.
+        secure: True to draw noise from the system's secure generator.
 
     Attributes:
-        clip_norm: of updates.
-        mechanism: how noise is made.
-        cost: of a turn of a client.
+        clip_norm: clipping norm of updates.
+        mechanism: mechanism that adds the noise.
+        cost: privacy cost of one update of a client.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class SitePrivacy:
         self._present: tuple[int, ClientIds] | None = None
 
     def check_order(self, order: Order) -> None:
-        """Refuse clients outside the round's cohort, or without privacy budget, and buffers.
+        """Raise if an order has clients outside the round's cohort or without budget, or asks for buffers.
 
         Raises:
-            OrderRefused: naming them.
-            Refused: if a client's privacy is spent.
+            OrderRefused: naming the clients outside the cohort.
+            Refused: if a client has no budget left.
         """
         if order.round >= self._run.planned_rounds:
             raise OrderRefused("policy", f"round {order.round} is beyond those accounted for")
@@ -89,11 +89,11 @@ class SitePrivacy:
         self._account.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
-        """Charge clients for a turn, before anything of it leaves."""
+        """Charge each client for one update, before the update leaves."""
         self._account.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
-        """Clip an update and add its noise, as it leaves the site."""
+        """Return the update with a clipped and noisy delta, as it leaves the site."""
         delta, _ = clipped(update.delta, self.clip_norm)
         release = self.mechanism.client_release(round_index, self.clip_norm)
         return replace(update, delta=delta if release is None else release(delta, update.client_id))
@@ -102,17 +102,17 @@ class SitePrivacy:
 def hidden_at_site(
     options: Options, run: Run, num_rounds: int | None, policy: Policy, account: RunAccount
 ) -> tuple[SumsOverSites | None, SitePrivacy | None]:
-    """Protocol of hidden sums and privacy at the site; None for each that is absent.
+    """Return the hidden sums and the privacy of a run at a site; None for each that the run does not have.
 
     Args:
-        options: of the federation, as all agreed on them.
-        run: of the site.
-        num_rounds: that the configuration plans.
-        policy: of the site.
-        account: of the run in the site's ledger.
+        options: options of the federation, from the server.
+        run: run of the site.
+        num_rounds: planned number of rounds.
+        policy: policy of the site.
+        account: privacy account of the run.
 
     Raises:
-        ConfigurationError: if updates cannot be hidden over a network, or the run costs too much.
+        ConfigurationError: if updates cannot be hidden over a network, or the run exceeds the budget.
     """
     aggregator, private = as_aggregator(options.aggregator), options.client_privacy
     if private is None or not private.clients_add_noise:

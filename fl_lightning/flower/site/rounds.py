@@ -1,10 +1,9 @@
-"""A site's half of a round: an order in, its clients' updates out.
+"""Training rounds at a site: an order names clients, and the answer has their updates.
 
-The same clients' side as in simulation (`FitClients`), the same stages; an order says which round it is,
-which of the site's clients train, from which model and with which options. What they send goes its way
-up to where it would leave the site, and is packed there.
+Clients train as in a simulation, by the same `FitClients` and stages. The order has the number of the round, the
+clients, the model and the options. Updates pass the stages before `Transport`, and are packed.
 
-For evaluation a site uses the examples that its clients hold out.
+Clients are evaluated on the examples that they hold out.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
 from fl_lightning.server.protected import SumsOverSites, Terms
 
-# facts of an update that travel beside it, under the names by which the server logs them
+# facts that are sent beside an update, with the names under which the server logs them
 NORM, ERROR = "round/client_update_norm", "round/compression_error"
 
 
 class SiteRounds:
-    """Rounds of a site, driven by Lightning's loop.
+    """Rounds of a site inside Lightning's loop.
 
     Args:
-        run: in whose module they train.
-        options: what was asked for.
-        stages: of the run.
-        allows: whether a metric of a name may leave.
-        sums: makes of updates what only sums are shown of; None where they are shown.
-        privacy: makes them private before they leave; None where nothing or the server does.
+        run: run of the site.
+        options: options of the federation.
+        stages: stages of the run.
+        allows: returns True if a metric of this name may leave.
+        sums: makes the vectors of hidden sums; None if updates are sent in clear.
+        privacy: adds noise before updates leave; None without noise at clients.
 
     Attributes:
-        run: as given.
-        answers: of the clients of the present order.
-        tensors: that go with them.
-        vectors: that clients have added up, by client, and show to nobody.
-        failures: why clients of the present order have no update.
-        sums: of the metrics that its clients have logged.
+        run: run of the site.
+        answers: answers of the clients of the current order.
+        tensors: tensors of the answers.
+        vectors: vectors for a hidden sum, by client; they stay at the site.
+        failures: failures of clients of the current order.
+        sums: states of the torchmetrics objects that clients have logged.
     """
 
     def __init__(
@@ -95,18 +94,18 @@ class SiteRounds:
         self.sums = MetricSums([], {})
 
     def obey(self, order: Order | None) -> None:
-        """Set the next order; None to do nothing in the round that begins."""
+        """Set the order of the next round; None for a round without training."""
         self._order = order
         self.answers, self.tensors, self.vectors, self.failures = [], {}, {}, []
         self.sums = MetricSums([], {})
 
     @property
     def rules(self) -> dict[str, Any]:
-        """Of the sums that updates are hidden in, by the configuration; empty if they are not."""
+        """Options of the configuration's hidden sums; empty if updates are sent in clear."""
         return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
     def train_group(self, group: ClientGroup) -> None:
-        """Train the clients of the order; the groups of Lightning's loader say nothing here."""
+        """Train the clients of the current order; the group from Lightning's loader is ignored."""
         order = self._order
         if order is None:
             return
@@ -126,16 +125,16 @@ class SiteRounds:
             self._clients.restore(model)
 
     def close_round(self) -> None:
-        """Keep the order's model in the module: the step is the server's."""
+        """Do nothing: the server makes the step."""
 
     def hold(self, order: Order) -> None:
-        """Load the model of an order into the module, to be evaluated."""
+        """Load the model of an order into the module, for evaluation."""
         self._settle(order)
         model = self._packing.opened_whole_model(order.tensors["model"], order.round)
         self._clients.restore(model)
 
     def follow_mask(self) -> None:
-        """Send and remember other coordinates from here on, if the mask is another."""
+        """Adapt the vectors that clients send and keep to the mask, if it has changed."""
         local = self.run.local
         if not local.masks.are_new:
             return
@@ -148,7 +147,7 @@ class SiteRounds:
         self._constants_agree = False
 
     def _settle(self, order: Order) -> None:
-        """Determine the vectors that are sent; the rest of the model is the server's."""
+        """Set which tensors are sent, and check that constants are equal to the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.settle_state(options["state"])
@@ -164,7 +163,7 @@ class SiteRounds:
         self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
 
     def _begin(self, order: Order) -> GlobalModel:
-        """Restore the state of a round's start, as in the server's process."""
+        """Set model, options and stages to the start of the order's round, and return the model."""
         self._settle(order)
         if self._privacy is not None:
             self._privacy.check_order(order)
@@ -177,7 +176,7 @@ class SiteRounds:
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         self.run.local.start_round(self.run.round_index)
-        self.run.local.round_start.take_by_step(options.get("by_step", ()))
+        self.run.local.round_start.set_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
         for stage in self._talking:
@@ -185,7 +184,7 @@ class SiteRounds:
         return model
 
     def _pack(self, sent: Upload) -> None:
-        """Apply the client's part of each update's path, and pack the updates."""
+        """Pass updates through the stages before `Transport`, and pack them."""
         pairs = (zip(u.made, u.arrived, strict=True) for u in self._ahead.up(sent))
         for made, update in chain.from_iterable(pairs):
             if self._sums is None:
@@ -219,30 +218,30 @@ class SiteRounds:
         )
 
     def pay(self) -> None:
-        """Charge the clients whose updates are about to leave."""
+        """Charge the privacy budget of the clients whose updates are about to leave."""
         if self._privacy is not None:
             self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
 
     def _answer_nothing(self, failure: ClientFailure) -> None:
-        """Answer that a client has no update; why, only this site's log says."""
+        """Answer that a client has failed; the reason stays at the site."""
         self.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
         self.failures.append(failure)
 
 
 def _category(failure: ClientFailure) -> str:
-    """Category of a failure, which may be told: its text can hold data."""
+    """Return the category of a failure, whose text may hold data."""
     if failure.__cause__ is not None:
         return "memory" if isinstance(failure.__cause__, MemoryError) else "training"
     return "examples" if "no local step" in failure.reason else "not_finite"
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    """Options of clients' optimizers as plain numbers, after their schedules."""
+    """Return the current options of optimizers, such as learning rates, as plain values."""
     return [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and texts among options; parameters and masks are tensors."""
+    """Return the numbers and texts of an optimizer's parameter group, without parameters and masks."""
     items = ((n, v.item() if isinstance(v, Tensor) else v) for n, v in group.items())
     return {
         name: list(value) if isinstance(value, tuple) else value
@@ -258,7 +257,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def _take_options(
     optimizers: Sequence[Optimizer], told: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Give clients' optimizers the options of the round."""
+    """Set the options of clients' optimizers to those of the round."""
     for optimizer, groups in zip(optimizers, told, strict=True):
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             for name, value in options.items():
@@ -274,13 +273,13 @@ def evaluated(
     models: PersonalModels | None,
     allows: Callable[[str], bool],
 ) -> Done:
-    """Return the metrics of the clients of an order, of the model that the module holds and of their own.
+    """Evaluate the module's model, and personal models, on the held-out examples of an order's clients.
 
     Args:
-        trainer: of the site.
-        order: names clients, and a stage.
-        models: of the clients' own; None if they have none.
-        allows: whether a metric of a name may leave.
+        trainer: Trainer of the site.
+        order: order with clients and a stage.
+        models: personal models; None without any.
+        allows: returns True if a metric of this name may leave.
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     stage: StepOf = "test" if order.options.get("stage") == "test" else "validation"

@@ -1,15 +1,14 @@
-"""A site: takes orders as bytes, has its Trainer follow them, answers with bytes.
+"""A site: reads orders as bytes, has its Trainer follow them, and answers with bytes.
 
-    hello   here is the configuration of a run, and perhaps a mask; who are you, and how many examples
-            have your clients?
+    hello       begin a run with this configuration and mask, and report facts about the site
     calibrate   score entries for a mask on these clients' examples, or send sums for a head
-    train   train these clients in this round, from this model
-    sum     here is what the secure sum's other clients say; what do these clients answer?
-    evaluate    how does this model do on what these clients hold out?
-    stop    the run is over
+    train       train these clients in this round, from this model
+    sum         pass on messages of a hidden sum to these clients, and send their answers
+    evaluate    evaluate this model on the examples that these clients hold out
+    stop        end the run
 
-An order that comes again is answered with the same bytes, without being followed again. Whatever goes
-wrong here, the server gets a category and an id; this site's log has the rest.
+A repeated order gets the same answer, without being followed again. If anything goes wrong, the server gets a
+category and an id; the site's log has the rest.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ audit = logging.getLogger(AUDIT)
 
 
 class Fit(NamedTuple):
-    """A fit that a site is to start.
+    """Arguments of the fit of a run at a site.
 
     Attributes:
-        configuration: what this site trains with.
-        desk: where it gets orders.
-        memory: what clients remember.
-        account: of the run in the site's ledger of privacy.
+        configuration: configuration with the site's own options.
+        desk: queue of orders and results.
+        memory: client state on disk.
+        account: privacy account of the run.
     """
 
     configuration: Mapping[str, Any]
@@ -68,8 +67,8 @@ class Site:
     """One site of a federation.
 
     Args:
-        policy: what it is and what it allows.
-        own: its own layer of every configuration.
+        policy: policy of the site.
+        own: options of the site, which override those of every run.
     """
 
     def __init__(self, policy: Policy, own: Mapping[str, Any]) -> None:
@@ -91,7 +90,7 @@ class Site:
         """Run one fit after the other, in this thread, until `close`.
 
         Args:
-            fit: sets up and trains; says `Desk.hello` when its data are there.
+            fit: sets up a Trainer and trains; it calls `Desk.hello` when the data are ready.
         """
         while (asked := self._fits.get()) is not None:
             try:
@@ -104,12 +103,12 @@ class Site:
                 asked.desk.fail(RuntimeError("the fit has ended"))
 
     def close(self) -> None:
-        """End the present fit, and `serve`."""
+        """End the current fit, and make `serve` return."""
         self._stop()
         self._fits.put(None)
 
     def handle(self, content: bytes) -> bytes:
-        """Return the answer to an order, and write a line of it into the audit log."""
+        """Return the answer to an order, and add a line to the audit log."""
         began, told = time.monotonic(), {"order": digest(content)[:16], "bytes_in": len(content)}
         answer = b""
         try:
@@ -147,7 +146,7 @@ class Site:
         return content
 
     def _audit(self, told: dict[str, Any]) -> None:
-        """Write a line of an order into the audit log, with the clients' spent privacy."""
+        """Add a line on an order, with the spent privacy, to the audit log."""
         try:
             epsilon = {"epsilon_spent": self._ledger.spent(), "epsilon_left": self._ledger.left()}
         except Refused:  # the ledger cannot be read, which refuses orders
@@ -187,7 +186,7 @@ class Site:
             raise OrderRefused("configuration", f"the order has {order.configuration}")
 
     def _trained(self, order: Order) -> Done:
-        # without rounds each client has its own last one, and memory says whether the server went back
+        # without rounds each client has its own last round, and its state shows if the server went back
         last = self._round if self._has_rounds else max(order.counted.values())
         if order.round <= last:
             raise OrderRefused(
@@ -222,7 +221,7 @@ class Site:
         )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
-        """Start the fit of a configuration, unless it runs; returns this site's facts."""
+        """Start the fit of a run unless it is running, adopt a new mask, and return facts about the site."""
         same = (self._run, self._configuration) == (order.run, order.configuration)
         if not (same and self._desk is not None):
             text = str(order.options["configuration"])
@@ -243,7 +242,7 @@ class Site:
         self._desk = Desk(self._policy.most_minutes)
         self._mask = ""
         federation = configuration.get("federation") or {}
-        # without them clients of one site are at work on models of several rounds
+        # asynchronous clients of one site train from models of several rounds
         self._has_rounds = not federation.get("asynchronous")
         folder = self._folder / order.run
         self._recall(folder)
@@ -271,13 +270,13 @@ class Site:
         self._desk = None
 
     def _keep(self, order: Order, name: str, answer: bytes) -> None:
-        """Write down an answer, so that it is the same also after this process was killed."""
+        """Store an answer on disk, so that a restarted process can repeat it."""
         self._round, self._last = order.round, (name, answer)
         with whole_file(self._folder / order.run / "answer") as file:
             file.write(f"{order.round} {name}\n".encode() + answer)
 
     def _recall(self, folder: Path) -> None:
-        """Read the last answer of a run."""
+        """Read the last answer of a run from disk."""
         self._round, self._last = -1, ("", b"")
         file = folder / "answer"
         if file.exists():
@@ -297,13 +296,13 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 def _names_in(answer: Answer) -> list[str]:
-    """Return the names of the metrics, and of facts beside updates, that an answer has."""
+    """Return the names of all metrics and facts in an answer."""
     single = {n for each in answer.clients for n in (*each.metrics, *each.facts)}
     return sorted(single | {entry[1] for entry in answer.options.get(OPTION, ())})
 
 
 def _logged(category: str, error: BaseException, told: dict[str, Any]) -> Failure:
-    """Failure that the server is told; the error itself goes to this site's logs."""
+    """Write an error to the site's logs, and return the failure that the server is told."""
     failure = Failure(category)
     told["refusal"] = f"{category}: {error}"
     told["failure"] = failure.id

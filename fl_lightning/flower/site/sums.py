@@ -1,17 +1,17 @@
-"""A site's half of hidden sums: its clients' vectors stay here, messages of the scheme leave.
+"""Site side of hidden sums: the clients' vectors stay here, and messages of the protocol leave.
 
-Secure sums: each stage is an order, with the server's message to every client that is asked, and an answer, with
-every client's own. A site that is killed between two stages has lost its clients' keys: they are silent
-from there on, which the protocol allows for. Secrets come from the operating system.
+Secure sums: the order of a stage has the server's message to every client, and the answer has the clients' own
+messages. A site that is killed between two stages has lost the keys of its clients: they drop out, which the
+protocol allows for. Secrets come from the operating system.
 
-Encrypted sums: a site encrypts its clients' vectors, and opens the sum if it is the opener. It opens what adds
-up to the messages of named clients, enough of them for every site that takes part.
+Encrypted sums: a site encrypts its clients' vectors, and decrypts the sum if it is the opener. It decrypts only
+the sum of the messages of named clients, which must be enough for every site that takes part.
 
-A server that is killed begins the sum of a round again. It learns one sum of a round, whatever it says: two sums
-over different clients would differ by the vectors of a few. A client that has helped to open the sum of some
-survivors helps with no other of that round; to open one, more than half of a cohort must help, so two disjoint
-halves cannot open two. A site's encrypted messages are for one opener in a round, which opens one sum.
-Nor do clients go into a sum together that were given different models or options to train from.
+A server that is killed begins the sum of a round again. It learns only one sum per round: two sums over different
+clients would differ by the vectors of a few. A client that has helped to open the sum of some survivors helps
+with no other sum of that round; more than half of a cohort must help, so two disjoint halves cannot open two.
+The encrypted messages of a site are for one opener per round, which decrypts one sum. Clients that were given
+different models or options to train with cannot be in one sum.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fl_lightning.flower.sums import (
     TO_CLIENT,
     TOTAL,
     TRAINED_ON,
-    Agreed,
-    EncryptedAgreed,
+    EncryptedSettings,
     EncryptedStage,
+    SecureSettings,
     SecureStage,
     SumKey,
     session_by,
@@ -64,14 +64,14 @@ class SiteSums:
     """Takes part in the hidden sums of one run.
 
     Args:
-        folder: of the run at this site.
-        policy: says how few clients a sum may have, whom this site knows, and has the keys.
+        folder: folder of the run at this site.
+        policy: smallest number of clients in a sum, known sites, keys.
     """
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._policy, self._kept = policy, SiteVectors(folder)
         self._key_file = folder / "sealed.key"
-        self._agreed: Agreed | None = None
+        self._agreed: SecureSettings | None = None
         self._clients: dict[int, SecureClient] = {}
 
     def keep(
@@ -80,22 +80,22 @@ class SiteSums:
         rules: Mapping[str, Any],
         order: Order,
     ) -> None:
-        """Prepare vectors for the sum of a round, by the rules of the configuration.
+        """Store vectors for the sum of a round on disk.
 
         Args:
-            vectors: by client.
-            rules: of the configuration.
-            order: that clients have trained on.
+            vectors: vectors by client.
+            rules: options of the sum by the configuration, see `rules_of`.
+            order: order that the clients have trained with.
         """
         if vectors:
             self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
 
     def follow(self, order: Order) -> Done:
-        """Answers of the order's clients at a stage; some may be missing.
+        """Return the answers of the order's clients at a stage of a sum; clients may fail.
 
         Raises:
-            OrderRefused: if the order is of another round, of a sum that this site takes no part in, or would
-                have this site tell too much.
+            OrderRefused: if the order is of another round, of a sum without this site, or would make the
+                site reveal too much.
             Refused: if the sum is over fewer clients than the site's policy wants.
         """
         try:
@@ -136,7 +136,7 @@ class SiteSums:
         self._kept.note()
         return done
 
-    def _begin(self, agreed: Agreed, order: Order) -> None:
+    def _begin(self, agreed: SecureSettings, order: Order) -> None:
         session, policy, kept = agreed.session, self._policy, self._kept
         if session.round_index != order.round or order.round != kept.round:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
@@ -207,8 +207,8 @@ class SiteSums:
 
         return _of_each(order, say, {FEWEST: policy.fewest_in_secure_sum})
 
-    def _sealed(self, key: SumKey, agreed: EncryptedAgreed) -> bytes:
-        """Return the run's key, which is made once at a site."""
+    def _sealed(self, key: SumKey, agreed: EncryptedSettings) -> bytes:
+        """Return the encrypted key of the run, which a site makes once and keeps on disk."""
         if self._key_file.exists():
             sealed = self._key_file.read_bytes()
             try:
@@ -242,7 +242,7 @@ class SiteSums:
 def _of_each(
     order: Order, say: Callable[[int], dict[str, Tensor]], options: Mapping[str, Any] | None = None
 ) -> Done:
-    """Answers of an order's clients; one that cannot or may not answer has failed."""
+    """Collect the answers of an order's clients; a client fails if ``say`` raises."""
     answers: list[ClientAnswer] = []
     tensors: dict[str, Tensor] = {}
     for client in order.clients:
@@ -258,16 +258,16 @@ def _of_each(
 
 
 class SiteVectors:
-    """Files of a site's hidden sums: its clients' vectors of a round, and what it has told.
+    """Files of a site's hidden sums: the clients' vectors of a round, and the sums that they helped to open.
 
     Args:
-        folder: of one run at a site.
+        folder: folder of one run at a site.
 
     Attributes:
-        round: whose vectors there are; -1 if there are none.
-        vectors: by client.
-        rules: of the sum, by the configuration, see `rules_of`.
-        used: in which rounds of the secure sums' protocol clients have taken part, by client.
+        round: round of the vectors; -1 if there are none.
+        vectors: vectors by client.
+        rules: options of the sum by the configuration, see `rules_of`.
+        used: rounds of the secure-sum protocol in which each client has taken part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -290,7 +290,7 @@ class SiteVectors:
     def keep(
         self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
     ) -> None:
-        """Write down the vectors of a round, ahead of the answer that says that they are there."""
+        """Store the vectors of a round on disk, before the answer that reports them leaves."""
         arrays: dict[str, Any] = {str(client): vector for client, vector in vectors.items()}
         told = json.dumps({"round": round_index, "rules": dict(rules)})
         with whole_file(self._vectors_file) as file:
@@ -311,10 +311,10 @@ class SiteVectors:
         self.note()
 
     def open(self, who: str, clients: Iterable[int]) -> None:
-        """Note the sum of whose vectors is opened with somebody's help, before that is given.
+        """Record the clients of the sum that ``who`` helps to open, before the help leaves.
 
         Raises:
-            OrderRefused: if it was given for another one of this round.
+            OrderRefused: if ``who`` has helped to open another sum of this round.
         """
         asked = sorted(clients)
         opened = self._told["opened"].setdefault(who, asked)
@@ -323,7 +323,7 @@ class SiteVectors:
         self.note()
 
     def note(self) -> None:
-        """Write down what was told and which rounds of the protocol were used, before a message leaves."""
+        """Store the opened sums and the used rounds on disk, before a message leaves."""
         used = {str(client): each.state_dict() for client, each in self.used.items()}
         with whole_file(self._told_file) as file:
             file.write(json.dumps(self._told | {"used": used}).encode())

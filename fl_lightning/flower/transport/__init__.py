@@ -1,1 +1,1 @@
-"""The way of bytes between the server and a site."""
+"""Transport of bytes between the server and the sites."""

@@ -1,9 +1,9 @@
-"""The two apps that Flower runs: at a site one that hands bytes on, at the server one that trains.
+"""The two Flower apps of a run: the client app passes messages to the site, the server app trains.
 
-At a site every message has a process of its own, forked from one that imports this file, which must be
-light: neither PyTorch nor Lightning.
+At a site, every message has a process of its own, forked from one that imports this file. The file must be light,
+so it imports neither PyTorch nor Lightning.
 
-Below: the app that Flower takes to the sites: six lines of code, and the configuration of the run.
+Below: the folder of the app that Flower sends to sites, with six lines of code and the configuration of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run = Callable[[Channel, Options, Path], None]
 
 
 def make_client_app() -> ClientApp:
-    """Return a site's app, which hands orders to the site's resident process."""
+    """Return a site's app, which passes orders to the site's resident process."""
     app = ClientApp()
     app.train()(_forward)
     app.query()(_introduce)
@@ -41,8 +41,9 @@ def make_server_app(run: Run | str, folder: Path) -> ServerApp:
     """Return the server's app.
 
     Args:
-        run: trains over a channel, given the run's options and the app's folder; ``module:function``.
-        folder: of the app, with what came along with it.
+        run: function that trains, given a channel, the run's options and the app's folder; or its path,
+            ``module:function``.
+        folder: folder of the app, with the configuration of the run.
     """
     app = ServerApp()
 
@@ -81,7 +82,7 @@ def _forward(message: Message, context: Context) -> Message:
 
 
 def _introduce(message: Message, context: Context) -> Message:
-    """Answer with the site's name and its resident process's state, without waking the process."""
+    """Answer with the site's name and the state of its resident process."""
     told = status(Path(str(context.node_config["socket"]))) or {"state": "not there"}
     facts: dict[str, Any] = {
         "site": str(context.node_config["site"]),
@@ -129,10 +130,10 @@ def write_app(
     """Write an app's folder.
 
     Args:
-        folder: new.
-        run: what the server does, ``module:function``.
-        options: of the run, which ``run`` gets.
-        configuration: of the run, as YAML, which ``run`` finds as ``run.yaml`` in its folder.
+        folder: new folder.
+        run: path of the function that the server runs, ``module:function``.
+        options: options of the run, for the function.
+        configuration: configuration of the run, as YAML, which is ``run.yaml`` in the folder.
     """
     code = folder / "fl_lightning_run"
     code.mkdir(parents=True)

@@ -1,11 +1,11 @@
-"""How the server reaches its sites, whatever carries orders and answers; and a site's resident process.
+"""Interface of a channel between server and sites, and the socket protocol of a site's resident process.
 
-That process is asked from another one of the same machine, over a Unix socket that only its owner can open. No
-more than the standard library is needed: the thin app that Flower starts for every message does it.
+The client app, which Flower starts for every message, asks the resident process over a Unix socket that only its
+owner can open. The app needs only the standard library.
 
-Each message is a kind and a content, in the frames of `multiprocessing.connection`. An asker sends an order or
-asks for the status. The answer to an order comes after any number of `BUSY` messages, one every `HEARTBEAT`
-seconds: silence means that nobody is there any more.
+A message is a kind and a content, in the frames of `multiprocessing.connection`. An asker sends an order or a
+request for the status. Before the answer to an order, the resident process sends `BUSY` every `HEARTBEAT`
+seconds: if these messages stop, the process has died or hangs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lost:
     """An order that a site will not answer.
 
     Attributes:
-        category: why.
+        category: reason of the loss.
 
     Example:
         >>> Lost("not there").category
@@ -60,26 +60,26 @@ class Lost:
 
 
 class Channel(Protocol):
-    """The way to the sites.
+    """Interface of a channel to the sites.
 
-    Every order that is sent has exactly one outcome, an answer or a `Lost`. A site has one order at a
-    time: until it is known to be free again, it is not among `sites`, and what is sent to it is lost.
+    Every order has exactly one outcome, an answer or a `Lost`. A site has one order at a time: until it is
+    known to be idle again, it is not among `sites`, and orders to it are lost.
     """
 
     def sites(self) -> list[str]:
-        """Return the names of the sites that are there now and could take an order."""
+        """Return the names of the sites that are present and idle."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns its answer or its loss.
+        """Send an order; `receive` returns the answer or a `Lost`.
 
         Args:
-            site: its name.
-            message: the order.
-            ttl: seconds after which its answer is of no use.
+            site: name of the site.
+            message: bytes of the order.
+            ttl: seconds after which an answer is useless.
         """
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Answers to orders, or their loss, site by site, after at most this many seconds."""
+        """Return answers to orders, or losses, with their sites, after at most this many seconds."""
 
 
 ORDER, STATUS, BUSY, ANSWER, LOST = b"O", b"S", b"B", b"A", b"L"
@@ -90,7 +90,7 @@ _LONGEST_PATH = 103
 SILENCE = 60.0  # without a heartbeat: the process hangs
 _PATIENCE = 30.0  # for a process that is being restarted
 _PAUSE = 0.2
-_DEATH = 1.0  # takes some time: a socket of a dying process may still be open
+_DEATH = 1.0  # seconds: the socket of a dying process may still be open
 _STATUS_SECONDS = 10.0
 
 
@@ -102,17 +102,17 @@ def ask(
     silence: float = SILENCE,
     patience: float = _PATIENCE,
 ) -> bytes | Lost:
-    """Answer of the process behind a socket to an order.
+    """Send an order to a resident process, and return the answer.
 
-    A process that dies over an order gets it once more when it is back: an order that comes again has
-    the same answer.
+    A process that dies while it works gets the order once more when it is back: a repeated order has the
+    same answer.
 
     Args:
-        path: of the socket.
-        order: to be answered.
-        seconds: after which its answer is of no use.
-        silence: seconds without a sign of life that mean it hangs.
-        patience: seconds in which it may come back.
+        path: path of the socket.
+        order: bytes of the order.
+        seconds: seconds after which an answer is useless.
+        silence: seconds without a message after which the process counts as hanging.
+        patience: seconds to wait for a process that is not there.
     """
     until = time.monotonic() + seconds
     for _ in range(2):
@@ -128,10 +128,10 @@ def ask(
 
 
 def status(path: Path) -> dict[str, Any] | None:
-    """Status of the process behind a socket, None without an answer.
+    """Return the status of a resident process; None without an answer.
 
     Args:
-        path: of the socket.
+        path: path of the socket.
     """
     try:
         with _connected(path, time.monotonic()) as connection:
@@ -147,10 +147,10 @@ def status(path: Path) -> dict[str, Any] | None:
 
 
 def _connected(path: Path, until: float) -> Connection:
-    """Return a connection; waits for somebody to listen.
+    """Connect to a socket, and wait until a process listens.
 
     Raises:
-        TimeoutError: if nobody does.
+        TimeoutError: if none does in time.
     """
     while True:
         try:
@@ -162,7 +162,7 @@ def _connected(path: Path, until: float) -> Connection:
 
 
 def _answer(connection: Connection, until: float, silence: float) -> bytes | Lost:
-    """Return the answer that follows signs of life."""
+    """Wait for the answer, which comes after any number of `BUSY` messages."""
     while (left := until - time.monotonic()) > 0 and connection.poll(min(left, silence)):
         kind, content = receive(connection)
         if kind == ANSWER:
@@ -183,20 +183,20 @@ def send(to: Connection, kind: bytes, content: bytes) -> None:
 
 
 def receive(source: Connection, largest: int = LARGEST) -> tuple[bytes, bytes]:
-    """Return a message's kind and content, for which nothing is allocated if it is larger than allowed.
+    """Return the kind and content of a message; a content above ``largest`` bytes is not read.
 
     Raises:
-        EOFError: if the other side is gone.
-        OSError: if it does not send messages.
+        EOFError: if the other side has closed the connection.
+        OSError: if the other side does not send such messages.
     """
     return source.recv_bytes(1), source.recv_bytes(largest)
 
 
 def check_socket_path(path: Path) -> None:
-    """Refuse a path that the system cannot give to a socket.
+    """Raise if a path is too long for a Unix socket.
 
     Raises:
-        ConfigurationError: if it is too long.
+        ConfigurationError: with both lengths.
     """
     size = len(os.fsencode(path))
     if size > _LONGEST_PATH:
@@ -210,7 +210,7 @@ def bind_socket(path: Path) -> socket.socket:
     """Return a socket that listens at a path which only its owner can open.
 
     Args:
-        path: of the socket; its folder is made if it is not there.
+        path: path of the socket; its folder is made if it does not exist.
 
     Raises:
         ConfigurationError: if others could reach it.
@@ -231,10 +231,10 @@ def bind_socket(path: Path) -> socket.socket:
 
 
 class LoopbackChannel:
-    """Reaches sites on the same machine over their sockets, a thread for each order: for trials.
+    """Channel to sites on the same machine over their sockets, for tests; each order has a thread.
 
     Args:
-        sites: the socket of each, by name.
+        sites: path of the socket of each site, by name.
     """
 
     def __init__(self, sites: Mapping[str, Path]) -> None:
@@ -244,16 +244,16 @@ class LoopbackChannel:
         self._doubtful: set[str] = set()  # may still be busy with an order that is lost
 
     def sites(self) -> list[str]:
-        """Return the names of the sites that are there now and could take an order."""
+        """Return the names of the sites that are present and idle."""
         return sorted(name for name in self._paths if self._is_free(name))
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; what becomes of it, `receive` says.
+        """Send an order; `receive` returns the answer or a `Lost`.
 
         Args:
-            site: its name.
-            message: the order.
-            ttl: seconds after which its answer is of no use.
+            site: name of the site.
+            message: bytes of the order.
+            ttl: seconds after which an answer is useless.
         """
         if site not in self._paths:
             self._came.put((site, Lost("not there")))
@@ -264,7 +264,7 @@ class LoopbackChannel:
             threading.Thread(target=self._ask, args=[site, message, ttl], daemon=True).start()
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return the answers to orders, or their loss, site by site, after at most so many seconds."""
+        """Return answers to orders, or losses, with their sites, after at most this many seconds."""
         until = time.monotonic() + seconds
         came: list[tuple[str, bytes | Lost]] = []
         while True:
@@ -295,16 +295,16 @@ class LoopbackChannel:
         return told is not None and told.get("state") == "idle"
 
 
-# Array.stype: whatever reads it as numbers will refuse it
+# type of the array: code that expects numbers refuses it
 STYPE = "fl_lightning.message.v1"
 _KEY = "message"
 
 
 def packed(message: bytes) -> RecordDict:
-    """Return a message as Flower carries it: an array, which travels in pieces.
+    """Wrap a message for Flower, as an array, which Flower sends in pieces.
 
     Args:
-        message: its bytes.
+        message: bytes of the message.
     """
     from flwr.app import Array, ArrayRecord, RecordDict
 
@@ -313,10 +313,10 @@ def packed(message: bytes) -> RecordDict:
 
 
 def unpacked(content: RecordDict) -> bytes | None:
-    """Return the message that Flower has carried, None if it is none of ours.
+    """Return the message that Flower has delivered; None if it is not one of `packed`.
 
     Args:
-        content: of Flower's message.
+        content: content of Flower's message.
     """
     from flwr.app import ArrayRecord
 

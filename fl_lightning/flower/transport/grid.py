@@ -1,13 +1,12 @@
-"""The way to sites over Flower.
+"""Channel to sites over Flower.
 
-Flower's nodes have numbers. Which site a node is, the server knows from the key under which it has
-registered the node, and the node says it in answer to a query. A site to which an order was lost may
-still work on it: it counts as there when it has answered a query again, which its node does after
-everything before.
+Flower's nodes have numbers. The server knows the site of a node from the key under which the node is registered,
+and the node names its site in answer to a query. After a lost order, the site may still work on it: it counts as
+present again once it has answered another query.
 
-An order or its answer may get lost on the way: Flower hands each message out once, and a program that has
-it in its hands may be killed. A site at an order is therefore queried now and then. If it says twice in a
-row that it has nothing to do, and there is no answer, the order is lost.
+An order or its answer may be lost: Flower delivers each message once, and the program that has received it may be
+killed. So a site that works on an order is queried now and then. If it says twice in a row that it is idle, and
+there is no answer, the order is lost.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from fl_lightning.flower.transport.channel import CATEGORIES, Category, Lost, pa
 log = logging.getLogger(__name__)
 
 NAMES_VARIABLE = "FL_LIGHTNING_SITES"
-SEEN = "seen.json"  # beside it: what sites have said of themselves
+SEEN = "seen.json"  # file beside it with the reports of sites
 _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 3.0
 _QUERY_TTL = 60.0
 _DOUBT_SECONDS = 20.0
-# Flower says itself that an order is too old, unless it is not there
+# Flower itself reports an order that is too old, unless its server is down
 _GRACE = 30.0
 _FACTS = (
     "site",
     "state",
     "fl-lightning",
     "flwr",
-)  # of what the thin app says, see `make_client_app`
+)  # reported by the client app, see `make_client_app`
 _CATEGORIES: dict[int, Category] = {
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app failed",
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "its app failed",
@@ -63,10 +62,10 @@ class _Sent:
     """An order that has no outcome yet.
 
     Attributes:
-        site: to which it went.
-        until: when it is given up.
-        doubted_at: when its site is queried.
-        idle: how often in a row the site has said then that it has nothing to do.
+        site: name of the site.
+        until: time at which the order is given up.
+        doubted_at: time at which the site is queried.
+        idle: number of times in a row that the site has then said that it is idle.
     """
 
     site: str
@@ -76,16 +75,16 @@ class _Sent:
 
 
 class GridChannel:
-    """Reaches sites over Flower.
+    """Channel to sites over Flower.
 
     Args:
-        grid: Flower's way to its nodes.
-        names: the site of each node by its registered key; what nodes say is believed if None.
+        grid: Flower's interface to its nodes.
+        names: name of the site of each node, by its registered key; None to believe the nodes.
     """
 
     def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
         self._grid, self._names = grid, names
-        self._nodes: dict[str, int] = {}  # that have said they are free
+        self._nodes: dict[str, int] = {}  # nodes of idle sites, by site
         self._orders: dict[str, _Sent] = {}
         self._queries: dict[str, tuple[int, float]] = {}
         self._came: list[tuple[str, bytes | Lost]] = []
@@ -93,18 +92,18 @@ class GridChannel:
         self._looked = -_LOOK_SECONDS
 
     def sites(self) -> list[str]:
-        """Return the names of the sites that are there now and could take an order."""
+        """Return the names of the sites that are present and idle."""
         self._look()
         busy = {sent.site for sent in self._orders.values()}
         return sorted(set(self._nodes) - busy)
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns its answer or its loss.
+        """Send an order; `receive` returns the answer or a `Lost`.
 
         Args:
-            site: its name.
-            message: the order.
-            ttl: seconds after which its answer is of no use.
+            site: name of the site.
+            message: bytes of the order.
+            ttl: seconds after which an answer is useless.
         """
         self._look()
         if any(sent.site == site for sent in self._orders.values()):
@@ -118,7 +117,7 @@ class GridChannel:
             self._orders[id_] = _Sent(site, now + ttl + _GRACE, now + _DOUBT_SECONDS)
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Answers to orders, or their loss, site by site, after at most this many seconds."""
+        """Return answers to orders, or losses, with their sites, after at most this many seconds."""
         until = time.monotonic() + seconds
         while True:
             self._pull_answers()
@@ -150,7 +149,7 @@ class GridChannel:
         self._came.append((site, Lost(category)))
 
     def _look(self) -> None:
-        """Find the sites that are there; ask nodes whose site is unknown."""
+        """Update the present sites; query nodes whose site is unknown."""
         if time.monotonic() < self._looked + _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -192,7 +191,7 @@ class GridChannel:
             self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
 
     def _doubt(self, id_: str, *, is_idle: bool) -> None:
-        """Count an order as lost if its site says twice that it has nothing to do."""
+        """Count an order as lost if its site says twice that it is idle."""
         self._pull_answers()  # its own comes ahead of that to the query
         if (sent := self._orders.get(id_)) is None:
             return
@@ -204,7 +203,7 @@ class GridChannel:
             self._lose(sent.site, "the network lost the message")
 
     def _note_seen(self, name: str, told: Mapping[str, str]) -> None:
-        """Store a site's own report, for ``fl-lightning network status``."""
+        """Store the report of a site for ``fl-lightning network status``."""
         self._seen[name] = told
         if path := os.environ.get(NAMES_VARIABLE):
             Path(path).with_name(SEEN).write_text(json.dumps(self._seen))
@@ -230,11 +229,11 @@ class GridChannel:
 
 @contextmanager
 def turn(channel: GridChannel, options: Mapping[str, object]) -> Iterator[None]:
-    """Wait for the end of other runs of this server, as sites train for one at a time.
+    """Wait until no other run of this server is active: sites train for one run at a time.
 
     Args:
-        channel: of the run, which notices if the run is stopped.
-        options: of the run, by which others learn whose it is.
+        channel: channel of the run; polling it ends a run that was stopped.
+        options: options of the run, which tell other runs whose run this is.
     """
     names = os.environ.get(NAMES_VARIABLE)
     if names is None:
@@ -253,7 +252,7 @@ def turn(channel: GridChannel, options: Mapping[str, object]) -> Iterator[None]:
 
 
 def registered_names() -> dict[int, str] | None:
-    """Return the site of each node by its registered key, None if nobody has said where that is."""
+    """Return the site of each registered node; None if the environment names no file of nodes."""
     path = os.environ.get(NAMES_VARIABLE)
     if path is None:
         return None
@@ -261,10 +260,10 @@ def registered_names() -> dict[int, str] | None:
 
 
 def _wait_for_server(error: httpx.HTTPError) -> None:
-    """Log that the server does not answer, and assume that it comes back.
+    """Log that Flower's server does not answer; it may come back.
 
     Raises:
-        HTTPError: if it refuses.
+        HTTPError: if the server has refused a request.
     """
     if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
         raise error

@@ -1,8 +1,8 @@
 """A site's resident process: it keeps a model warm between the orders that reach it over a Unix socket.
 
-A message has a process of its own, which would import PyTorch and build the model each time.
-This one does so once. It works on one order at a time, says every two seconds that it lives, and
-answers an order that comes again with the same bytes.
+Flower starts a process for every message, which would import PyTorch and build the model each time. The
+resident process does so once. It works on one order at a time, sends a sign of life every two seconds, and
+answers a repeated order with the same bytes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _POLL_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Job:
-    """An order on its way to its answer.
+    """The work on an order.
 
     Attributes:
-        order: its bytes.
-        digest: their sha256.
-        askers: how many wait for the answer; without any, work on it does not begin.
-        done: set when there is an answer, or none will come.
-        answer: None if none will come.
+        order: bytes of the order.
+        digest: SHA-256 of these bytes.
+        askers: number of connections that wait for the answer; work does not begin without any.
+        done: set when the work has ended.
+        answer: answer to the order; None if the work has failed.
     """
 
     order: bytes
@@ -69,18 +69,18 @@ class _Job:
 
 
 class Resident:
-    """Listens at a socket, in threads of its own, and has a handler answer orders, one at a time.
+    """Listens at a socket, and has a handler answer orders, one at a time, in threads of its own.
 
     Args:
-        path: of the socket.
-        largest: bytes of an order.
+        path: path of the socket.
+        largest: largest size of an order, in bytes.
     """
 
     def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
         self._path, self._largest = path, largest
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: dict[str, _Job] = {}  # waiting or in work, by digest
+        self._open: dict[str, _Job] = {}  # jobs that wait or are in work, by digest
         self._last: _Job | None = None
         self._state, self._since, self._order = "starting", time.time(), ""
         self._is_closed = threading.Event()
@@ -90,16 +90,16 @@ class Resident:
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def begin(self, handler: Handler) -> None:
-        """Start to answer orders, those that are waiting first.
+        """Start to answer orders, first those that are waiting.
 
         Args:
-            handler: answers an order; what it raises is logged, and the asker learns that it failed.
+            handler: returns the answer to an order; an exception is logged, and the asker gets a `Lost`.
         """
         self._set("idle")
         threading.Thread(target=self._work, args=[handler], daemon=True, name="work").start()
 
     def close(self) -> None:
-        """Listen no longer; work that has begun is left alone."""
+        """Stop listening; work that has begun is not interrupted."""
         self._is_closed.set()
         self._jobs.put(None)
         self._listening.close()
@@ -131,7 +131,7 @@ class Resident:
             threading.Thread(target=self._serve, args=given, daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        """Answer one asker."""
+        """Answer the request of one connection."""
         with connection:
             try:
                 kind, content = receive(connection, self._largest)
@@ -156,7 +156,7 @@ class Resident:
             send(connection, ANSWER, job.answer)
 
     def _job(self, order: bytes) -> _Job:
-        """Return the work on an order, which may have begun or be done."""
+        """Return the job of an order, which a repeated order shares."""
         digest = hashlib.sha256(order).hexdigest()
         with self._lock:
             if self._last is not None and self._last.digest == digest:
@@ -203,14 +203,14 @@ def serve(
     """Answer orders until SIGTERM or Ctrl-C.
 
     Args:
-        path: of the socket.
-        make_handler: called once, while askers are told to wait.
-        meanwhile: what the main thread does while another one handles orders; it waits if None. When
-            it returns, all ends.
-        largest: bytes of an order.
+        path: path of the socket.
+        make_handler: makes the handler of orders; orders wait until it returns.
+        meanwhile: function that the main thread runs while another thread handles orders; None to wait.
+            When it returns, serving ends.
+        largest: largest size of an order, in bytes.
 
     Raises:
-        ConfigurationError: if the socket cannot be there, or another process has it.
+        ConfigurationError: if the socket cannot be made, or another process serves it.
     """
     with raising_at_signals():
         resident = Resident(path, largest=largest)
@@ -226,7 +226,7 @@ def serve(
 
 
 def _own(path: Path) -> TextIO:
-    """Return an open file which says that this process has a socket; the system closes it at its end."""
+    """Lock a socket for this process, and return the open lock file, which the system closes at the end."""
     check_socket_path(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path.with_name(f"{path.name}.lock").open("a+")
@@ -260,10 +260,10 @@ def raising_at_signals() -> Iterator[None]:
 
 
 def log_to(file: Path) -> None:
-    """Write the package's messages to a file as ``timestamp | level | message``, and JSON lines of orders.
+    """Log to a file, and audit orders as JSON lines in `AUDIT_FILE` beside it.
 
     Args:
-        file: with `AUDIT_FILE` beside it; both grow to a hundred megabytes, and go on in a new file.
+        file: path of the log; both files are continued in a new one at a hundred megabytes.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     for name, path, form in (
@@ -279,10 +279,10 @@ def log_to(file: Path) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Call the function that a resident process consists of, such as one that calls `serve`.
+    """Run a function as the resident process, such as one that calls `serve`.
 
     Args:
-        words: where it is, ``module:function``, and its arguments.
+        words: path of the function, ``module:function``, and its arguments.
     """
     module, _, name = words[0].partition(":")
     function: Any = getattr(import_module(module), name)

@@ -1,8 +1,8 @@
-"""Files that a search writes into its folder.
+"""Files that a search without gradients writes into its folder.
 
-evaluated.csv         every architecture, with its score and costs, in the order of the search
-front.png, front.svg  score over one cost, with the Pareto front
-best.yaml             a configuration that trains the best architecture (`export`)
+evaluated.csv         every scored architecture with its costs, in the order of the search
+front.png, front.svg  scores over one cost, with the Pareto front
+best.yaml             configuration that trains the best architecture (`export`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latenc
 
 
 def write_evaluated(path: Path, result: SearchResult) -> None:
-    """Write the CSV file."""
+    """Write all scored architectures of a search as a CSV file."""
     measures = list(result.evaluated[0].costs)
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
@@ -33,13 +33,13 @@ def write_evaluated(path: Path, result: SearchResult) -> None:
 
 
 def draw_front(path: Path, result: SearchResult, *, measure: str, score: str) -> None:
-    """Draw the front; architectures of no use (score -∞) are left out.
+    """Draw the Pareto front of a search; architectures with score -∞ are left out.
 
     Args:
-        path: without an ending.
-        result: of the search.
-        measure: the cost on the axis.
-        score: what the scores are.
+        path: path of the picture, without an ending.
+        result: result of the search.
+        measure: name of the cost on the horizontal axis.
+        score: label of the score axis.
     """
     useful = [one for one in result.evaluated if one.score > -math.inf]
     costs, scores = [one.costs[measure] for one in useful], [one.score for one in useful]
@@ -49,16 +49,16 @@ def draw_front(path: Path, result: SearchResult, *, measure: str, score: str) ->
 def export(
     path: Path, found: Evaluated, configuration: Mapping[str, Any], notes: Sequence[str]
 ) -> None:
-    """Write the configuration that trains an architecture, its score and costs as comments.
+    """Write the configuration that trains an architecture, with score and costs as comments.
 
     Args:
-        path: of the YAML file.
-        found: the architecture.
-        configuration: that trains it, see `retraining`.
+        path: path of the YAML file.
+        found: the architecture with its score and costs.
+        configuration: configuration that trains the architecture, see `retraining`.
         notes: further comments.
 
     Raises:
-        ConfigurationError: if it cannot be written.
+        ConfigurationError: if the file cannot be written.
     """
     costs = [f"{name}: {shown(value)}" for name, value in found.costs.items()]
     comments = [f"# {line}\n" for line in (*notes, f"score: {found.score:.6g}", *costs)]
@@ -73,7 +73,7 @@ def export(
 
 
 def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table of the front, cheapest first."""
+    """Return the header and the rows of a table of the Pareto front, cheapest first."""
     measures = [name for name in result.evaluated[0].costs if name != "activations"]
     rows = [
         [_score(one.score), *(shown(one.costs[name]) for name in measures)]

@@ -102,7 +102,7 @@ class UpdateRows(Rows):
         self._num_in_memory = memory_limit // max(1, self._row_bytes)
         self.client_ids = []  # increasing
         self._updates: list[ClientUpdate] = []  # in that order, without their deltas
-        self._kept: list[Floats | int] = []  # of each the delta, or its place in the file
+        self._kept: list[Floats | int] = []  # each delta, or its row number in the file
         self._num_in_file = 0
         self._file: FileIO | None = None
 
@@ -235,7 +235,7 @@ class UpdateRows(Rows):
 
 
 class _View(Rows):
-    """Rows made of other rows."""
+    """Rows computed from other rows, one block at a time."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ from fl_lightning.server.robust.passes import (
 
 @dataclass
 class RuleContext:
-    """Inputs of a rule besides the updates."""
+    """The round's number and the rule's memory, which a rule gets with the updates."""
 
     round_index: int = 0  # number of the round, for rules that draw at random
     # vectors of shape (k,) by name, which the rule may change; kept from round to round
@@ -68,7 +68,7 @@ class RobustRule(KeptUpdates):
         folder: folder of that file; the system's temporary folder if None.
 
     Attributes:
-        by_coordinate: whether it treats each coordinate by itself, and all of them alike.
+        by_coordinate: whether the rule treats every coordinate separately and in the same way.
 
     Example:
         >>> class Largest(RobustRule):
@@ -223,7 +223,7 @@ class TrimmedMean(AgainstAttackers):
 @final
 @dataclass
 class NearestNeighbourMixing(RobustRule):
-    """Replaces every update by the mean of its n - f nearest ones.
+    """Replaces every update by the mean of the n - f updates nearest to it, and applies a robust rule.
 
     Args:
         rule: rule for the mixed updates.
@@ -260,7 +260,7 @@ class NearestNeighbourMixing(RobustRule):
 @final
 @dataclass
 class Bucketing(RobustRule):
-    """Replaces buckets of s updates, drawn at random each round, by their means.
+    """Replaces random buckets of s updates by their means, and applies a robust rule to the means.
 
     Args:
         rule: rule for the buckets' means; its number of attackers counts buckets.

@@ -72,7 +72,7 @@ class Calibration:
         return self._rule.needs_scores
 
     def soft_parameters(self) -> dict[str, Tensor]:
-        """Values at which to score in this round: dropped entries are multiplied by the soft mask."""
+        """Parameter values to score at in this round: dropped entries are multiplied by the soft mask."""
         return soften(self._parameters, self.mask, self._plan.soft_mask)
 
     def step(self, scores: Scores | None = None) -> None:

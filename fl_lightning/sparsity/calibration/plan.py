@@ -1,4 +1,4 @@
-"""Options of a calibration: densities after each round, rule, soft mask.
+"""Options of a calibration: density after each round, rule, soft mask.
 
     keep_r = density^(r / R),   r = 1 … R          fraction of the maskable entries kept after round r
     θ ⊙ (m + s (1 - m))                            dropped entries become small instead of zero
@@ -70,7 +70,7 @@ class CalibrationPlan:
 
 
 def resolve_density(density: float | None, sparsity: float | None) -> float:
-    """Return the density, in (0, 1], given it or the sparsity: density = 1 - sparsity.
+    """Density in (0, 1], from a density or from a sparsity = 1 - density.
 
     Raises:
         ConfigurationError: if neither is given, one is out of range, or they contradict each other.

@@ -1,4 +1,4 @@
-"""Masks over parameters: True for entries that may move. Their files.
+"""Masks over parameters, which are True for entries that may move, and files of masks.
 
 A mask covers only the tensors that it names. Whether other parameters train or stay frozen is decided
 by the user of the mask.

@@ -1,4 +1,4 @@
-"""Parameters of a module that may be masked, and parameters that a mask freezes altogether.
+"""Names of the parameters that a mask may cover, and freezing of fully masked parameters.
 
 By default weights and biases of linear, attention, convolution and norm layers of the backbone may be
 masked, but not embeddings (of patches, positions, classes) and the classifier.

@@ -110,7 +110,7 @@ def density_figure(mask: Mask) -> Figure:
 
 
 class MaskCounts:
-    """Statistics over masks of the same tensors, added one by one, in 4 bytes per entry.
+    """Statistics over masks of the same tensors, which are added one by one; 4 bytes per entry.
 
     Attributes:
         num_masks: number of masks so far.

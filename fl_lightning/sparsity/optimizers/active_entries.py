@@ -1,4 +1,4 @@
-"""Active entries of tensors as indices, and the chunks of memory in which an optimizer moves them.
+"""Active entries of tensors as indices, and the buffers in which an optimizer moves them.
 
     read: v = p[active], g = ∇[active]        move v by g        write: p[active] = v
 
@@ -28,7 +28,7 @@ DENSE_FROM = 0.5
 
 @dataclass(frozen=True)
 class Split:
-    """Active or frozen entries of one tensor; both are None if all entries are active.
+    """Indices of the active or the frozen entries of one tensor; both are None if all are active.
 
     Attributes:
         active: increasing indices of the active entries, shape (k,), if the optimizer steps them
@@ -95,7 +95,7 @@ class Split:
         return whole
 
     def fitted(self, param: Tensor) -> Split:
-        """Return it on a parameter's device, and check its indices.
+        """Move the indices to a parameter's device, and check them.
 
         Raises:
             ValueError: if an index is outside the parameter.

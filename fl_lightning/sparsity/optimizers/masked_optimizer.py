@@ -89,12 +89,12 @@ class MaskedOptimizer(Optimizer, ABC):
         """
         return parts
 
-    def newcomers(self, key: str, stayed: Tensor) -> Tensor:
-        """Return the initial state of entries that join, a scalar.
+    def initial_state(self, key: str, stayed: Tensor) -> Tensor:
+        """Return the state of entries that become active, a scalar; 0 by default.
 
         Args:
-            key: name of the state.
-            stayed: the state at the entries that could move before and still can, shape (n,).
+            key: name of the state, e.g. ``exp_avg``.
+            stayed: state of the entries that were and remain active, shape (n,), n ≥ 1.
         """
         return stayed.new_zeros(())
 
@@ -114,8 +114,8 @@ class MaskedOptimizer(Optimizer, ABC):
     def set_masks(self, masks: Masks | None) -> None:
         """Replace all masks; a parameter without a mask moves as a whole.
 
-        Entries that could move before and still can keep their state; entries that join start with
-        `newcomers`. A tensor of which no entry stays starts without state.
+        Entries that remain active keep their state; entries that become active start with
+        `initial_state`. A tensor without an entry that remains active starts without state.
 
         Args:
             masks: bool tensors of the parameters' shapes, True for entries that may move: by
@@ -159,7 +159,7 @@ class MaskedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the active entries; returns the closure's loss, or None without a closure."""
+        """Move the active entries once; returns the closure's loss, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -198,7 +198,7 @@ class MaskedOptimizer(Optimizer, ABC):
         for key, value in self.state[param].items():
             if isinstance(value, Tensor) and value.ndim:  # a count of steps has no axis
                 whole = before.expanded(value, param)
-                whole[~stays] = self.newcomers(key, whole[stays])
+                whole[~stays] = self.initial_state(key, whole[stays])
                 self.state[param][key] = (
                     whole if after.active is None else take(whole, after.active)
                 )

@@ -95,9 +95,9 @@ class SparseSGDM(MaskedOptimizer, SGD):
 class SparseAdamW(MaskedOptimizer, AdamW):
     """`torch.optim.AdamW`, bit for bit, on the active entries; frozen entries stay bit-identical.
 
-    A tensor has one count of steps for all its entries. Entries that join later start with the mean
-    second moment of the entries that stayed, because with a second moment of zero they would make far
-    too large steps.
+    A tensor has one count of steps for all its entries. Entries that become active later start with the
+    mean second moment of the entries that remain active: with a second moment of zero, their steps would
+    be far too large.
 
     Args: those of torch's, and ``masks``, see `MaskedOptimizer`. With ``fused``, gradients must be
     unscaled, as by `GradScaler`.
@@ -111,9 +111,9 @@ class SparseAdamW(MaskedOptimizer, AdamW):
         ([0.495, 2.0, 3.0], torch.Size([1]))
     """
 
-    def newcomers(self, key: str, stayed: Tensor) -> Tensor:
-        """Return zero for the first moment, and the mean for second moments."""
-        return stayed.mean() if key != "exp_avg" else super().newcomers(key, stayed)
+    def initial_state(self, key: str, stayed: Tensor) -> Tensor:
+        """Return 0 for the first moment, and the mean of the given states for second moments."""
+        return stayed.mean() if key != "exp_avg" else super().initial_state(key, stayed)
 
     @override
     def move(

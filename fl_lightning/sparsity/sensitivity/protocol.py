@@ -1,6 +1,6 @@
-"""Sensitivity of a model's prediction to each parameter: the protocol of all estimators.
+"""Sensitivity of a model's prediction to each parameter: protocol of the estimators, and their scores.
 
-Also the functions that get logits and labels from a batch, and the quantity of the logits to score.
+The file also has the functions that get logits and labels from a batch, and the scored quantities.
 """
 
 from __future__ import annotations

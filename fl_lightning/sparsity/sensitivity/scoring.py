@@ -1,4 +1,4 @@
-"""Options of all estimators of sensitivity (quantity, examples, memory), and slices of batches."""
+"""Options that all estimators of sensitivity share (quantity, examples, memory), and slices of batches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[str, Tensor]:
-    """Return the values to score at, detached: those given, or all trainable parameters.
+    """Detached parameter values to score at: the given ones, or those of all trainable parameters.
 
     Raises:
         ConfigurationError: if the module lacks a given parameter, or there are none.

@@ -26,8 +26,8 @@ from fl_lightning.sparsity.masks.mask import Mask, some
 class TaskVector:
     """The difference of two models with the same parameters, as one vector of shape (k,).
 
-    Created by `between`, `merge` or `load_task_vector`; arithmetic gives new ones. It does not include
-    buffers, such as batch norm's statistics.
+    Created by `between`, `merge` or `load_task_vector`; sums and multiples are new task vectors. Buffers,
+    such as the statistics of batch norm, are not included.
 
     Args:
         shapes: shapes of the parameters by name, in the order of the vector.
