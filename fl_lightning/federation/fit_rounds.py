@@ -70,10 +70,13 @@ class FitRounds:
         """Record of the open round; between rounds, of the last one."""
         return self._round.record
 
-    def train_group(self, group: ClientGroup) -> None:
-        """Train a group of clients of the current round and aggregate their updates.
+    def train_group(self, group: ClientGroup) -> bool:
+        """Train a group of clients of the current round; after the last group step the server.
 
-        Afterwards the module holds the global model again, also after an error.
+        Afterwards the module holds the global model, also after an error.
+
+        Returns:
+            Whether the server has stepped.
 
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Several
@@ -91,16 +94,18 @@ class FitRounds:
                 if self._exchange.failure is None:
                     for part in parts:
                         self._round.train(part.ids)
-                    clients.warn_of_rehearsal(self._round.record)
                 if is_last:
                     self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
             self._exchange.fail(failure)
         finally:
             clients.restore(self.server.model)
-        if not is_last:
-            self.run.groups.advance()
         self._round.record.seconds += time.perf_counter() - began
+        if is_last:
+            self._close()
+        else:
+            self.run.groups.advance()
+        return is_last
 
     def _begin(self, group: ClientGroup) -> None:
         run, number = self.run, self.run.trainer.current_epoch
@@ -117,7 +122,7 @@ class FitRounds:
         self._round.open(number)
         self._is_under_way = True
 
-    def close_round(self) -> None:
+    def _close(self) -> None:
         """Step the server and put the new model into the module.
 
         Raises:
@@ -128,10 +133,11 @@ class FitRounds:
         if run.ranks.size > 1:
             self._round.record, began = self._exchange.merge(self._round.record, self.server)
         record = self._round.record
-        with (
-            self.clients.metrics_kept_apart()
-        ):  # ahead of the step: a metric of the module may fail
+        # before the step, as metrics of the module may fail
+        with self.clients.metrics_kept_apart():
             record.pooled = run.collector.collect_metrics()
+        if self.clients.rehearsal.failures:
+            self.clients.rehearsal.warn_of_failures(record)
         self._round.step()
         self._is_under_way = False
         run.local.end_round(self.server.model)

@@ -147,8 +147,20 @@ class RoundGroups:
             self._round, self._position = epoch, 0
 
     def _drawn(self, round_index: int) -> ClientIds:
+        """Draw a cohort, and raise if its ids are invalid or repeated: they would count twice."""
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
-        check_cohort(ids, self.population, type(self._sampler).__name__)
+        sampler = f"federation.cohort: {type(self._sampler).__name__}"
+        is_whole = not len(ids) or (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer))
+        if not is_whole or len(np.unique(ids)) < len(ids):
+            raise ConfigurationError(
+                f"{sampler}.sample must return distinct client ids, an array of whole "
+                f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
+            )
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.population.num_clients):
+            raise ConfigurationError(
+                f"{sampler}.sample must return ids from 0 to "
+                f"{self.population.num_clients - 1}, got {ids.min()} to {ids.max()}"
+            )
         return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
@@ -190,24 +202,6 @@ class RoundGroups:
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]
-
-
-def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Raise if ids of a cohort are invalid or repeated: a repeated client would count twice."""
-    if not len(ids):
-        return
-    is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-    if not is_whole or len(np.unique(ids)) < len(ids):
-        raise ConfigurationError(
-            f"federation.cohort: {sampler}.sample must return distinct client ids, an array of whole "
-            f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
-        )
-    first, last = ids.min(), ids.max()
-    if first < 0 or last >= len(population.num_examples):
-        raise ConfigurationError(
-            f"federation.cohort: {sampler}.sample must return ids from 0 to "
-            f"{population.num_clients - 1}, got {first} to {last}"
-        )
 
 
 def limited(count: int, limit: float) -> int:

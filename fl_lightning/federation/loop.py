@@ -47,11 +47,8 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 class Rounds(Protocol):
     """The rounds that the loop drives."""
 
-    def train_group(self, group: ClientGroup) -> None:
-        """Train a group of clients and aggregate their updates."""
-
-    def close_round(self) -> None:
-        """Step the server."""
+    def train_group(self, group: ClientGroup) -> bool:
+        """Train a group of clients; after the round's last group step the server, and return True."""
 
 
 class FederatedLoop(_AutomaticOptimization):
@@ -66,7 +63,7 @@ class FederatedLoop(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
     ) -> dict[str, Any]:
         """Train one group and, if it is the round's last, step the server."""
-        if _trained(self.trainer, self._rounds, kwargs):
+        if self._rounds.train_group(next(iter(kwargs.values()))):
             self.optim_progress.optimizer.step.increment_ready()
             self.optim_progress.optimizer.step.increment_completed()
         return {}
@@ -85,19 +82,10 @@ class FederatedManualLoop(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train one group and, if it is the round's last, step the server."""
-        if _trained(self.trainer, self._rounds, kwargs):
+        if self._rounds.train_group(next(iter(kwargs.values()))):
             self.optim_step_progress.increment_ready()
             self.optim_step_progress.increment_completed()
         return {}
-
-
-def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) -> bool:
-    """Train a group and, if it is the round's last, step the server; return whether it was."""
-    rounds.train_group(next(iter(kwargs.values())))
-    if not trainer.is_last_batch:
-        return False
-    rounds.close_round()
-    return True
 
 
 def install(trainer: Trainer, rounds: Rounds) -> None:

@@ -1,6 +1,5 @@
 """Users' own modules: what works, with the same result, and what is refused."""
 
-
 import pytest
 import torch
 import torchmetrics
