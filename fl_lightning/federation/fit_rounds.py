@@ -82,18 +82,16 @@ class FitRounds:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Several
                 processes all raise it, when they exchange results.
         """
-        began, clients, parts = time.perf_counter(), self.clients, [group]
+        began, clients = time.perf_counter(), self.clients
         is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
-            parts = [*self.run.groups.earlier, group]  # a round resumed in the middle begins anew
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._exchange.failure is None:
-                    for part in parts:
-                        self._round.train(part.ids)
+                    self._round.train(group.ids)
                 if is_last:
                     self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
@@ -103,8 +101,6 @@ class FitRounds:
         self._round.record.seconds += time.perf_counter() - began
         if is_last:
             self._close()
-        else:
-            self.run.groups.advance()
         return is_last
 
     def _begin(self, group: ClientGroup) -> None:
@@ -141,7 +137,7 @@ class FitRounds:
         self._round.step()
         self._is_under_way = False
         run.local.end_round(self.server.model)
-        run.groups.advance()  # only now: a round that failed is no finished one
+        run.groups.finish()  # only now: a round that failed is not done
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
             run.groups.population.note(  # for cohorts that choose by what it has shown of clients

@@ -170,20 +170,22 @@ def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
             setattr(current, name, present - 1)
 
 
-def begin_next_round(trainer: Trainer) -> None:
-    """Make the first round after resuming between rounds start like any other round.
+def begin_round_anew(trainer: Trainer, is_inside: bool) -> None:
+    """Make the first round after resuming train all of its groups.
 
+    A round inside which the checkpoint was saved begins anew, in whatever groups.
     From a checkpoint at the end of a round's last group, Lightning counts the round as done but would
     skip ``on_train_epoch_start`` of the next one. From a checkpoint inside that hook, it would take the
     groups of the previous round for those of the new one, and train no client.
 
     Args:
         trainer: a Trainer whose progress has been restored.
+        is_inside: whether the checkpoint was saved inside a round.
     """
     rounds = trainer.fit_loop
     groups = rounds.epoch_loop
     is_last = groups.restarted_on_train_batch_end and groups.batch_progress.is_last_batch
-    if rounds.restarted_mid_epoch and is_last:
-        rounds.reset_restart_stage()
-    elif rounds.restarted_on_epoch_start:
+    if is_inside or rounds.restarted_on_epoch_start:
         groups.restarting = False
+    elif rounds.restarted_mid_epoch and is_last:
+        rounds.reset_restart_stage()

@@ -11,7 +11,6 @@ the server's values.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
@@ -173,9 +172,8 @@ class Server:
     def close_round(self, change: PseudoGradient | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm, a scalar.
 
-        Without updates the model stays, unless the aggregator is private: it must not show that no
-        client replied. If the step raises, model, optimizer and aggregator are as before, and the round
-        is open.
+        Without updates the model stays, unless the aggregator is private and must not show that. If the
+        step raises, the server is as before, and its round is open.
 
         Args:
             change: maps the aggregate to the pseudo-gradient; the identity if None.
@@ -183,20 +181,16 @@ class Server:
         Raises:
             RoundFailure: if the new model is not finite.
         """
-        params, memory = self.model.params, dict(self._aggregator.memory)
-        before, optimizer = params.clone(), copy.deepcopy(self.optimizer.state_dict())
+        before, state = self.model.params.clone(), copy.deepcopy(self.state_dict())
         norm = torch.zeros(())
         try:
             if self.num_replies or self._aggregator.is_private:
                 norm = self._step(change, before)
             if self._schedule is not None:
-                with warnings.catch_warnings():  # the first round may have had no reply
-                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                    self._schedule.step()
+                self._schedule.step()
         except BaseException:  # also an interruption, after which a checkpoint may follow
-            params.copy_(before)
-            self.optimizer.load_state_dict(optimizer)
-            self._aggregator.memory = memory
+            self.model.params.copy_(before)
+            self.load_state_dict(state)
             raise
         self.is_open = False
         return norm
@@ -251,7 +245,6 @@ class Server:
         if self._schedule is not None and "schedule" in state:
             self._schedule.load_state_dict(state["schedule"])
         self._aggregator.memory = state.get("memory", {})
-        self.is_open = False
 
     def round_state(self) -> dict[str, Any]:
         """Return the state of the open round; its tensors are live, so copy them to keep them."""
