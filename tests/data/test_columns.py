@@ -256,9 +256,11 @@ class TestRefuses:
         with pytest.raises(ConfigurationError, match="cannot tell the labels of Items"):
             read_column(Items(lambda i: (X[i], torch.ones(i))), None)
 
-    def test_none_among_strings(self):
-        with pytest.raises(ConfigurationError, match="one per example, got NoneType, str"):
-            read_column([1, 2], ["a", None])
+    @pytest.mark.parametrize("values", [["a", None], np.array(["a", np.nan], object)])
+    def test_missing_values(self, values):
+        # "nan" would be an owner like any other
+        with pytest.raises(ConfigurationError, match="1 of 2 values are missing"):
+            read_column([1, 2], values)
 
 
 class TestInAFederation:

@@ -125,6 +125,32 @@ class Counting(ToyModule):
         self.log_dict({"val/of_several": F.cross_entropy(self.net(x), y)})
 
 
+class AtTheEnd(Counting):
+    """Computes values that are no means over examples at the end of validation and test."""
+
+    losses: list
+
+    def _note(self, batch, batch_idx):
+        x, y = batch
+        self.losses = [] if batch_idx == 0 else self.losses
+        self.losses.append(F.cross_entropy(self.net(x), y, reduction="none"))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self._note(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        self._note(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        losses = torch.cat(self.losses)
+        self.log_dict({"val/worst": losses.max(), "val/count": float(len(losses))})
+
+    def on_test_epoch_end(self):
+        self.log("test/worst", torch.cat(self.losses).max())
+
+
 def some_data(**options):
     return toy_data(num_examples=61, batch_size=4, drop_last=True, **options)
 
@@ -243,6 +269,18 @@ class TestEvaluation:
         evaluator.validate(module, datamodule=data, verbose=False)
         expected = float(evaluator.callback_metrics["val/loss"])
         assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+
+    def test_values_of_all_examples_are_those_of_one_process(self):
+        def evaluated(devices):
+            module, trainer = fit(devices, AtTheEnd, max_epochs=1)
+            validated = dict(trainer.callback_metrics)
+            return validated | trainer.test(module, datamodule=some_data(), verbose=False)[0]
+
+        one, two = evaluated(1), evaluated(2)
+        assert {"val/worst", "test/worst", "val/examples", "val/object"} <= set(one)
+        assert float(two["val/examples"]) == float(two["val/count"]) == 61
+        for name in (name for name in one if name.startswith(("val/", "test/"))):
+            assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-5), name
 
     def test_a_fitted_trainer_goes_on_to_test(self):
         module, trainer = fit(2, ToyModule)

@@ -35,7 +35,7 @@ from fl_lightning.federation import (
     Transport,
     Upload,
 )
-from fl_lightning.flower.messages import ClientAnswer, Kind, Order
+from fl_lightning.flower.messages import Answer, ClientAnswer, Kind, Order
 from fl_lightning.flower.packing import (
     OPTION,
     MetricSums,
@@ -89,6 +89,7 @@ class Sites(FitClients):
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
         self._masks: dict[str, str] = {}  # name of the mask that each site has
+        self._kinds: dict[str, Any] = {}  # reduction of each metric over clients; None for the mean
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
@@ -183,13 +184,26 @@ class Sites(FitClients):
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
-        told = reply.answer.options.get("reductions")
-        kinds = told.items() if isinstance(told, dict) else ()
-        self.collector.reductions |= {n: kind for n, kind in kinds if kind in ("sum", "min", "max")}
+        self._note_reductions(reply.site, reply.answer)
         try:
             sums[reply.site] = told_sums(logged, tensors, self._run.module)
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
+
+    def _note_reductions(self, site: str, answer: Answer) -> None:
+        """Reduce a metric over clients by its sum, minimum or maximum if all sites report so."""
+        told = answer.options.get("reductions")
+        kinds = told if isinstance(told, dict) else {}
+        for name in sorted({name for client in answer.clients for name in client.metrics}):
+            kind = kinds.get(name)
+            if self._kinds.setdefault(name, kind) != kind:
+                rank_zero_warn(
+                    f"site {site} reduces {name} in another way than other sites: the mean is logged"
+                )
+                self._kinds[name] = None
+            self.collector.reductions.pop(name, None)
+            if (kind := self._kinds[name]) in ("sum", "min", "max"):
+                self.collector.reductions[name] = kind
 
     def _packing(self) -> Packing:
         num_up = 0 if self._stages.is_private else self.local.buffers.size
@@ -262,7 +276,7 @@ class Sites(FitClients):
     def _read(self, answer: ClientAnswer, part: Part, start: Start, packing: Packing) -> Upload:
         if self._sums is None:
             payload, began = part.tensors.get("payload"), part.reply.order.round
-            opened = packing.opened_update(payload, answer.client, began)
+            opened = packing.opened_update(payload, answer, began)
         else:  # without numbers, which are hidden
             nothing = torch.empty(0, dtype=self.local.space.dtype)
             given = answer.client, nothing, nothing, answer.num_examples, answer.num_steps
@@ -320,3 +334,5 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     for name, metric in answer.metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
             raise ValueError(f"its metric {name} is of {metric.dtype}")
+        if name == "train/loss" and not bool(metric.isfinite()):  # aggregators weight by it
+            raise ValueError(f"its training loss is {float(metric)}")

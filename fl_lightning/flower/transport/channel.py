@@ -16,6 +16,7 @@ import os
 import queue
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -118,8 +119,11 @@ def ask(
     for _ in range(2):
         try:
             with _connected(path, min(until, time.monotonic() + patience)) as connection:
+                limit_silence(connection, min(seconds, silence))
                 send(connection, ORDER, order)
                 return _answer(connection, until, silence)
+        except BlockingIOError:  # in the middle of a frame
+            return Lost("its process is silent")
         except TimeoutError:
             return Lost("no answer in time" if time.monotonic() >= until else "not there")
         except (EOFError, OSError):
@@ -135,9 +139,8 @@ def status(path: Path) -> dict[str, Any] | None:
     """
     try:
         with _connected(path, time.monotonic()) as connection:
+            limit_silence(connection, _STATUS_SECONDS)
             send(connection, STATUS, b"")
-            if not connection.poll(_STATUS_SECONDS):
-                raise TimeoutError("it says nothing")
             kind, content = receive(connection)
             told = json.loads(content) if kind == STATUS else None
     except (EOFError, OSError, ValueError) as error:
@@ -159,6 +162,14 @@ def _connected(path: Path, until: float) -> Connection:
             if time.monotonic() >= until:
                 raise TimeoutError(f"nobody listens at {path}") from None
             time.sleep(_PAUSE)
+
+
+def limit_silence(connection: Connection, seconds: float) -> None:
+    """Make reads and writes of a connection raise BlockingIOError after this time without a byte."""
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as plain:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            plain.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def _answer(connection: Connection, until: float, silence: float) -> bytes | Lost:
