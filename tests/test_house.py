@@ -54,7 +54,7 @@ CAPS = {
     "engines": (3836, 19),
     "experiments": (2729, 12),
     "federation": (11427, 59),
-    "flower": (8440, 38),
+    "flower": (8442, 38),
     "kernels": (1635, 11),
     "models": (1471, 8),
     "nas": (11407, 47),
