@@ -230,6 +230,10 @@ class LocalTrainer:
                 f"federation.client_state, e.g. client_state: [{changed[0]}]"
             )
 
+    def check_one_rate(self) -> None:
+        """Check that the last client trained with one learning rate, see `OptimizerSteps`."""
+        self._optimizer_steps.check_one_rate()
+
     def restore(self, model: GlobalModel) -> None:
         """Restore the global model, with personal parameters if set, and reset the optimizers.
 

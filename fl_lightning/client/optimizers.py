@@ -173,12 +173,14 @@ class OptimizerSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
         self._optimizers, self._by_hand = list(optimizers), by_hand
+        self._rates: dict[Optimizer, set[tuple[float, ...]]] = {}
         self._watched = OutermostSteps(self._optimizers, after=self._note)
 
     def __enter__(self) -> Self:
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._has_stepped: set[Optimizer] = set()
         self._overflows: dict[Optimizer, list[Tensor]] = {each: [] for each in self._optimizers}
+        self._rates = {each: set() for each in self._optimizers}
         self._watched.__enter__()
         return self
 
@@ -186,6 +188,7 @@ class OptimizerSteps:
         self._watched.__exit__(None, None, None)
 
     def _note(self, optimizer: Optimizer) -> None:
+        self._rates[optimizer].add(tuple([float(group["lr"]) for group in optimizer.param_groups]))
         if self._by_hand:
             self._counts[optimizer] += _has_gradient(optimizer)
         else:
@@ -201,6 +204,21 @@ class OptimizerSteps:
             # private steps return no loss but have gradients; skipped steps have neither
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
+
+    def check_one_rate(self) -> None:
+        """Check that the learning rate was the same in all steps.
+
+        Raises:
+            ConfigurationError: if the model changed it from step to step.
+        """
+        for rates in self._rates.values():
+            if len(rates) > 1:
+                low, high = (f"{max(rate):g}" for rate in (min(rates), max(rates)))
+                raise ConfigurationError(
+                    "SCAFFOLD's option II and NormalisedMean need one learning rate in all local steps "
+                    f"of a round, and the model changes it while a client trains (from {low} to "
+                    f"{high}): change it between rounds, or use Scaffold(option='I') or Mean"
+                )
 
     @property
     def taken(self) -> int | tuple[int, ...]:

@@ -13,9 +13,8 @@ A container has exactly one form: names are sorted, tensors are ordered by eleme
 without gaps. `read` accepts this form only, so that no bytes can be read in two ways. The content is not
 trusted: sizes are checked before memory is allocated, and it contains no code.
 
-Each kind is a frozen dataclass elsewhere, which checks its fields. Numbers that differ between clients (a
-round, an id) are tensors, not fields: so the length of a message depends only on names, shapes and
-dtypes, and `size_of` returns it without writing.
+Numbers that differ between clients (a round, an id) are tensors, not fields: so the length of a message
+depends only on names, shapes and dtypes, and `size_of` returns it without writing.
 
 Source: the safetensors format, github.com/huggingface/safetensors. The header is read here and not by
 the safetensors library, which accepts more than one form.

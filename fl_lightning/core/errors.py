@@ -56,8 +56,8 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     Args:
         what: owner and name of the option, e.g. ``"QFedAvg: q"``.
         value: value of the option; None is always allowed.
-        allowed: the range: ``at least 1 client``, ``above 0``, ``greater than 0``, each also with `` and
-            finite``; ``a finite number``; ``in [0, 1)``, ``from 1 to 8``.
+        allowed: the range: ``at least 1 client``, ``above 0``, ``greater than 0``, ``a finite number``,
+            ``in [0, 1)``, ``from 1 to 8``. Infinity is out of range unless ``or inf`` allows it.
         advice: end of the message.
 
     Example:
@@ -73,9 +73,10 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     high = bounds[1] if bounds[1:] else math.inf
     is_above = value > low if allowed.startswith(("above", "greater", "in (")) else value >= low
     is_below = value < high if allowed.endswith(")") else value <= high
-    is_finite = "finite" not in allowed or math.isfinite(value)
-    if not (is_above and is_below and is_finite):
-        raise ConfigurationError(f"{what} must be {allowed}, got {value}{advice}")
+    is_infinite = abs(value) == math.inf and not allowed.endswith(" or inf")
+    if is_infinite or not (is_above and is_below):
+        finite = " and finite" if is_infinite and "finite" not in allowed else ""
+        raise ConfigurationError(f"{what} must be {allowed}{finite}, got {value}{advice}")
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word

@@ -146,7 +146,7 @@ class CausalLM(LightningModule):
             _freeze_a(self.network)
         self._frozen = {
             name
-            for name, parameter in self.named_parameters()
+            for name, parameter in self.named_parameters(remove_duplicate=False)  # tied weights too
             if id(parameter) in originals and not parameter.requires_grad
         }
         self._changed: set[str] = set()
@@ -201,7 +201,7 @@ class CausalLM(LightningModule):
                 "prompts out, or give the data module an attribute tokenizer"
             )
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_end(self) -> None:
         """Write the answers to the prompts."""
         # a collective operation: every process must read log_dir
         folder = self.trainer.log_dir if self._prompts and self.loggers else None
@@ -264,7 +264,7 @@ class CausalLM(LightningModule):
     def base_hash(self) -> str:
         """Hash of the names and values of the frozen base, as it was on first access."""
         digest = hashlib.blake2b(digest_size=16)
-        parameters = dict(self.named_parameters())
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         for name in sorted(self._frozen):
             numbers = parameters[name].detach().cpu().contiguous()
             digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
@@ -302,7 +302,7 @@ class CausalLM(LightningModule):
             )
         state = checkpoint["state_dict"]
         self._changed = self._frozen & state.keys()
-        own = dict(self.named_parameters())
+        own = dict(self.named_parameters(remove_duplicate=False))
         missing = {name: own[name].detach() for name in self._frozen - state.keys()}
         checkpoint["state_dict"] = {**state, **missing}
 
@@ -423,7 +423,9 @@ def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
 
 
 def _freeze_a(network: nn.Module) -> None:
-    frozen = [p for name, p in network.named_parameters() if "lora_A." in name]
+    a_of_layers = "lora_A.", "lora_embedding_A."
+    parameters = network.named_parameters()
+    frozen = [p for name, p in parameters if any(part in name for part in a_of_layers)]
     if not frozen:
         raise ConfigurationError("CausalLM: freeze_a needs LoRA's adapters, and adapter makes none")
     for parameter in frozen:

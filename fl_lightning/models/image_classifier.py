@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.models.checkpoints import load_backbone
 from fl_lightning.models.cnn import LeNet, McMahanCNN
 from fl_lightning.models.networks import build_network, freeze
@@ -89,8 +89,18 @@ class ImageClassifier(LightningModule):
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
-        _check(num_classes, drop_rate, label_smoothing, pretrained and checkpoint_path is not None)
-        _check_sizes(in_chans, image_size, freeze_blocks)
+        raise_together(
+            lambda: check_range("num_classes", num_classes, "at least 2"),
+            lambda: check_range("drop_rate", drop_rate, "in [0, 1)"),
+            lambda: check_range("label_smoothing", label_smoothing, "in [0, 1)"),
+            lambda: check_range("in_chans", in_chans, "at least 1 channel"),
+            lambda: check_range("image_size", image_size, f"from 1 to {MOST_PIXELS} pixels"),
+            lambda: check_range("freeze_blocks", freeze_blocks, "at least 0"),
+        )
+        if pretrained and checkpoint_path is not None:
+            raise ConfigurationError(
+                "pretrained and checkpoint_path name two sources of weights, give one"
+            )
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
@@ -191,17 +201,6 @@ def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=1) == labels).float().mean()
 
 
-def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sources: bool) -> None:
-    rules = {
-        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-        f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
-        f"label_smoothing must be in [0, 1), got {label_smoothing}": 0 <= label_smoothing < 1,
-        "pretrained and checkpoint_path name two sources of weights, give one": not two_sources,
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise ConfigurationError("; ".join(broken))
-
-
 def _check_own(
     pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
 ) -> None:
@@ -211,17 +210,6 @@ def _check_own(
         raise ConfigurationError(
             f"{', '.join(named)}: for networks by name; pass it to your own network itself"
         )
-
-
-def _check_sizes(in_chans: int, image_size: int | None, freeze_blocks: int) -> None:
-    fits = image_size is None or 1 <= image_size <= MOST_PIXELS
-    rules = {
-        f"in_chans must be at least 1 channel, got {in_chans}": in_chans >= 1,
-        f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}": fits,
-        f"freeze_blocks must be at least 0, got {freeze_blocks}": freeze_blocks >= 0,
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise ConfigurationError("; ".join(broken))
 
 
 def _merge(named: dict[str, Any], network_kwargs: Mapping[str, Any]) -> dict[str, Any]:

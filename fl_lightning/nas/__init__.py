@@ -1,4 +1,4 @@
-"""Neural architecture search: spaces, supernets, rules of relaxation, training-free searches, costs."""
+"""Neural architecture search: spaces, supernets, relaxations, training-free searches, costs."""
 
 from fl_lightning.core.kinds import exports
 from fl_lightning.nas.alpha_gradients import Gradient as Gradient
@@ -31,7 +31,6 @@ from fl_lightning.nas.spaces.own import LayerSpace as LayerSpace
 from fl_lightning.nas.spaces.own import ModuleSpace as ModuleSpace
 from fl_lightning.nas.spaces.resnet import ResNet as ResNet
 from fl_lightning.nas.spaces.vit import ViT as ViT
-from fl_lightning.nas.sub_networks.accuracy import AccuracyPredictor as AccuracyPredictor
 from fl_lightning.nas.sub_networks.attentive import Attentive as Attentive
 from fl_lightning.nas.sub_networks.capability import BudgetTable as BudgetTable
 from fl_lightning.nas.sub_networks.capability import DeviceClasses as DeviceClasses

@@ -12,21 +12,19 @@ Gradients are of first order, or go through one step of the weights:
              w± = w ± ε ∇_{w'} L_val,   ε = 0.01 / ‖∇_{w'} L_val‖
     exact    the derivative of L_val(w'(α), α), by differentiating ∇_w L_train once more
 
-v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of SGD's next step, also with
-dampening or Nesterov's momentum, which scale the second term of ``finite``. Losses are functions of named
-weights and named architecture parameters; with a module, ``functional_call(module, {**weights, **alphas,
-**buffers}, x)``. Pass buffers that may change, and draw the same noise in every call: all calls must
-evaluate the same function. Between w⁺ and w⁻ rectifiers switch, and batch norms of nearly constant
-channels change sign: there the error of ``finite`` can exceed its correction, while ``exact`` is the
-derivative, for more time and memory.
+v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of the next step of SGD, with
+dampening and Nesterov momentum if it has them. Losses are functions of named weights and named architecture
+parameters, e.g. by ``functional_call``. All calls must evaluate the same function, so draw the same noise
+in every call. The error of ``finite`` can exceed its correction where rectifiers switch between w⁺ and
+w⁻; ``exact`` has no such error and takes more time and memory.
 
 REINFORCE has a baseline of earlier rewards and a bonus for entropy:
 
-    R̂ = R + 1e-4 · H(π)             H is a constant here: no gradient flows through it
+    R̂ = R + 1e-4 · H(π)             no gradient flows through the entropy H
     b ← 0.95 b + 0.05 R̂
 
-A baseline of earlier rewards does not change the expected gradient; entropy with a gradient would: it
-adds ∇H times log π. The first reward is its own baseline: no step.
+A baseline of earlier rewards does not change the expected gradient; a gradient through H would. The first
+reward is its own baseline, so that the first step is zero.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 6 to 8, and its code for momentum and decay; Williams 1992;
 Pham et al. 2018, ENAS, section 2.2, and its code; Dong, Yang 2020 for a table of logits (NAS-Bench-201's
 REINFORCE).
@@ -60,10 +58,10 @@ class WeightStep:
     """The next step of SGD on the weights.
 
     Attributes:
-        lr: ξ >= 0.
-        momentum: μ >= 0.
+        lr: learning rate ξ >= 0.
+        momentum: factor μ >= 0 of the momentum buffer.
         weight_decay: λ >= 0.
-        dampening: dampening >= 0 of gradients in a momentum buffer.
+        dampening: dampening >= 0 of gradients that enter a momentum buffer.
         nesterov: whether to use Nesterov momentum.
 
     Raises:
@@ -82,7 +80,7 @@ class WeightStep:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
-        """Return the next step of SGD, or None for other optimizers."""
+        """Return the next step of an SGD optimizer, or None for another optimizer."""
         if type(optimizer) is not torch.optim.SGD:
             return None
         group = optimizer.param_groups[0]
@@ -92,12 +90,12 @@ class WeightStep:
     def taken(
         self, weights: Tensors, gradients: Tensors, velocities: Tensors | None = None
     ) -> dict[str, Tensor]:
-        """Return w' by name.
+        """Return the weights w' after the step, by name.
 
         Args:
             weights: w.
             gradients: gradients of the training loss, by the same names.
-            velocities: momentum buffers, by the same names; missing ones start with this gradient.
+            velocities: momentum buffers by name; a missing buffer starts with this gradient.
         """
         velocities = velocities or {}
         moved = {}
@@ -111,10 +109,10 @@ class WeightStep:
         return moved
 
     def slope(self, *, has_velocity: bool) -> float:
-        """Derivative of a weight's step by its negative gradient.
+        """Derivative of the step of a weight by its negative gradient.
 
         Args:
-            has_velocity: whether it has a momentum buffer.
+            has_velocity: whether the weight has a momentum buffer.
         """
         joins = 1 - self.dampening if has_velocity else 1.0
         return self.lr * (1 + self.momentum * joins if self.nesterov else joins)
@@ -122,19 +120,19 @@ class WeightStep:
 
 @dataclass(frozen=True)
 class Situation:
-    """The inputs of a step of α: losses, parameters and the next step of the weights.
+    """Inputs of a step of α: losses, parameters and the next step of the weights.
 
     Attributes:
         train: loss on the batch of the weights' half.
-        search: loss on the batch of the other half, with the penalty of costs.
-        accuracy: accuracy in [0, 1] of one operation per row on the batch of the other half.
+        search: loss on the batch of the search half, plus the penalty on costs.
+        accuracy: accuracy in [0, 1] on the batch of the search half, given one operation per row.
         weights: w by name.
         alphas: architecture parameters by name.
         weight_step: next step of the weights; None if their optimizer is not SGD.
         velocities: momentum buffers of the weights.
         baseline: baseline of rewards, a writable buffer of shape (1,); 0 before the first reward.
-        generator: returns a fresh generator of this step's draws, always with the same state.
-        masked: returns logits for α, in which operations that a row lacks have probability zero.
+        generator: returns a fresh generator for the draws of this step, always in the same state.
+        masked: returns α with the logits of operations that a row lacks set to probability zero.
     """
 
     train: Loss
@@ -150,11 +148,11 @@ class Situation:
 
 
 class AlphaGradient(ABC):
-    """Base of estimators of α's gradient.
+    """Base of the estimators of α's gradient.
 
     Attributes:
-        needs_weight_step: whether it needs the next step of the weights.
-        has_baseline: whether it has a baseline of rewards.
+        needs_weight_step: whether the estimator needs the next step of the weights.
+        has_baseline: whether the estimator has a baseline of rewards.
     """
 
     needs_weight_step: bool = False
@@ -162,16 +160,16 @@ class AlphaGradient(ABC):
 
     @abstractmethod
     def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return the gradient for the optimizer of α, by name."""
+        """Return the gradients of α and β by name, for their optimizer."""
 
 
 @final
 class Gradient(AlphaGradient):
-    """Gradient of the loss on the other half.
+    """Gradient of the loss on the search half of the data.
 
     Args:
-        order: ``first``: at the current weights; ``finite``: after the next step of the weights, by
-            finite differences; ``exact``: the same by differentiating twice.
+        order: ``first``: gradient at the current weights. ``finite``: through the next step of the weights,
+            by finite differences. ``exact``: through the next step, by differentiating twice.
     """
 
     def __init__(self, order: Order = "first") -> None:
@@ -198,8 +196,9 @@ class Reward(AlphaGradient):
     Args:
         decay: decay of the moving average of rewards, in [0, 1).
         entropy_weight: weight of the entropy in the reward, at least 0.
-        best_of: architectures that are drawn by softmax(α) at the end, at least 1; the one with the highest
-            accuracy of training examples in the shared weights is the result. 1: the most probable one.
+        best_of: number of architectures drawn by softmax(α) when the search ends, at least 1. The result is
+            the one with the highest accuracy on training examples in the shared weights. With 1 it is the
+            most probable architecture.
 
     Raises:
         ConfigurationError: if one is out of its range.
@@ -233,9 +232,9 @@ class Reward(AlphaGradient):
         """Return -(R̂ - b) log π, and update the baseline.
 
         Args:
-            reward: of an architecture drawn by the current α.
-            log_probability: log π of its choices, a scalar; gradients flow to α.
-            entropy: sum of the entropies of the decisions, in nats, a scalar.
+            reward: reward of an architecture drawn by the current α.
+            log_probability: log-probability log π of the architecture, a scalar; gradients flow to α.
+            entropy: sum of the entropies of all decisions, in nats, a scalar.
             baseline: b, a writable tensor of shape (1,); 0 before the first reward.
 
         Raises:
@@ -260,7 +259,7 @@ def architecture_gradient(
     order: Order = "finite",
     step_length: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Return the gradient of α; the arguments do not change.
+    """Return the gradients of α by name; the arguments do not change.
 
     Args:
         train: loss L_train on a batch of the weights' half.
@@ -268,16 +267,16 @@ def architecture_gradient(
         weights: trainable weights w.
         alphas: architecture parameters.
         step: next step of w; not needed for ``first``.
-        velocities: momentum buffers of the weights; missing ones start with this gradient.
-        order: ``first``, ``finite`` or ``exact``; see above.
+        velocities: momentum buffers of the weights; a missing buffer starts with this gradient.
+        order: ``first``, ``finite`` or ``exact``, as in the module's docstring.
         step_length: ‖w± - w‖ > 0 of ``finite``; 0.01 in the paper.
 
     Returns:
-        Tensors with the names and shapes of `alphas`; zeros for those without influence.
+        Tensors with the names and shapes of `alphas`; zeros for parameters without influence.
 
     Raises:
-        ConfigurationError: if there is no such order, or the length is not positive.
-        ValueError: if a step is needed and missing.
+        ConfigurationError: if `order` is unknown, or `step_length` is not positive.
+        ValueError: if `step` is needed and missing.
     """
     if order not in ("first", "finite", "exact"):
         raise ConfigurationError(f"order must be first, finite or exact, got {order!r}")
@@ -323,7 +322,7 @@ def _by_differences(
 def gradients_of(
     loss: Tensor, parameters: Tensors, *, create_graph: bool = False, retain_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradients of a loss by name; zeros for those without influence."""
+    """Return the gradients of a loss by name; zeros for parameters without influence."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     gradients = torch.autograd.grad(
@@ -338,5 +337,5 @@ def gradients_of(
 
 
 def leaves(tensors: Tensors) -> dict[str, Tensor]:
-    """Return detached copies that require gradients."""
+    """Return detached tensors that require gradients and share the memory of the given ones."""
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The optimizer of architecture parameters in a federation: at the server, or at the clients.
+"""Optimizer of the architecture parameters α in a federation: at the server, or at the clients.
 
     client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step per local step
     server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
@@ -9,8 +9,8 @@ central search. Adam at the clients would start with empty moments in every roun
 sign, and the mean of signs is not the sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step goes
 down, the mean of the clients' steps goes up).
 
-If clients step α nevertheless, the state of their optimizers can be part of their buffers: averaged by the
-server, or personal (`keep`, `recall`).
+If clients step α nevertheless, the state of their optimizers can be a buffer of the module (`keep`,
+`recall`), which the server averages, or which is personal.
 Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differs from FedNAS (He et al.
 2020), which averages the clients' α.
 """
@@ -34,9 +34,9 @@ from fl_lightning.federation import Stage
 
 @final
 class GradientSignal:
-    """Mean and spread of the gradients of α, one for each of its steps.
+    """Running mean and variance of the gradients of α over its steps.
 
-    An α whose gradients have a signal to noise s needs about (3 / s)² steps to decide.
+    An α whose gradients have a signal-to-noise ratio s needs about (3 / s)² steps to decide.
 
     Attributes:
         count: number of gradients.
@@ -54,7 +54,7 @@ class GradientSignal:
         self._mean = self._squares = torch.zeros(())
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of a step (Welford 1962)."""
+        """Add the gradient of one step (Welford 1962)."""
         gradient = gradient.detach().cpu().double()
         self.count += 1
         difference = gradient - self._mean
@@ -63,9 +63,9 @@ class GradientSignal:
 
     @property
     def standard_errors(self) -> float:
-        """Norm of the mean gradient in units of its standard error; about 1 without any signal.
+        """Norm of the mean gradient divided by its standard error; about 1 if there is no signal.
 
-        It is NaN before two steps, and infinite if the gradients are equal.
+        NaN before the second step, and infinite if all gradients are equal.
         """
         if self.count < 2:
             return math.nan
@@ -74,31 +74,30 @@ class GradientSignal:
 
     @property
     def to_noise(self) -> float:
-        """Signal to noise of a single gradient, without the noise of the mean; NaN before two steps."""
+        """Signal-to-noise ratio of a single gradient, corrected for noise in the mean; NaN before step two."""
         if self.count < 2:
             return math.nan
         return math.sqrt(max(0.0, self.standard_errors**2 - 1) / self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums."""
+        """Return the statistics."""
         return {"count": self.count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums."""
+        """Restore the statistics from `state_dict`."""
         self.count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
 
 
 @final
 class ServerSearchStep(Stage):
-    """Steps some parameters by an optimizer of their own instead of the server's.
+    """Stage that steps given parameters with a separate optimizer instead of the server optimizer.
 
     Args:
         names: names of the parameters.
-        make_optimizer: makes their optimizer, given parameters of their shapes.
-        local_lr: learning rate η > 0 of the clients' plain SGD on them.
-        is_active: True if they learn in a round; otherwise they stay, whatever their optimizer would do
-            without a gradient.
-        signal: statistics to which the gradient of the first parameter is added in each of these rounds.
+        make_optimizer: makes the separate optimizer from a list of parameters.
+        local_lr: learning rate η > 0 of the clients' plain SGD on these parameters.
+        is_active: True for rounds in which the parameters learn; in other rounds they do not change.
+        signal: statistics to which each active round adds the gradient of the first parameter.
 
     Raises:
         ConfigurationError: if the learning rate is not positive and finite.
@@ -142,7 +141,7 @@ class ServerSearchStep(Stage):
         """Find the parameters among the coordinates of an update.
 
         Raises:
-            ConfigurationError: if a mask freezes some of their entries.
+            ConfigurationError: if a parameter is personal, frozen, or masked in part.
         """
         absent = [name for name in self._names if name not in space.names]
         partial = [name for name in self._names if name in space.active]
@@ -155,7 +154,7 @@ class ServerSearchStep(Stage):
         self._space = space
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Start a round; gradients of an unfinished round are dropped."""
+        """Start a round: load the global parameters, and drop gradients of an unfinished round."""
         present = self._views(model.params)
         if self._optimizer is None:
             self._params = [nn.Parameter(view.clone()) for view in present]
@@ -169,12 +168,12 @@ class ServerSearchStep(Stage):
         return [views[name] for name in self._names]
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Keep the mean of the clients' sums of gradients."""
+        """Store the weighted mean of the clients' gradient sums, and return the aggregate unchanged."""
         self._gradients = [view / self._local_lr for view in self._views(aggregate)]
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Replace the parameters by the result of their own optimizer; they stay if no client replied."""
+        """Write the result of the separate optimizer into the parameters; no step if no client replied."""
         if self._gradients is None:
             return
         if not self._is_active(self._round):  # noise of a private run may have moved them
@@ -191,7 +190,7 @@ class ServerSearchStep(Stage):
             view.copy_(param.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
+        """Return the state of the separate optimizer."""
         if self._optimizer is None:
             return {}
         return {"round": self._round, "optimizer": self._optimizer.state_dict()}
@@ -205,7 +204,7 @@ class ServerSearchStep(Stage):
 
 
 def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
-    """Number of values in an optimizer's state after a step.
+    """Number of values in the state of an optimizer after a step.
 
     Example:
         >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
@@ -218,13 +217,13 @@ def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[
 
 
 def keep(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state into a buffer, shape (s,), unless the buffer is empty."""
+    """Copy the state of an optimizer into a buffer of shape (s,), unless the buffer is empty."""
     if kept.numel():
         torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
 
 
 def recall(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state from a buffer, shape (s,); zeros are the state of a fresh optimizer."""
+    """Load the state of an optimizer from a buffer of shape (s,); zeros mean a fresh optimizer."""
     if not kept.numel():
         return
     if not optimizer.state:
@@ -235,7 +234,7 @@ def recall(optimizer: Optimizer, kept: Tensor) -> None:
 
 
 def _fill(optimizer: Optimizer) -> None:
-    """Create the state of a fresh optimizer without moving its parameters."""
+    """Create the state of a fresh optimizer without changing the parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param.detach().clone(), param.grad) for param in params]
     for param in params:

@@ -1,4 +1,4 @@
-"""Checks of a search's settings, before anything trains."""
+"""Checks of the settings of a search before training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL_SIZES_TRAITS = Traits(
 
 
 def check_precision(precision: str) -> None:
-    """Raise ConfigurationError for a precision with 16 bits for alpha or its gradient."""
+    """Raise ConfigurationError for a precision that stores α or its gradient in 16 bits."""
     reason = {
         "16": "gradients of alpha are taken without the scale that keeps float16 from rounding them to zero",
         "bf16-true": "alpha has 8 binary digits, by which its small steps round to nothing",
@@ -95,7 +95,7 @@ def check_labels(num_classes: int, labels: Tensor) -> None:
 
 
 def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty | None) -> None:
-    """Raise ConfigurationError if the rule or the penalty would have no effect on α."""
+    """Raise ConfigurationError if the rule gives α no gradient, or the penalty has no effect on α."""
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
         raise ConfigurationError(
             "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
@@ -118,7 +118,7 @@ def check_draws(rule: Relaxation, alpha_draws: int) -> None:
 
 
 def check_parts(rule: Relaxation, space: CellSpace) -> None:
-    """Raise ConfigurationError for a rule that needs to know the channels of layers that are given as they are."""
+    """Raise ConfigurationError if a rule changes channels, but the space's layers have fixed ones."""
     if isinstance(rule, PartialChannels) and not space.has_shapes:
         raise ConfigurationError(
             f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
@@ -127,12 +127,12 @@ def check_parts(rule: Relaxation, space: CellSpace) -> None:
 
 
 def check_turns(alpha_every: int, num_steps: float, what: str) -> None:
-    """Raise ConfigurationError if a round has no step in which α moves.
+    """Raise ConfigurationError if a round (epoch) is too short for a step of α.
 
     Args:
         alpha_every: number of steps from one step of α to the next.
         num_steps: number of steps per round (epoch).
-        what: description of the steps.
+        what: name of `num_steps` for the message.
     """
     if num_steps < alpha_every:
         raise ConfigurationError(
@@ -142,11 +142,11 @@ def check_turns(alpha_every: int, num_steps: float, what: str) -> None:
 
 
 def check_beside_updates(federation: Any, sends: str) -> None:
-    """Raise ConfigurationError if buffers would be sent in clear beside protected updates.
+    """Raise ConfigurationError if buffers would be sent unprotected beside protected updates.
 
     Args:
         federation: options of the federation.
-        sends: description of the option that sends buffers; empty if none does.
+        sends: option because of which clients send buffers; empty if there is none.
     """
     hides = protector(federation)
     if sends and hides is not None:
@@ -157,7 +157,7 @@ def check_beside_updates(federation: Any, sends: str) -> None:
 
 
 def protector(federation: Any) -> Any:
-    """Return the part that hides the updates of single clients, or None."""
+    """Return the part that protects single updates (privacy, secure aggregation), or None."""
     given = federation.aggregator
     if federation.privacy is not None or given is None:
         return federation.privacy
@@ -165,7 +165,7 @@ def protector(federation: Any) -> Any:
 
 
 def check_steps_once(option: str, optimizer: Optimizer) -> None:
-    """Raise ConfigurationError if an optimizer evaluates the loss several times per step."""
+    """Raise ConfigurationError for an optimizer that evaluates the loss several times per step."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{option} is LBFGS, which evaluates the loss several times a step, and a search has one "
@@ -174,7 +174,7 @@ def check_steps_once(option: str, optimizer: Optimizer) -> None:
 
 
 def check_weights_optimizer(optimizer: Optimizer) -> None:
-    """Raise ConfigurationError if the optimizer of the weights has a mask, or needs a closure."""
+    """Raise ConfigurationError if the optimizer of the weights has a mask, or is LBFGS."""
     check_steps_once("model.optimizer", optimizer)
     if isinstance(optimizer, SparseSGDM | SparseAdamW):
         raise ConfigurationError(

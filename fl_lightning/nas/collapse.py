@@ -5,15 +5,15 @@
                  grown: mean(now - window) / mean(now) < ratio; α is reset to its value `window`
                  measurements ago, and the search ends
 
-DARTS without a stop ends in cells of skips alone: they train fastest with shared weights. If the
-eigenvalue grows, α is in a sharp minimum: choosing the largest operation of each edge changes α a lot, and
-the resulting network is worse than the search predicts.
+Without a stop DARTS ends in cells of skips only, which train fastest in shared weights. A growing
+eigenvalue means that α is in a sharp minimum: keeping only the largest operation of each edge is a large
+change of α, so the resulting network is worse than the search predicts.
 
-The Hessian is that of the mean loss over some examples of the half for the search, equal in every round,
-over all clients; a private run lists it among the values that ε does not cover.
+The Hessian is that of the mean loss over a fixed set of search examples from all clients; a private run
+lists it among the values that ε does not cover.
 Sources: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, Understanding and
 Robustifying Differentiable Architecture Search, section 4 (distance 5, ratio 0.75).
-Differs: one number is the length of the mean and the distance between the two means.
+Differs: `window` is both the length of a mean and the distance between the two means.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from fl_lightning.nas.supernet import Supernet
 
 
 class StopAtCollapse(Callback):
-    """Ends the search of a `Supernet` by its skips or by the sharpness of α.
+    """Callback that ends the search of a `Supernet` at too many skips, or when α becomes sharp.
 
     Args:
-        most_skips: the search ends when a kind of cell has more skips while α moves; None ignores skips.
-        eigenvalue: whether to measure the largest eigenvalue, which is logged as ``search/eigenvalue``; it
-            takes a backward pass for each number of α.
+        most_skips: largest number of skips in a cell; the search ends when a cell has more while α moves.
+            None ignores skips.
+        eigenvalue: whether to measure the largest eigenvalue of the Hessian in every round and log it as
+            ``search/eigenvalue``. A measurement takes one backward pass per entry of α.
         num_examples: number of examples for the eigenvalue, at least 1.
         window: number of measurements in a mean, and between the two means, at least 1.
-        ratio: in (0, 1): the search ends when the earlier mean is below this share of the current one.
+        ratio: share in (0, 1): the search ends when the earlier mean is below this share of the current.
 
     Attributes:
-        unprotected: description of values that no privacy covers; None without an eigenvalue.
+        unprotected: description of the values that ε does not cover; None without an eigenvalue.
 
     Raises:
-        ConfigurationError: for values out of range, and at the start for a search without such
-            an eigenvalue.
+        ConfigurationError: for values out of range; at the start for a search whose loss has no Hessian.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StopAtCollapse(Callback):
         self._earlier: list[dict[str, Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError for a module without cells, or without a Hessian if it is needed."""
+        """Raise ConfigurationError for a module that is no `Supernet`, or has no Hessian to measure."""
         if not isinstance(pl_module, Supernet):
             raise ConfigurationError(
                 f"StopAtCollapse is for the search of a Supernet, not for {type(pl_module).__name__}"
@@ -85,7 +85,7 @@ class StopAtCollapse(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the criteria, and end the search if one is met."""
+        """Check the criteria, and end the search if one is met; nothing before α moves."""
         assert isinstance(pl_module, Supernet)
         if not pl_module.moves_alpha(trainer.current_epoch):
             return  # skips are those of the random start

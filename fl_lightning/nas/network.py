@@ -1,13 +1,12 @@
-"""The network of one architecture, its initial weights, and the configuration that trains it.
+"""Network of one architecture, its initial weights, and the configuration that trains it.
 
-It starts from fresh weights, from its part of a supernet's weights, or from a checkpoint of its own.
+A network starts from random weights, from the weights of a supernet, or from a checkpoint of the same network.
 `retraining` returns the configuration that trains the result of a search:
 
     model                              `ImageClassifier` with a `Network` of the architecture
-    data, federation, trainer, seed    those of the search, without what only a search needs
+    data, federation, trainer, seed    those of the search, without options that only a search needs
 
-It is complete: ``fl-lightning fit --config FILE`` trains it. If the search had no configuration, it
-contains only the model.
+``fl-lightning fit --config FILE`` trains it. For a search without a configuration it contains only the model.
 """
 
 from __future__ import annotations
@@ -34,24 +33,23 @@ from fl_lightning.nas.spaces.space import Architecture
 
 @final
 class Network(nn.Module):
-    """From images to logits; for `ImageClassifier`'s ``network``.
+    """Network of one architecture, from images to logits; for the ``network`` of `ImageClassifier`.
 
     Args:
-        space: of cells or of sizes.
-        architecture: of the space, as its string, or the path of a YAML file that a search has left
-            (architecture.yaml, retrain.yaml, best.yaml); the file's architecture alone is taken.
+        space: space of cells or of sizes.
+        architecture: string of the architecture, or path of a YAML file that a search wrote
+            (architecture.yaml, retrain.yaml, best.yaml), of which only the architecture is read.
         num_classes: length of the output.
-        in_channels: of the images.
-        channels: of the first cells, in a space of cells; as the space has them if None.
-        cells: how many; of what, the space says; as the space has them if None.
-        weights: to begin with: a checkpoint of a `OneShot` of the same space of sizes, or of a run that
-            trained this very network; None for fresh ones.
-        new_head: whether the classifier is fresh all the same, as other classes need it; weights may
-            then have another number of classes.
+        in_channels: channels of the images.
+        channels: channels of the first cells, in a space of cells; the default of the space if None.
+        cells: number of cells, in a space of cells; the default of the space if None.
+        weights: path of a checkpoint to start from: of a `OneShot` over the same space of sizes, or of a
+            run that trained this network; random weights if None.
+        new_head: whether the classifier starts from random weights all the same, e.g. for other classes;
+            the checkpoint may then have another number of classes.
 
     Raises:
-        ConfigurationError: for an architecture that is none of the space, and for what the space does
-            not have.
+        ConfigurationError: for an architecture of another space, or options that the space does not have.
 
     Example:
         >>> import torch
@@ -98,7 +96,7 @@ class Network(nn.Module):
         return logits
 
 
-# of the LightningModule and of `Network`, in each of which the network is called so
+# prefixes in checkpoints: the LightningModule and `Network` both have an attribute `network`
 _PREFIX = re.compile(r"^(network\.)+")
 
 
@@ -110,17 +108,17 @@ def load_weights(
     *,
     new_head: bool = False,
 ) -> None:
-    """Load a network's part of a supernet's weights, or weights of the same network.
+    """Load the weights of a sub-network from a supernet, or weights of the same network.
 
-    Batch norm statistics are those in the file, which a supernet has for its largest network: train
+    Batch norm statistics are those of the file. A supernet has statistics of the largest network, so train
     the network further, or recalibrate.
 
     Args:
-        network: plain, of the architecture.
-        architecture: of the network.
-        path: of a checkpoint of a `OneShot` of the same space, or of this very network.
-        shape: of the network: arguments of the space's `build`.
-        new_head: leave the classifier as it is, whatever the file's is.
+        network: plain network of the architecture.
+        architecture: architecture of the network.
+        path: path of a checkpoint of a `OneShot` over the same space, or of the same network.
+        shape: arguments of the space's `build`.
+        new_head: whether the classifier keeps its current weights.
 
     Raises:
         ConfigurationError: if the file is missing or has other weights.
@@ -163,7 +161,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
-    """True if tensors have the names and shapes of a network's, except its head."""
+    """True if tensors have the names and shapes of a network's tensors, apart from the head."""
     body = {name: t for name, t in network.state_dict().items() if not name.startswith(heads)}
     return _shapes(tensors) == _shapes(body)
 
@@ -175,7 +173,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 NETWORK = "fl_lightning.nas.Network"
 _KEPT = ("seed_everything", "num_threads", "data", "federation", "trainer")
 _OF_MODEL = ("label_smoothing", "optimizer", "schedule")
-# what a layer must say, or the configuration below it goes on saying other things
+# all options of SGD, so that none is left from a configuration file given before
 _PLAIN_SGD = {
     "class_path": "torch.optim.SGD",
     "init_args": {
@@ -203,14 +201,14 @@ def retraining(
     weights: str | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the configuration.
+    """Return the configuration that trains an architecture.
 
     Args:
-        architecture: that was found.
-        shape: what else `Network` takes: num_classes, in_channels, in spaces of cells channels and cells.
-        image_size: height and width in pixels.
-        weights: a checkpoint to begin with; None for fresh weights.
-        run: the search's own configuration.
+        architecture: the architecture.
+        shape: further arguments of `Network`: num_classes, in_channels, for cells channels and cells.
+        image_size: height and width of the images, in pixels.
+        weights: path of a checkpoint to start from; random weights if None.
+        run: configuration of the search; None if there is none.
     """
     network = {
         "space": _short_text(description(architecture.space)),
@@ -234,10 +232,10 @@ def retraining(
 
 
 def architecture_in(path: str) -> str:
-    """Return the architecture that a file of a search names: a configuration, or a network's arguments.
+    """Return the string of the architecture in a YAML file that a search wrote.
 
     Raises:
-        ConfigurationError: if the file cannot be read or names none.
+        ConfigurationError: if the file cannot be read, or contains no architecture.
     """
     content: Any = read(Path(path), "architecture ")
     for key in ("model", "init_args", "network", "init_args"):
@@ -274,7 +272,7 @@ def _without_search(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short_text(space: dict[str, Any]) -> dict[str, Any]:
-    """Name a class of ours by the room that exports it, and leave out empty settings."""
+    """Shorten class paths of this package to the exported names, and drop empty settings."""
     module, _, name = space["class_path"].rpartition(".")
     path = (
         f"fl_lightning.nas.{name}" if module.startswith("fl_lightning.nas.") else f"{module}.{name}"

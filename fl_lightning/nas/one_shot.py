@@ -1,11 +1,12 @@
-"""`OneShot`: one network of all sizes whose parts train together: Once-for-All, BigNAS, AttentiveNAS.
+"""`OneShot`: training of one network whose sub-networks share weights: Once-for-All, BigNAS, AttentiveNAS.
 
 A space of sizes defines the largest network; sub-networks are parts of it. A method chooses the
-sub-networks and the loss of a step. It is an ordinary LightningModule: with a ``federation`` block each
-client trains what it can afford (`capability`), and a coordinate is averaged over its holders.
+sub-networks and the loss of a step. `OneShot` is an ordinary LightningModule: with a ``federation`` block
+each client trains the sub-networks that it can afford (`capability`), and a coordinate is averaged over the
+clients that trained it.
 
-Batch norm uses the statistics of the batch in training and collects none, because sub-networks differ in
-their statistics. They are recalibrated for each evaluated sub-network, see `SubNetworkRounds`.
+Batch norm uses the statistics of the batch in training and keeps no running ones, because sub-networks
+differ in their statistics. They are recalibrated for each evaluated sub-network, see `SubNetworkRounds`.
 Sources: Cai et al. 2020 (Once-for-All); Yu et al. 2020 (BigNAS); Wang et al. 2021 (AttentiveNAS).
 """
 
@@ -38,21 +39,23 @@ from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 
 class OneShot(SharedWeights):
-    """Trains the sub-networks of a space together, with shared weights: a batch is images (B, in_channels, H, W) and labels (B,).
+    """Trains all sub-networks of a space of sizes in shared weights; batches are images and labels.
+
+    Images have shape (B, in_channels, H, W), labels (B,).
 
     Args:
         space: space of sizes.
-        method: method that chooses the sub-networks of a step: `Sandwich` (BigNAS) if None.
+        method: method that chooses the sub-networks of a step; `Sandwich` (BigNAS) if None.
         num_classes: length of the output, at least 2.
         in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
         label_smoothing: label smoothing of the cross entropy, in [0, 1); a sandwich applies it to the
             largest network only.
-        drop_rate: dropout before the classifier of the largest network, in [0, 1).
-        capability: budget of each client; if None, all can afford the largest network. Clients' optimizer
-            must support masks (`SparseSGDM`, `SparseAdamW`).
+        drop_rate: dropout rate before the classifier of the largest network, in [0, 1).
+        capability: budget of each client; None if all clients can afford the largest network. With
+            budgets the clients' optimizer must support masks (`SparseSGDM`, `SparseAdamW`).
         same_draws: whether all clients draw the same sub-networks in the same local step.
-        recalibration_examples: number of training examples, of all clients together, for recalibrated
+        recalibration_examples: number of training examples, over all clients, for recalibrated batch norm
             statistics, at least 2; None for all.
         optimizer: optimizer of the weights; SGD with rate 0.05 and momentum 0.9 if None.
         schedule: schedule of the learning rate over rounds (epochs); constant if None.
@@ -113,7 +116,7 @@ class OneShot(SharedWeights):
 
     @property
     def shown(self) -> dict[str, Architecture]:
-        """Evaluated sub-networks."""
+        """Sub-networks that an evaluation runs: the smallest, a middle one and the largest."""
         middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
         return {
             "smallest": self.space.smallest,
@@ -129,7 +132,7 @@ class OneShot(SharedWeights):
     # Training.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the sum of the sub-networks' losses; logs the accuracy of the first one."""
+        """Return the loss of the method; logs the accuracy of the first sub-network that learns."""
         self._check_shape(batch)
         images, labels = batch
         current = self._client
@@ -154,7 +157,6 @@ class OneShot(SharedWeights):
             logits=lambda architecture: self(images, architecture),
             labels_loss=labels_loss,
             whole=whole,
-            predict=self._rounds.predict,
         )
         loss = self.method.loss(step)
         self.log(
@@ -163,23 +165,19 @@ class OneShot(SharedWeights):
         return loss
 
     @property
-    def _rounds(self) -> SubNetworkRounds:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
-
-    @property
     def _client(self) -> ClientAtWork | None:
-        return self._rounds.client
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(c for c in callbacks if isinstance(c, SubNetworkRounds)).client
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, current: ClientAtWork | None, step: int) -> torch.Generator:
-        """Return the generator of a step's draws: the client's, or the same for all clients."""
+        """Return the generator of a step: own draws per client, or equal draws for all clients."""
         client = None if current is None or self._same_draws else current.client
         return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Apply dropout to the inputs of the classifier inside the block."""
+        """Context in which the inputs of the classifier get dropout."""
         if not self._drop_rate:
             yield
             return
@@ -197,10 +195,10 @@ class OneShot(SharedWeights):
             handle.remove()
 
     def check_batch(self, batch: Any) -> None:
-        """Check that a batch fits the network; `Federation` calls this before it trains.
+        """Check the images and labels of a batch; `Federation` calls this before it trains.
 
         Raises:
-            ConfigurationError: saying what to set.
+            ConfigurationError: if the batch does not fit the network.
         """
         self._check_shape(batch)
         check_labels(self.costs.num_classes, batch[1])
@@ -215,11 +213,11 @@ class OneShot(SharedWeights):
     # Evaluation.
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes) of the largest network, with its current statistics."""
+        """Return class probabilities (B, num_classes) of the largest network."""
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
 
     def recalibrate(self) -> None:
-        """Find the statistics of the shown networks; those of the largest remain in the network."""
+        """Recompute statistics of the `shown` networks, and write those of the largest into the network."""
         if has_statistics(self.network):
             super().recalibrate()
             apply_sums(self.network, self._sums.get("largest", {}))
@@ -227,7 +225,7 @@ class OneShot(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer, with the schedule's factors if there is one."""
+        """Return the optimizer, and its learning rate schedule if there is one."""
         optimizer = self._optimizer(list(self.network.parameters()))
         scheduler = self._scheduler(optimizer)
         if scheduler is None:
@@ -238,5 +236,5 @@ class OneShot(SharedWeights):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that applies clients' capabilities and recalibrates statistics."""
+        """Return the callback that applies client budgets and recalibrates statistics."""
         return [SubNetworkRounds()]

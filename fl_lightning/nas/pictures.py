@@ -1,8 +1,8 @@
-"""Pictures of a search: a cell as a graph, architecture parameters as bars, a Pareto front.
+"""Pictures of cells as graphs, and the networks on a Pareto front.
 
-Nodes of a graph stand in a row. Edges between neighbours are straight, all others are arcs, above the row from
-even nodes and below it from odd ones, and higher the longer they are. So no edge passes through a node, and
-no label lies over another: labels of one side have different heights or stand two columns apart.
+Nodes of a graph stand in a row. Edges between neighbours are straight. Other edges are arcs: above the row
+from even nodes, below it from odd nodes, and higher the longer they are. So no edge passes through a node,
+and no two labels overlap: labels on one side have different heights or are two columns apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import CellSpace
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Edge = tuple[int, int, str]  # source, target, label; no letters: no label
+Edge = tuple[int, int, str]  # source, target, label; an empty label is not drawn
 COLUMN_WIDTH = 1.9  # inches
 NODE_RADIUS = 0.25
-RISE = 0.35  # height of an arc's control point over its length
+RISE = 0.35  # height of the control point of an arc, divided by the length of the arc
 
-# the same operation has the same color in every space; told apart without seeing red and green
+# one color per operation in all spaces, distinct also for red-green color blindness
 COLORS = {
     "none": "#c8c8c8",
     "skip_connect": "#444444",
@@ -45,13 +44,13 @@ _OTHERS = ("#d55e00", "#7a5195", "#2f6b2f", "#b33f62", "#4a6fa5", "#a0a03c")
 
 
 def cell_figure(architecture: Architecture, title: str = "") -> Figure:
-    """Draw the cells of an architecture: nodes from left to right, on each edge its operation.
+    """Draw the cells of an architecture as graphs: nodes from left to right, edges with operations.
 
-    Edges that are left out are not drawn. Gray arrows without a name concatenate. Dashed edges change
-    nothing: no path from an input to the output runs over them.
+    Missing edges are not drawn. Gray arrows without a name concatenate. Dashed edges have no effect: no
+    path from an input to the output uses them.
 
     Raises:
-        ConfigurationError: if its space is not made of cells.
+        ConfigurationError: if the space of the architecture is not made of cells.
     """
     from matplotlib.figure import Figure
 
@@ -73,84 +72,8 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     return figure
 
 
-def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Figure:
-    """Draw the weights of each edge's operations: a bar of length one per edge.
-
-    Args:
-        space: of cells.
-        probabilities: of the operations, (num_rows, num_operations); a row sums to one.
-        title: over it.
-
-    Raises:
-        ValueError: if the shape is not the space's, or a number not finite.
-    """
-    from matplotlib.figure import Figure
-
-    space.check_alpha(probabilities)
-    values = probabilities.detach().double().cpu().numpy()
-    rows = space.rows
-    kinds = list(dict.fromkeys(row.cell for row in rows))
-    most = max(sum(row.cell == kind for row in rows) for kind in kinds)
-    figure = Figure(figsize=(1.0 + 4.6 * len(kinds), 1.3 + 0.3 * most), layout="constrained")
-    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
-    for panel, kind in zip(panels, kinds, strict=True):
-        inside = [number for number, row in enumerate(rows) if row.cell == kind]
-        names = [_edge_name(space, number) for number in inside]
-        left = np.zeros(len(inside))
-        for operation, name in enumerate(space.operations):
-            width = values[inside, operation]
-            panel.barh(names, width, left=left, label=name, color=_color(space, name))
-            left += width
-        panel.invert_yaxis()
-        panel.set(xlim=(0, max(1.0, left.max())), xlabel="weight")
-        panel.spines[["top", "right"]].set_visible(False)
-        if len(kinds) > 1:
-            panel.set_title(_title(kind), loc="left", fontsize=10)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(len(labels), 3 + len(kinds) // 2),
-        frameon=False,
-        fontsize="small",
-    )
-    if title:
-        figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def front_figure(
-    costs: Sequence[float], scores: Sequence[float], *, cost: str, score: str, title: str = ""
-) -> Figure:
-    """Draw networks by cost and score, and the front: those that no cheaper one equals.
-
-    Args:
-        costs: of each network.
-        scores: of each network, higher is better.
-        cost: what the costs are, with their unit.
-        score: what the scores are.
-        title: over it.
-    """
-    from matplotlib.figure import Figure
-
-    best = on_front(costs, scores)
-    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
-    panel = figure.subplots()
-    panel.scatter(costs, scores, s=14, color="#9db7cf", label="searched")
-    front = np.array([(costs[number], scores[number]) for number in best]).reshape(-1, 2)
-    panel.plot(*front.T, "o-", color="#0072b2", markersize=5, drawstyle="steps-post", label="front")
-    panel.set(xlabel=cost, ylabel=score)
-    panel.xaxis.set_major_formatter(lambda value, _: _short(value))
-    panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize="small", loc="lower right")
-    if title:
-        panel.set_title(title, fontsize=10)
-    return figure
-
-
 def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
-    """Return the numbers of the networks that no other one beats in both, cheapest first.
+    """Return the indices of the networks on the Pareto front of cost and score, cheapest first.
 
     Example:
         >>> on_front([3, 1, 2, 2], [0.9, 0.5, 0.4, 0.7])
@@ -164,27 +87,19 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
 
 
 def _title(kind: str) -> str:
-    """Return the name of a kind of cell as a title: stages are called so already."""
+    """Return the title of a kind of cell, e.g. "normal cell" or "stage 1"."""
     return kind if kind.startswith("stage") else f"{kind} cell"
-
-
-def _short(value: float) -> str:
-    """Return a number of an axis: 250 k, 1.5 M."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
 
 
 def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
     """Write a figure as PNG and as SVG; the same figure gives the same bytes.
 
     Args:
-        figure: of matplotlib.
-        path: of both, without an ending.
+        figure: a figure of matplotlib.
+        path: path of both files, without an ending.
 
     Returns:
-        The two files.
+        Paths of the two files.
     """
     from matplotlib import rc_context
 
@@ -207,19 +122,19 @@ def _graph(space: CellSpace, architecture: Architecture, kind: str) -> list[Edge
 
 
 def _num_inputs(space: CellSpace, kind: str) -> int:
-    """Number of a cell's input nodes, which no edge enters; they come first."""
+    """Number of input nodes of a cell: the first nodes, which no edge enters."""
     entered = {row.target for row in space.rows if row.cell == kind}
     entered |= {target for _, target in space.concatenated(kind)}
     return len(space.node_names(kind)) - len(entered)
 
 
 def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
-    """Return of each edge whether a path from an input to the last node runs over it.
+    """Return for each edge whether it is on a path from an input to the last node.
 
     Args:
-        graph: edges, whose sources are before their targets.
-        num_inputs: nodes that a path may begin with: the first ones.
-        last: the node that it ends with.
+        graph: edges; a source has a lower number than its target.
+        num_inputs: number of input nodes, which come first.
+        last: number of the output node.
 
     Example:
         >>> on_a_path([(0, 1, "skip"), (2, 3, "skip"), (1, 3, "pool")], num_inputs=1, last=3)
@@ -234,18 +149,18 @@ def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
 
 
 def arc(source: int, target: int) -> float:
-    """Height of an edge's control point over its length; positive above the row of nodes."""
+    """Height of the control point of an edge divided by the edge's length; positive above the row."""
     return 0.0 if target - source == 1 else RISE * (-1) ** source
 
 
 def middle(source: int, target: int) -> tuple[float, float]:
-    """Position of the middle of an edge, and of its label, in inches."""
+    """Position of the middle of an edge, where the label stands, in inches."""
     across, length = (source + target) / 2, target - source
     return COLUMN_WIDTH * across, COLUMN_WIDTH * length * arc(source, target) / 2
 
 
 def _limits(graph: Sequence[Edge]) -> tuple[float, float]:
-    """Lowest and highest position in the panel of a graph, in inches."""
+    """Lowest and highest vertical position in the panel of a graph, in inches."""
     heights = [middle(source, target)[1] for source, target, _ in graph]
     return min([0.0, *heights]) - 0.5, max([0.0, *heights]) + 0.5
 
@@ -291,9 +206,3 @@ def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: Sequence[Edge])
 
 def _color(space: CellSpace, operation: str) -> str:
     return COLORS.get(operation, _OTHERS[sum(map(ord, operation)) % len(_OTHERS)])
-
-
-def _edge_name(space: CellSpace, number: int) -> str:
-    row = space.rows[number]
-    names = [f"${name}$" if "_" in name else name for name in space.node_names(row.cell)]
-    return f"{names[row.source]}→{names[row.target]}"

@@ -1,20 +1,19 @@
-"""Rules of relaxation, which run many architectures in one network: their base, and three rules.
+"""Rules of relaxation, which weigh the operations of a supernet by α: base class and three rules.
 
     edge r of the network:  y = Σ_o h[r, o] · o(x),   h = weights(α)
 
-A rule computes h from the architecture parameters α, once per step for the whole network, and the
-operations that have to run. Gradients of α flow through h. Rules with noise are in `sampled_paths`.
+Once per step a rule computes h from the architecture parameters α, and says which operations have to run.
+Gradients of α flow through h. Rules with noise are in `sampled_paths`.
 
     Softmax (DARTS)              h = softmax(α): all operations run
     SinglePath                   h = onehot(o),   o ~ softmax(α): one operation per edge, no gradient of α
     PartialChannels (PC-DARTS)   y = β' · shuffle([Σ_o softmax(α)_o o(x_first), x_rest]),
                                  β' = softmax(β) over a node's edges
 
-Sampled searches train shared weights by single paths: with α = 0 all architectures are equally likely
-(random search with shared weights).
-PC-DARTS sends a part of the channels through the mixed edge; the rest bypasses it, and is pooled if the
-operations halve the side. The shuffle gives the next edge other channels. β' stabilises the choice of
-edges, since α of an edge depends on its channels. α is fixed for the first 15 of the 50 epochs.
+With α = 0, `SinglePath` trains all architectures with equal probability (random search with shared weights).
+PC-DARTS sends a part of the channels through the mixed edge; the rest bypasses the edge, and is pooled if
+the operations halve the side. The shuffle gives the next edge other channels. β' makes the choice of edges
+stable, since α of an edge depends on the chosen channels. α is fixed for the first 15 of the 50 epochs.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 2; Pham et al. 2018, ENAS; Li, Talwalkar 2019; Guo et al.
 2020, Single Path One-Shot; Xu et al. 2020, PC-DARTS, sections 3.2 and 3.3, and its code.
 Differs: the pool of PC-DARTS's rest rounds odd sides up, as strided convolutions do.
@@ -38,14 +37,14 @@ from fl_lightning.nas.spaces.cells import Candidate
 
 @dataclass(frozen=True)
 class SearchStep:
-    """Inputs of a rule in a step of the search, besides α.
+    """Inputs of a rule in one step of the search, besides α.
 
     Attributes:
-        progress: part of the search that is over, in [0, 1].
-        generator: generator of the step's draws, on the CPU, for rules that draw. If it is seeded by
-            seed, round, client and step, the draws are equal on every device.
+        progress: completed fraction of the search, in [0, 1].
+        generator: CPU generator of the step's draws, for rules that draw; seeded by seed, round, client
+            and step, so that the draws are equal on every device.
         moves_alpha: whether this step moves α; otherwise it moves the weights.
-        none: number of the operation ``none``; -1 if there is none.
+        none: index of the operation ``none``; -1 if the space has none.
     """
 
     progress: float = 0.0
@@ -56,14 +55,14 @@ class SearchStep:
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """Factors of the operations on the edges of a network; every edge uses its row.
+    """Factors of the operations on the edges of a network; each edge uses one row.
 
     Attributes:
-        operations: h, (num_rows, num_operations).
-        running: numbers of the operations that run, for every row; None for all.
-        bare: whether operations that do not run add their h, which is zero: the sum does not change, and
-            their α gets a gradient as if their outputs were ones.
-        edges: factors of whole edges, (num_rows,); None for one.
+        operations: factors h, shape (num_rows, num_operations).
+        running: indices of the operations that run, per row; None if all run.
+        bare: whether operations that do not run add their h, which is zero. The output does not change,
+            and α of these operations gets the gradient of an output of ones.
+        edges: factors of whole edges, shape (num_rows,); None if all are one.
     """
 
     operations: Tensor
@@ -73,7 +72,7 @@ class EdgeWeights:
 
 
 class MixedEdge(nn.Module):
-    """All candidate operations of one edge; a step runs only those that it needs."""
+    """Edge with all candidate operations, weighted by a rule; a step runs only the needed ones."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class MixedEdge(nn.Module):
         """Return Σ_o h[row, o] · o(x).
 
         Raises:
-            ValueError: if there are no weights, or not one for each operation.
+            ValueError: if there are no weights, or fewer weights than operations.
         """
         weights = weights or self.weights
         if weights is None:
@@ -105,12 +104,12 @@ class MixedEdge(nn.Module):
 
 
 class Relaxation(ABC):
-    """Base of the rules of relaxation, which define edges and their factors.
+    """Base of the rules of relaxation, which build edges and compute their factors.
 
     Attributes:
-        alpha_from: progress from which α moves; before, only the weights learn.
-        has_beta: whether the rule has logits β of whole edges, (num_rows,), besides α.
-        draws: whether the factors are random, so that no single network is the mixture of all.
+        alpha_from: progress in [0, 1] from which α moves; before, only the weights learn.
+        has_beta: whether the rule has logits β of whole edges, shape (num_rows,), besides α.
+        draws: whether the factors are random; then no single network is the mixture of all.
     """
 
     alpha_from: float = 0.0
@@ -119,10 +118,10 @@ class Relaxation(ABC):
 
     @abstractmethod
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
-        """Return the edge weights of one step; where the rule `has_beta`, without the factors of edges.
+        """Return the edge weights of one step; the caller adds factors of edges if the rule `has_beta`.
 
         Args:
-            alpha: logits, (num_rows, num_operations); gradients flow.
+            alpha: logits, shape (num_rows, num_operations); gradients flow.
             step: the step of the search.
         """
 
@@ -134,19 +133,19 @@ class Relaxation(ABC):
         channels_out: int,
         stride: int,
     ) -> nn.Module:
-        """Return an edge for a space's `network` (`MakeEdge`)."""
+        """Return an edge with these candidate operations (`MakeEdge`); `CellSpace.network` calls this."""
         return MixedEdge(row, [make(channels_in, channels_out, stride) for make in candidates])
 
     def temperature(self, progress: float) -> float:
-        """Return τ at a progress in [0, 1]."""
+        """Return the temperature τ at a progress in [0, 1]."""
         return 1.0
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Correct α after a step of its optimizer from `before` to `after`.
+        """Return a corrected α after an optimizer step; unchanged by default.
 
         Args:
-            before: (num_rows, num_operations).
-            after: (num_rows, num_operations).
+            before: α before the step, shape (num_rows, num_operations).
+            after: α after the step, same shape.
             weights: edge weights of the step.
         """
         return after
@@ -156,7 +155,7 @@ def drawn_from(step: SearchStep) -> torch.Generator:
     """Return the generator of a step.
 
     Raises:
-        ValueError: if it is missing.
+        ValueError: if the step has none.
     """
     if step.generator is None:
         raise ValueError("this rule draws operations: give the step a generator")
@@ -164,21 +163,21 @@ def drawn_from(step: SearchStep) -> torch.Generator:
 
 
 def gumbel_noise(alpha: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise of α's shape, drawn in float64 on the CPU, so that it is equal on every device."""
+    """Gumbel noise of the shape of α, drawn in float64 on the CPU and so equal on every device."""
     exponential = torch.empty(alpha.shape, dtype=torch.float64).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float64).tiny).log().to(alpha)
 
 
 def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """Draw distinct operations of each row, one after the other, by softmax(α).
+    """Draw distinct operations of each row, one after the other, with probabilities softmax(α).
 
     Args:
-        alpha: (num_rows, num_operations).
+        alpha: logits, shape (num_rows, num_operations).
         num_draws: number of operations per row.
         generator: generator of the draws.
 
     Returns:
-        Numbers of the operations, (num_rows, num_draws). They are the largest of α plus Gumbel noise
+        Indices of the operations, shape (num_rows, num_draws). They are the largest of α plus Gumbel noise
         (Kool et al. 2019), which also works for probabilities that round to zero.
     """
     logits = alpha.detach().cpu().double()
@@ -186,12 +185,12 @@ def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) 
 
 
 def one_hot(choices: Tensor, like: Tensor) -> Tensor:
-    """Ones at the choices (num_rows, 1) and zeros elsewhere, with the shape of `like`."""
+    """Tensor like `like` with ones at the choices, shape (num_rows, 1), and zeros elsewhere."""
     return torch.zeros_like(like).scatter(1, choices.to(like.device), 1.0)
 
 
 def straight_through(hard: Tensor, soft: Tensor) -> Tensor:
-    """Return `hard`, bit for bit, with the gradient of `soft`.
+    """Return `hard`, bit for bit, with the gradient of `soft` (straight-through estimator).
 
     ``soft - soft`` is exactly zero, so this order of the sum has no rounding error.
     """
@@ -219,8 +218,8 @@ def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
     """Return the edge weights that run one architecture.
 
     Args:
-        choices: number of the operation on every row.
-        like: a tensor (num_rows, num_operations) with the dtype and device to use.
+        choices: index of the operation on every row.
+        like: tensor of shape (num_rows, num_operations) with the dtype and device to use.
 
     Example:
         >>> weights_of([1, 0], torch.zeros(2, 3)).operations
@@ -233,7 +232,7 @@ def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
 
 @final
 class SinglePath(Relaxation):
-    """Every edge runs one operation, drawn by softmax(α)."""
+    """ENAS: every edge runs one operation, drawn with probabilities softmax(α); α gets no gradient."""
 
     @override
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
@@ -241,7 +240,7 @@ class SinglePath(Relaxation):
 
 
 def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
-    """Reorder the channels: first the first of every group, then the second of every group.
+    """Reorder channels: first the first channel of every group, then the second of every group.
 
     Example:
         >>> shuffle_channels(torch.arange(8.0).reshape(1, 8), 4)
@@ -253,14 +252,14 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
 
 
 class PartialEdge(nn.Module):
-    """An edge that mixes operations on its first 1/K of the channels."""
+    """Edge that runs a mixed edge on the first 1/K of the channels, and passes the rest."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
         super().__init__()
         self.mixed, self._part, self._stride = mixed, part, stride
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
-        """Return the shuffled channels, times the edge's share of its node."""
+        """Return the shuffled channels, times the factor of the edge if there is one."""
         active = x.shape[1] // self._part
         y = self.mixed(x[:, :active], weights)
         if self._part > 1:
@@ -275,11 +274,11 @@ class PartialEdge(nn.Module):
 
 @final
 class PartialChannels(Relaxation):
-    """PC-DARTS: operations run on a part of the channels.
+    """PC-DARTS: operations run on a part of the channels, and edges have weights.
 
     Args:
-        part: K >= 1: one in K channels is searched; 4 in the paper, 2 for ImageNet.
-        edge_weights: whether edges have logits β; without them and with ``part=1`` this is DARTS.
+        part: number K >= 1: operations run on one in K channels; 4 in the paper, 2 for ImageNet.
+        edge_weights: whether edges have logits β; False with ``part=1`` is DARTS.
         alpha_from: progress in [0, 1] from which α and β move.
 
     Raises:
@@ -310,7 +309,7 @@ class PartialChannels(Relaxation):
         """Return an edge whose operations have 1/K of the channels.
 
         Raises:
-            ConfigurationError: if K does not divide the channels, or they change on this edge.
+            ConfigurationError: if K does not divide the channels, or the edge changes their number.
         """
         if channels_in != channels_out and self._part > 1:
             raise ConfigurationError(

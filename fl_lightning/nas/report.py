@@ -1,17 +1,19 @@
 """Logs, files and batch norm statistics of a search by `Supernet`.
 
-Logged during the search: ``search/entropy`` of the operations' probabilities (nats per row, at most log of
-the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`), ``search/expected_flops``, ``search/expected_latency_ms`` if latencies are
-measured, ``search/table/…`` if there is a table, and in TensorBoard the current cell and the probabilities.
-At the end, in the run's folder:
+Logged in every round: ``search/entropy`` of the operation probabilities (nats per row, at most the log of
+the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`),
+``search/expected_flops``, ``search/expected_latency_ms`` with a latency file, ``search/table/…`` with a
+table of results; in TensorBoard also the current cell and the probabilities.
+Written at the end, in the folder of the run:
 
     cell.png, cell.svg      the architecture as a graph
     architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
+    sections/search.html    the section of report.html: architecture, probabilities and cost over rounds
 
-A search whose α has not decided says so: the operations' probabilities have 98 % of the largest entropy, or,
-if α is held, the mean gradient is below 2 of its standard errors, which takes 10 steps of α to know.
-In a federation it adds the stage by which the server steps α, see `ServerSearchStep`.
+The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
+if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
+In a federation the callback adds the stage by which the server steps α, see `ServerSearchStep`.
 """
 
 from __future__ import annotations
@@ -38,9 +40,13 @@ from fl_lightning.nas.checks import (
 )
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
+from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.reports.charts import Chart, Panel, draw, inline, series
+from fl_lightning.reports.page import FRAGMENTS, Page
+from fl_lightning.reports.panels import Line, curves, table_map
 
-# Part of the largest entropy from which α has not decided, standard errors below which it has not, and the
-# steps of α that it takes to know them
+# α has not decided above this share of the largest entropy, or, from so many steps of α on, below so many
+# standard errors
 _UNDECIDED_ENTROPY, _UNDECIDED_ERRORS, _LEAST_STEPS = 0.98, 2.0, 10
 
 # Number of pictures of a run, evenly spaced
@@ -48,25 +54,27 @@ _NUM_PICTURES = 20
 
 
 class SearchReport(Callback):
-    """Reports the search of a `Supernet`, which adds this callback itself."""
+    """Logs and saves the search of a `Supernet`, which adds this callback itself."""
 
-    # values that privacy does not cover: none, because it shows only the released model
+    # no values outside of ε: everything is computed from the released model
     unprotected: str | None = None
 
     def __init__(self) -> None:
         self._signal = GradientSignal()
         self._best_accuracy: float | None = None
+        self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics of α's gradients."""
-        return self._signal.state_dict()
+        """Return the statistics of α's gradients, and the probabilities after each round."""
+        return {**self._signal.state_dict(), "shares": dict(self._shares)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the statistics of α's gradients."""
+        """Restore the state of `state_dict`."""
         self._signal.load_state_dict(state_dict)
+        self._shares = dict(state_dict["shares"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the run, and add the stage by which the server of a federation steps α."""
+        """Check the run, and add the stage by which the server steps α in a federation."""
         module: Any = pl_module
         check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
@@ -78,7 +86,7 @@ class SearchReport(Callback):
         if stage == "fit":
             check_length(trainer.max_epochs)
         for federation in federations:
-            check_beside_updates(federation, module.travels_beside)
+            check_beside_updates(federation, module.sends_buffers)
             if stage == "fit" and federation.local_steps is not None:
                 check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
         if stage == "fit" and by_server:
@@ -93,14 +101,14 @@ class SearchReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that α moves in an epoch of a central search."""
+        """Raise ConfigurationError if an epoch of a central search is too short for a step of α."""
         module: Any = pl_module
         if not module.is_federated:
             steps = trainer.num_training_batches
             check_turns(module.alpha_every, steps, "the number of batches in an epoch")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recalibrate the statistics for an evaluation or predictions."""
+        """Recompute the batch norm statistics before an evaluation or predictions."""
         module: Any = pl_module
         module.recalibrate()
 
@@ -114,11 +122,12 @@ class SearchReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the metrics at the end of a round, early enough for all other callbacks."""
+        """Log the metrics of the search at the end of a round, before other callbacks read them."""
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
         shares = module.shares
+        self._shares[trainer.current_epoch + 1] = shares.cpu()
         values = {
             "search/entropy": _entropy(shares),
             "search/expected_flops": module.costs.expected(shares, "flops"),
@@ -135,7 +144,7 @@ class SearchReport(Callback):
         module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the cell and the probabilities, about twenty times in a run."""
+        """Draw the current cell and the probabilities for TensorBoard, about twenty times in a run."""
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
@@ -145,16 +154,11 @@ class SearchReport(Callback):
         step = trainer.current_epoch
         cell = module.architecture
         log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
-        probabilities = shares.cpu()
-        log_figure(
-            trainer,
-            "search/probabilities",
-            lambda: pictures.alpha_figure(module.space, probabilities),
-            step=step,
-        )
+        chart = Chart("probabilities", "probabilities", _map(module.space, shares))
+        log_figure(trainer, "search/probabilities", lambda: draw([chart])[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:
-        """Return the line that names the architecture, or says that there is none yet."""
+        """Return the line that names the found architecture, or says that α has not decided."""
         found, errors = module.architecture, self._signal.standard_errors
         if self._best_accuracy is not None:
             return f"architecture: {found}, the best drawn one (accuracy {self._best_accuracy:.3f})"
@@ -179,24 +183,27 @@ class SearchReport(Callback):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the best of some drawn architectures, if the search learns from rewards."""
+        """Choose the best of several drawn architectures, if the search learns from rewards."""
         module: Any = pl_module
         self._best_accuracy = module.choose_best()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log and save the architecture that was found."""
+        """Log the found architecture and write its files."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         found = module.architecture
         cost = module.costs.of(module.space.operations_of(found))
-        rank_zero_info(self._verdict(module, trainer.current_epoch - 1))
-        rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
+        verdict = self._verdict(module, trainer.current_epoch - 1)
+        facts = [f"{cost.flops:,} multiply-adds, {cost.params:,} parameters"]
         if isinstance(module.measure, LatencyTable):
-            rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
+            facts.append(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
+        for line in (verdict, *facts):
+            rank_zero_info(line)
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        pictures.save(pictures.cell_figure(found), folder / "cell")
+        _, drawn = pictures.save(pictures.cell_figure(found), folder / "cell")
+        self._write_section(folder, module, drawn.read_text(), f"{verdict}. {', '.join(facts)}.")
         content = retraining(
             found, module.shape, image_size=module.image_size, run=_configuration(folder)
         )
@@ -205,14 +212,52 @@ class SearchReport(Callback):
         _write(folder / "retrain.yaml", content)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
+    def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:
+        """Write the section of the report: the cell, and probabilities and costs over rounds."""
+        page, space, rounds = Page("search"), module.space, list(self._shares)
+        page.heading("Architecture search")
+        page.text(text)
+        page.include(f'<div style="background:#fff;max-width:44rem">{inline(drawn, "cell")}</div>')
+        last, over = self._shares[rounds[-1]], [*self._shares.values()]
+        means = torch.stack(over).mean(1).T.tolist()  # over edges, by operation
+        lines = [
+            Line(rounds, values, name, colour=series(number))
+            for number, (name, values) in enumerate(zip(space.operations, means, strict=True))
+        ]
+        entropy = [float(_entropy(shares)) for shares in over]
+        flops = [float(module.costs.expected(shares, "flops")) for shares in over]
+        panels = {
+            "probabilities after the last round": _map(space, last),
+            "mean probability over edges": curves(lines, from_zero=True),
+            "entropy (nats per edge)": curves([Line(rounds, entropy)]),
+            "expected multiply-adds": curves([Line(rounds, flops)]),
+        }
+        page.charts(
+            [
+                Chart(f"search-{number}", title, panel, names_are_long=number == 0)
+                for number, (title, panel) in enumerate(panels.items())
+            ],
+            folder / "figures",
+        )
+        path = folder / FRAGMENTS / "search.html"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page.fragment(), encoding="utf-8")
+
+
+def _map(space: CellSpace, shares: Tensor) -> Panel:
+    """Return a panel of the probabilities of all operations, with a row per edge."""
+    edges = [f"{row.cell} {row}" for row in space.rows]
+    values = shares.double().cpu().numpy()
+    return table_map(values, x="operation", y="edge", columns=space.operations, rows=edges)
+
 
 def _entropy(shares: Tensor) -> Tensor:
-    """Mean entropy of the operations' probabilities, in nats per row."""
+    """Mean entropy of the operation probabilities, in nats per row."""
     return -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:
-    """Return the run's configuration, written by the command line; None in Python."""
+    """Return the configuration that the command line wrote, or None for a run started in Python."""
     path = folder / CONFIG
     content = yaml.safe_load(path.read_text()) if path.is_file() else None
     return content if isinstance(content, dict) else None

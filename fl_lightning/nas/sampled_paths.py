@@ -4,24 +4,24 @@
     GDAS:   h = onehot(argmax p), with the gradient of p: one operation an edge;  τ from 10 to 0.1, linearly
     FBNet:  h = p: soft weights that sharpen;   τ = 5 · 0.956^epoch
 
-In GDAS, operations that do not run have no output to multiply h by, but their α must learn. Three rules:
+In GDAS an operation that is not selected needs a gradient of its h as well. Three rules:
 
-    others    an operation that is not selected          gradient of its h
+    others    the operation                              gradient of its h
     bare      does not run, adds its h = 0               Σ dL/dy: as if its output were ones
-    all       runs                                       dL/dy · o(x)
+    all       runs                                       Σ dL/dy · o(x)
     none      does not run                               none
 
-With binary gates one path runs when weights learn, and two when α does:
+With binary gates one operation per row runs when the weights learn, and two run when α learns:
 
     weights:  one operation of each row, drawn by softmax(α); no gradient to α
-    α:        two, drawn without replacement; q = softmax of their two logits; one is open, by q
+    α:        two, drawn without replacement; q = softmax of their two logits; the gate of one, drawn by q,
+              is open (g = 1), the other closed (g = 0)
               dL/dα_i = Σ_j dL/dg_j q_j (δ_ij - q_i)    over the two
-              then both logits are shifted so that the others' probabilities do not change
+              then both logits are shifted so that the other probabilities do not change
 
-That gradient is the one of q, so a gate is open or closed with the gradient of q. Where the open gate is
-``none`` α does not learn: the loss does not depend on the other path.
-ProxylessNAS's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. If the server of a
-federation steps α, clients have drawn different paths, and no logits are shifted.
+Where the open gate is ``none`` α does not learn, because the loss does not depend on the other path.
+ProxylessNAS uses Adam with β₁ = 0: momentum would move logits of paths that were not drawn. If the server
+of a federation steps α, clients have drawn different paths, and no logits are shifted.
 Sources: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
 et al. 2019, FBNet, section 3.3; Cai, Zhu, Han 2019, ProxylessNAS, eq. 4 and section 3.2.1, and its code.
 Differs: GDAS's code computes (onehot - p) + p, which is one-hot up to rounding; here
@@ -52,20 +52,20 @@ Others = Literal["bare", "all", "none"]
 
 
 def gumbel_softmax(alpha: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """Softmax((log softmax α + noise) / τ) of every row."""
+    """Return softmax((log softmax α + noise) / τ) of every row."""
     return ((alpha.log_softmax(1) + noise) / temperature).softmax(1)
 
 
 def hard_gumbel_weights(
     alpha: Tensor, noise: Tensor, temperature: float, others: Others
 ) -> EdgeWeights:
-    """Edge weights of GDAS for given noise.
+    """Return the edge weights of GDAS for given noise.
 
     Args:
-        alpha: (num_rows, num_operations).
-        noise: (num_rows, num_operations).
+        alpha: logits, shape (num_rows, num_operations).
+        noise: Gumbel noise, same shape.
         temperature: τ > 0.
-        others: rule for operations that are not selected, see above.
+        others: rule for operations that are not selected, as in the module's docstring.
     """
     soft = gumbel_softmax(alpha, noise, temperature)
     # argmax of the logits: at a low τ several probabilities may round to the same number
@@ -79,15 +79,16 @@ def hard_gumbel_weights(
 
 @final
 class HardGumbel(Relaxation):
-    """GDAS: every edge runs the operation that it draws.
+    """GDAS: every edge runs one operation, drawn by Gumbel noise; α learns through a softmax.
 
     Args:
         first_temperature: τ > 0 at the start.
         last_temperature: τ > 0 at the end.
-        others: ``bare``, ``all`` or ``none``: rule for α of operations that are not drawn.
+        others: gradient of α for operations that are not drawn. ``bare``: as if their output were ones (the
+            released code). ``all``: of their output, so that all operations run. ``none``: zero.
 
     Raises:
-        ConfigurationError: if a temperature is not positive, or there is no such rule.
+        ConfigurationError: if a temperature is not positive and finite.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class HardGumbel(Relaxation):
 
 @final
 class SoftGumbel(Relaxation):
-    """FBNet: all operations run, with noisy weights that become sharper over the epochs.
+    """FBNet: all operations run, weighted by a noisy softmax of α that becomes sharper over the epochs.
 
     Args:
         first_temperature: τ > 0 at the start.
@@ -121,7 +122,7 @@ class SoftGumbel(Relaxation):
         alpha_from: progress in [0, 1] from which α moves; after 10 of 90 epochs in FBNet.
 
     Raises:
-        ConfigurationError: if a setting is out of its range.
+        ConfigurationError: if a setting is out of range.
     """
 
     def __init__(
@@ -149,13 +150,13 @@ class SoftGumbel(Relaxation):
 
 
 def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1) -> EdgeWeights:
-    """Edge weights with one open gate per row and the gradient of the softmax over the paths.
+    """Return edge weights with one open gate per row and the gradient of the softmax over the paths.
 
     Args:
-        alpha: (num_rows, num_operations).
-        paths: numbers of the operations that run, (num_rows, num_paths).
-        opened: number of the operation with the open gate, (num_rows, 1); one of the paths.
-        none: number of the operation ``none``: rows where it is open have no gradient.
+        alpha: logits, shape (num_rows, num_operations).
+        paths: indices of the operations that run, shape (num_rows, num_paths).
+        opened: index of the operation with the open gate, shape (num_rows, 1); one of the paths.
+        none: index of the operation ``none``: rows where its gate is open have no gradient.
     """
     paths = paths.to(alpha.device)
     shares = alpha.gather(1, paths).softmax(1)
@@ -166,14 +167,14 @@ def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1
 
 
 def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
-    """Shift the moved logits of `after` so that the probabilities of the others do not change.
+    """Return logits after a step, shifted so that probabilities of the unmoved operations do not change.
 
     The sum of the exponentials of the moved logits stays equal.
 
     Args:
-        before: (num_rows, num_operations).
-        after: (num_rows, num_operations).
-        moved: True for logits that the step moved, (num_rows, num_operations).
+        before: logits before the step, shape (num_rows, num_operations).
+        after: logits after the step, same shape.
+        moved: True for logits that the step moved, same shape.
     """
     sums = [logits.masked_fill(~moved, -torch.inf).logsumexp(1) for logits in (before, after)]
     offset = (sums[1] - sums[0])[:, None]
@@ -182,10 +183,10 @@ def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
 
 @final
 class BinaryGates(Relaxation):
-    """ProxylessNAS: binary gates.
+    """ProxylessNAS: one operation per edge runs when weights learn, two when α learns.
 
     Args:
-        paths: paths that run when α learns: ``two``, or ``all``, which needs the memory of all.
+        paths: operations per edge that run when α learns: ``two``, or ``all``, which needs memory for all.
     """
 
     def __init__(self, paths: Literal["two", "all"] = "two") -> None:

@@ -1,8 +1,8 @@
 """Base of `Supernet` and `OneShot`: LightningModules whose weights are shared by many networks.
 
-Batches are images (B, in_channels, H, W) and labels (B,). Running statistics of batch norm would belong to
-no single network. So an evaluation uses statistics of training examples: sums, which add up over clients
-(`recalibrated`), of each network that is shown, again for each evaluation.
+Batches are images (B, in_channels, H, W) and labels (B,). Running statistics of batch norm would mix
+networks. So every evaluation first computes the statistics of each network that it runs, from sums over
+training examples that add up over clients (`recalibrated`).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Batch = tuple[Tensor, Tensor]
 
 
 class SharedWeights(LightningModule):
-    """A LightningModule of shared weights; subclasses define `network` and `shown`.
+    """LightningModule of shared weights with its evaluation; subclasses define `network` and `shown`.
 
     Args:
         num_classes: length of the output, at least 2.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
-        recalibration_examples: number of training examples, of all clients together, for the statistics
-            of an evaluation, at least 2; None for all.
+        recalibration_examples: number of training examples, over all clients, for the batch norm
+            statistics of an evaluation, at least 2; None for all.
         seed: seed of draws that are equal for all clients; the run's seed if None.
-        rules: conditions on the module's other settings, by error message.
+        rules: conditions on further settings of the module, by error message.
 
     Attributes:
         seed: seed of draws that are equal for all clients.
 
     Raises:
-        ConfigurationError: for values out of range, all of them.
+        ConfigurationError: for values out of range; the message names all of them.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class SharedWeights(LightningModule):
     @property
     @abstractmethod
     def shown(self) -> dict[str, Any]:
-        """Networks of an evaluation by name, as `network` takes them beside images; the main one is last."""
+        """Networks that an evaluation runs, by name: second arguments of `network`, the main one last."""
 
     def recalibrate(self) -> None:
-        """Find the batch norm statistics of the shown networks; called by all processes before an evaluation."""
+        """Recompute the batch norm statistics of the `shown` networks; all processes call this."""
         self._sums, trainer = {}, self.trainer
         if trainer.sanity_checking:
             return
@@ -104,11 +104,11 @@ class SharedWeights(LightningModule):
             self.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Use the statistics of a shown network inside the block, as far as they are known."""
+        """Context in which batch norms use the statistics of a `shown` network, if they are known."""
         return normalised_by(self.network, self._sums.get(name, {}))
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
-        """Log ``stage/loss`` and ``stage/accuracy`` of the main network, and accuracies of the others."""
+        """Log loss and accuracy of the main network, and accuracies of the other `shown` networks."""
         images, labels = batch
         shown = list(self.shown.items())
         if has_statistics(self.network) and not self._sums:
@@ -123,11 +123,11 @@ class SharedWeights(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log val/loss and val/accuracy, and accuracies of further networks."""
+        """Log val/loss and val/accuracy of the main network, and accuracies of further networks."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log test/loss and test/accuracy, and accuracies of further networks."""
+        """Log test/loss and test/accuracy of the main network, and accuracies of further networks."""
         self._evaluate("test", batch)
 
     def _scheduler(self, optimizer: Optimizer) -> LambdaLR | None:

@@ -1,20 +1,20 @@
-"""`Supernet`: a network of all architectures of a space of cells, for differentiable search.
+"""`Supernet`: one network that contains all architectures of a space of cells, for searches by α.
 
     w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
     α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
 
-A rule of relaxation determines how many architectures run in one network; data come from a
-`FederatedDataModule` with a ``search_fraction``. It is an ordinary LightningModule: with a
-``federation`` block clients do the above, without one it is the published central search. An update
-contains α and w; the server steps α by the optimizer of a central search, see `ServerSearchStep`.
+A rule of relaxation says how many architectures run in a step. Data come from a `FederatedDataModule`
+with a ``search_fraction``. A supernet is an ordinary LightningModule: with a ``federation`` block each
+client runs the two steps above, without one it is the published central search. A client's update contains
+w and α; the server steps α with the optimizer of a central search, see `ServerSearchStep`.
 
-Batch norm uses the statistics of the batch during the search, because running statistics would belong to
-no single architecture. An evaluation uses statistics of training examples, or of the batch if updates are
-protected: then clients send no sums.
+Batch norm uses the statistics of the batch during the search, because running statistics would mix
+architectures. An evaluation uses statistics of training examples, or those of its own batch if updates are
+protected, because clients then send no sums.
 Sources: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the halves at clients.
-Differs: both gradients are taken at w and α before the step, so that N clients with one step on a full
-batch each take the step of the pooled data (theirs takes that of w after α's step); and from FedNAS,
-whose α sees test data and whose mean is the first client's.
+Differs: both gradients are taken before either step, so that N clients with one step on a full batch each
+take the step of the pooled data; DARTS computes the gradient of w after the step of α. FedNAS tunes α on
+test data, and its server returns the α of the first client.
 """
 
 from __future__ import annotations
@@ -86,42 +86,43 @@ _DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_deca
 
 
 class Supernet(SharedWeights):
-    """Searches a space of cells.
+    """Searches a space of cells: trains shared weights w and architecture parameters α.
 
     Args:
         space: space of the architectures.
-        rule: rule of relaxation: `Softmax` (DARTS) if None.
+        rule: rule of relaxation; `Softmax` (DARTS) if None.
         num_classes: length of the output, at least 2.
         in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
         channels: channels of the network's first cells.
-        cells: number of cells; the space defines their unit.
-        learn: gradient of α: `Gradient` if None.
-        penalty: term of the expected cost in the loss of α; none if None.
-        measure: the cost in the penalty: ``flops``, ``params``, ``activations``, or a file written by
-            ``fl-lightning latency``, for milliseconds on that device.
+        cells: number of cells, per stage or in all, as the space defines.
+        learn: estimator of α's gradient; `Gradient` if None.
+        penalty: penalty on the expected cost in the loss of α; no penalty if None.
+        measure: cost that the penalty uses: ``flops``, ``params``, ``activations``, or the path of a file
+            written by ``fl-lightning latency``, for milliseconds on that device.
         optimizer: optimizer of the weights; if None that of DARTS, SGD with rate 0.025, momentum 0.9 and
             weight decay 3e-4.
         architecture_optimizer: optimizer of α; if None that of DARTS, Adam with rate 3e-4, betas of 0.5
             and 0.999 and weight decay 1e-3. A class named in YAML has its own defaults.
         architecture_state: place of the state of α's optimizer in a federation. ``server``: the server
-            steps α, as in a central search. ``clients``: clients step it, and send its state with their
-            buffers; it is averaged, or personal if named in ``federation.personal``. ``none``: clients
-            step it and start every round with a fresh optimizer, as in FedNAS.
+            steps α, as in a central search. ``clients``: clients step α and send the optimizer's state
+            with their buffers; it is averaged, or personal if ``kept_state`` is named in
+            ``federation.personal``. ``none``: clients step α with a fresh optimizer in every round, as in
+            FedNAS.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
-        alpha_from: progress in [0, 1] from which α moves, see `progress`; the rule's if None.
-        alpha_every: α moves in every n-th step of a round (epoch), at least 1; every fifth in ProxylessNAS.
-        alpha_draws: draws per step of α whose gradients are averaged, at least 1, for rules that draw: GDAS'
-            gradient has a tenth of the signal to noise of DARTS', ENAS averages 20 samples.
-        alpha_held: whether operations keep equal weights during the search. Gradients are taken at
-            α = 0, and α only adds them up: with `torch.optim.SGD` for α the mean gradient decides.
-        warm_up: operations that train until α moves: those that the ``rule`` runs, or ``all`` with equal
-            weights, from which rules with one path an edge get weights that have learned in fewer steps.
+        alpha_from: progress in [0, 1] from which α moves, see `progress`; that of the rule if None.
+        alpha_every: number n >= 1: α moves in every n-th step of a round (epoch); 5 in ProxylessNAS.
+        alpha_draws: number of draws per step of α whose gradients are averaged, at least 1, for rules that
+            draw: one draw of GDAS has a tenth of the signal-to-noise ratio of DARTS, ENAS averages 20.
+        alpha_held: whether gradients are always taken at α = 0, where all operations have equal weights.
+            α then only accumulates gradients: with `torch.optim.SGD` for α the mean gradient decides.
+        warm_up: operations that run until α moves: those that the ``rule`` runs, or ``all`` with equal
+            weights, which trains the weights of a rule with one operation per edge in fewer steps.
         clip_norm: largest norm of the weights' gradient, > 0.
-        table: a file with the results of NAS-Bench-201, see `NASBench201Table`: those of the current cell
-            are logged; the search does not use them.
-        recalibration_examples: number of training examples, of all clients together, for the statistics
-            of an evaluation; None for all.
+        table: path of a file with the results of NAS-Bench-201, see `NASBench201Table`. The results of the
+            current cell are logged; the search does not use them.
+        recalibration_examples: number of training examples, over all clients, for the batch norm
+            statistics of an evaluation; None for all.
         same_draws: whether all clients draw the same operations in the same local step.
         seed: seed of draws that are equal for all clients, and of the initial α; the run's seed if None.
 
@@ -229,17 +230,17 @@ class Supernet(SharedWeights):
             )
         self.table = None if table is None else NASBench201Table.read(table)
 
-    # What is searched for.
+    # Architecture parameters.
 
     @property
     def alphas(self) -> dict[str, Tensor]:
-        """The architecture parameters by name."""
+        """Architecture parameters by name: α, and β if the rule has it."""
         both = {"alpha": self.alpha, "beta": self.beta}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
     @property
     def point(self) -> dict[str, Tensor]:
-        """The values of α and β at which networks run: the current ones, or zeros if α is held."""
+        """Values of α and β at which networks run: the current values, or zeros if α is held."""
         values = {name: tensor.detach() for name, tensor in self.alphas.items()}
         if self.alpha_held:
             return {name: torch.zeros_like(value) for name, value in values.items()}
@@ -247,7 +248,7 @@ class Supernet(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture of the current architecture parameters, or the best of those drawn at the end."""
+        """Architecture that α selects now; after `choose_best` the best drawn architecture."""
         if self._best is not None:
             return self._best
         beta = None if self.beta is None else self.beta.detach()
@@ -255,52 +256,52 @@ class Supernet(SharedWeights):
 
     @property
     def shares(self) -> Tensor:
-        """Probabilities of the operations under the current α, (num_rows, num_operations)."""
+        """Probabilities of the operations under the current α, shape (num_rows, num_operations)."""
         return self.space.masked(self.alpha.detach()).softmax(1)
 
     @cached_property
     def costs(self) -> CostTable:
-        """Cost of each operation in a network of this shape."""
+        """Cost of each operation on each edge of a network of this shape."""
         return cost_table(self.space, side=self.image_size, **self.shape)
 
     @property
     def shown(self) -> dict[str, EdgeWeights]:
-        """Networks of an evaluation: the current cell, and the mixture of all cells if the rule does not draw."""
+        """Networks that an evaluation runs: the current cell, and the mixture if the rule does not draw."""
         mixed = {} if self.rule.draws else {"mixed": self._mixed(self.point, SearchStep())}
         return {**mixed, "cell": self._fixed(self.architecture)}
 
     def progress(self, round_index: int) -> float:
         """Completed fraction of the search at the start of a round (epoch), in [0, 1].
 
-        It is 1 in the last round, so that α moves in every search, also in one of a single round.
+        The progress of the last round is 1, so that α moves even in a search of a single round.
         """
         last = (self.trainer.max_epochs or 1) - 1
         return min(1.0, round_index / last) if last > 0 else 1.0
 
     def moves_alpha(self, round_index: int) -> bool:
-        """True if α learns in a round; in earlier rounds only the weights do."""
+        """True if α learns in this round; in earlier rounds only the weights learn."""
         return self.progress(round_index) >= self.alpha_from
 
     @property
     def changes_at_clients(self) -> list[str]:
-        """Names of buffers that clients change, some of them only in rounds in which α moves."""
+        """Names of the buffers that clients change and send."""
         return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
 
     @property
-    def travels_beside(self) -> str:
-        """Description of the option by which clients send buffers; empty if there is none."""
+    def sends_buffers(self) -> str:
+        """Option because of which clients send buffers beside the update; empty if there is none."""
         if self.architecture_state == "clients":
             return "architecture_state: clients"
         return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
-        """Return α's optimizer of a central search."""
+        """Return a new optimizer of α, as in a central search."""
         optimizer = self._architecture_optimizer(params)
         check_steps_once("model.architecture_optimizer", optimizer)
         return optimizer
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of an architecture in the shared weights; the current one if None."""
+        """Return logits (B, num_classes) of an architecture in the shared weights; of the current if None."""
         logits: Tensor = self.network(
             images, self._fixed(self.architecture if architecture is None else architecture)
         )
@@ -310,12 +311,12 @@ class Supernet(SharedWeights):
         return self._one_each(self.space.operations_of(architecture))
 
     def _one_each(self, operations: Sequence[int]) -> EdgeWeights:
-        """Return edge weights that run one operation per row."""
+        """Return edge weights that run one given operation on each row."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
 
     def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
-        """Return logits (B, num_classes) of all architectures at once, for rules that do not draw.
+        """Return logits (B, num_classes) of the mixture of all architectures; for rules that do not draw.
 
         Args:
             images: (B, in_channels, height, width).
@@ -325,7 +326,7 @@ class Supernet(SharedWeights):
         return logits
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
-        """Return the rule's edge weights for architecture parameters."""
+        """Return the edge weights of the rule for given architecture parameters."""
         weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
         beta = alphas.get("beta")
         return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
@@ -333,10 +334,10 @@ class Supernet(SharedWeights):
     # Training: α on one half of a batch, then w on the other.
 
     def check_batch(self, batch: Any) -> None:
-        """Check that a batch has both halves, and its labels; `Federation` calls this before it trains.
+        """Check the halves, images and labels of a batch; `Federation` calls this before it trains.
 
         Raises:
-            ConfigurationError: saying what to set.
+            ConfigurationError: if the batch has no two halves, or does not fit the network.
         """
         self._check_halves(batch)
         check_labels(self.shape["num_classes"], batch["train"][1])
@@ -351,7 +352,7 @@ class Supernet(SharedWeights):
         check_image_size(self.image_size, batch["train"][0])
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
-        """Step w and α, with both gradients taken before; returns the loss of w."""
+        """Step w and α, after both gradients are computed; returns the loss of w."""
         self._check_halves(batch)
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
@@ -382,7 +383,7 @@ class Supernet(SharedWeights):
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
-        """Return the seed of a step's draws: the client's, or the same for all clients."""
+        """Return the seed of the draws of a step: own draws per client, or equal ones for all clients."""
         if self._same_draws or not self.is_federated:
             return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
@@ -409,7 +410,7 @@ class Supernet(SharedWeights):
     def _alpha_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
     ) -> dict[str, Tensor]:
-        """Return the gradient of α: the mean over the draws of a step."""
+        """Return the gradient of α, averaged over the draws of a step."""
         seeds = [draws, *(derive_seed(draws, "draw", n) for n in range(1, self._alpha_draws))]
         total = self._drawn_gradients(batch, seeds[0], optimizer)
         for seed in seeds[1:]:
@@ -465,15 +466,16 @@ class Supernet(SharedWeights):
         return self.costs.expected(shares, self.measure)
 
     def on_train_start(self) -> None:
-        """Set the learning rate of this round, also if a run resumes at a round's last batch."""
+        """Set the learning rate of this round, even if the run resumes at the last batch of a round."""
         self._best = None
         self._schedule_to(self.current_epoch)
 
     def choose_best(self) -> float | None:
-        """Choose the best of some architectures drawn by α; called by all processes when the search ends.
+        """Draw `Reward.best_of` architectures by α and keep the most accurate; all processes call this.
 
         Returns:
-            Its accuracy on training examples, or None if `Reward.best_of` is 1 or updates are protected.
+            Accuracy of the kept architecture on training examples, or None without a choice: if
+            `Reward.best_of` is 1, or updates are protected.
         """
         count = self._learn.best_of if isinstance(self._learn, Reward) else 1
         if count == 1 or self._is_protected:
@@ -506,7 +508,7 @@ class Supernet(SharedWeights):
     # Evaluation.
 
     def recalibrate(self) -> None:
-        """Find the batch norm statistics of the shown networks, unless updates are protected."""
+        """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
         self._measured_alpha = self.alpha.detach().clone()
         self._sums = {}
         if not self._is_protected:
@@ -518,7 +520,7 @@ class Supernet(SharedWeights):
         return any(isinstance(c, Federation) and protector(c) is not None for c in callbacks)
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Use the statistics of a shown network inside the block; the batch's if α differs, e.g. a personal one."""
+        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs."""
         is_measured = self._measured_alpha is not None and torch.equal(
             self._measured_alpha, self.alpha.detach()
         )
@@ -533,7 +535,7 @@ class Supernet(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizers of the weights and of α; for the server's steps, plain SGD for α."""
+        """Return the optimizers of the weights and of α; plain SGD for α if the server steps it."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
         if self._learn.needs_weight_step and WeightStep.of(weights) is None:
@@ -550,9 +552,9 @@ class Supernet(SharedWeights):
 
     @property
     def local_lr(self) -> float:
-        """Learning rate of clients' plain SGD on α if the server steps it."""
+        """Learning rate of the clients' plain SGD on α if the server steps α."""
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that reports the search and adds the server's step of α."""
+        """Return the callback that reports the search and adds the server step of α."""
         return [SearchReport()]

@@ -135,7 +135,7 @@ class Budgeted:
         check_range(
             "federation.privacy: clip_norm",
             self.clip_norm,
-            "above 0",
+            "above 0 or inf",
             ": it is the largest L2 norm of a client's update; inf does not clip and protects nobody",
         )
         noise, epsilon = self.noise_multiplier, self.epsilon

@@ -31,9 +31,7 @@ _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
 _MOST_METRICS = 12
 # metrics that often have the same value in every round
-_RARELY_CHANGES = (
-    r"(calibration|head|mask|predictor|privacy|recalibration|round|secure)/|hp_metric$"
-)
+_RARELY_CHANGES = r"(calibration|head|mask|privacy|recalibration|round|secure)/|hp_metric$"
 # tabs in this order: title, then title of a chart and the names in it; losses have a scale of their own
 _LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {

@@ -80,12 +80,7 @@ def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Se
 
 
 def _file(title: str) -> str:
-    """Return a file name for a title.
-
-    Example:
-        >>> _file("clients/val_loss, last")
-        'clients_val_loss_last'
-    """
+    """Return a file name for a title."""
     return re.sub(r"\W+", "_", title).strip("_").lower()
 
 
@@ -205,7 +200,7 @@ def _in_words(counts: Collection[float], what: str) -> str:
     """Describe counts of clients, as ``5 clients took part in 1 to 3 rounds``."""
     least, most = f"{min(counts):g}", f"{max(counts):g}"
     of = least if least == most else f"{least} to {most}"
-    return f"{len(counts):,} clients {what.format(of)}"
+    return f"{len(counts):,} clients {what.format(of).removesuffix('s' if of == '1' else '')}"
 
 
 def _partition(folder: Path) -> Section:

@@ -156,6 +156,28 @@ def test_an_example_without_a_finite_gradient_counts_as_nothing():
     assert torch.allclose(total, others, atol=1e-12)
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_state_in_an_attribute_does_not_join_examples(vectorize):
+    class Scaled(Net):
+        scale = 1.0
+
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            value = loss.detach() if vectorize else loss.item()
+            self.scale = 0.5 * self.scale + 0.5 * value
+            return loss / self.scale
+
+    module = Scaled()
+    xs, ys = batch()
+    space = Space.of_parameters(module)
+    made = gradients(module, vectorize=vectorize)
+    total, _ = made(space, (xs, ys), 0, 0.5)
+    first, _ = made(space, (xs[:1], ys[:1]), 0, 0.5)
+    rest, _ = made(space, (xs[1:], ys[1:]), 0, 0.5)
+    torch.testing.assert_close(total, first + rest)
+    assert module.scale == 1.0
+
+
 @pytest.mark.parametrize("metric", [False, True])
 def test_logged_values_arrive_where_they_may(metric):
     collector, module = LogCollector(), Net(metric)

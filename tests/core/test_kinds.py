@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, FedProx, UniformCohort
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.data import Digits
 from fl_lightning.server import FedAdam, Krum
@@ -130,3 +131,12 @@ def test_objects_and_factories_pass():
     )
     assert federation.local_steps == 2
     assert Federation(server_optimizer=FedAdam).server_optimizer is FedAdam
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("allowed", ["at least 0", "above 0", "greater than 0", "a finite number"])
+def test_a_range_has_no_infinite_number_unless_it_says_so(value, allowed):
+    with pytest.raises(ConfigurationError, match=f"rate must be {allowed}.*, got {value}"):
+        check_range("rate", value, allowed)
+    check_range("rate", 10**400, "at least 0")
+    check_range("rate", float("inf"), "greater than 0 or inf")

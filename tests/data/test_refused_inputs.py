@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 import zlib
+from functools import partial
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -62,9 +63,10 @@ def parquet():
     return buffer.getvalue()
 
 
-def picture(kind="PNG"):
+def picture(kind="PNG", pixels=None):
     buffer = io.BytesIO()
-    Image.fromarray(RNG.integers(0, 256, (16, 16, 3), np.uint8)).save(buffer, kind)
+    pixels = RNG.integers(0, 256, (16, 16, 3), np.uint8) if pixels is None else pixels
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -76,16 +78,14 @@ def huge_picture():
     return bytes(data)
 
 
-def lying_npz():
-    """Arrays whose headers say 80 TB."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)}
-    )
+def lying_npz(shape):
+    """Arrays whose headers say this shape."""
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(800)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as stored:
         for name in ("x.npy", "y.npy"):
-            stored.writestr(name, header.getvalue() + bytes(800))
+            stored.writestr(name, array)
     return buffer.getvalue()
 
 
@@ -125,7 +125,10 @@ DAMAGED = [
     ),
 ]  # fmt: skip
 WHOLE = {
-    "80 TB.npz": (lying_npz, arrays, "is no .npz of plain arrays"),
+    **{
+        f"{name}.npz": (partial(lying_npz, shape), arrays, "is no .npz of plain arrays")
+        for name, shape in {"80 TB": "(10000000000000,)", "more": f"({10**30},)", "open": "((2,)"}.items()
+    },
     "lone array.npz": (lambda: npz()[:0] + b"\x93NUMPY\x01\x00v\x00" + bytes(200), arrays, "is no .npz of plain arrays"),
     "objects.npz": (lambda: npz(x=np.array([{}, {}]), y=np.arange(2)), arrays, "Object arrays cannot be loaded"),
     "other names.npz": (lambda: npz(u=np.eye(2), y=np.arange(2)), arrays, "has no array 'x' for inputs: there are 'u', 'y'"),
@@ -141,6 +144,7 @@ WHOLE = {
     "rows.xlsx": (lambda: b"PK", table, "a file must be .csv, .tsv or .parquet, got 'rows.xlsx'"),
     "ragged.csv": (lambda: b"a,y\n1,0\n1,2,3,4\n", table, "cannot be read"),
     "huge.png": (huge_picture, images, "0.png cannot be read as an image .*decompression bomb"),
+    "16 bits.png": (lambda: picture(pixels=np.full((16, 16), 40_000, np.uint16)), images, r"0.png has pixels of more than 8 bits \(mode I;16"),
     "text.png": (lambda: b"a picture", images, "0.png cannot be read as an image"),
 }  # fmt: skip
 

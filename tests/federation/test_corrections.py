@@ -713,6 +713,26 @@ class Climbing(ToyModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, maximize=True)
 
 
+class WarmingUp(ToyModule):
+    """Sets the rate in `optimizer_step`, as Lightning's documentation shows it."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * min(1, (batch_idx + 1) / 4)
+        optimizer.step(closure=closure)
+
+
+class ByHand(ToyModule):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
 class TestRefusals:
     def test_options_out_of_range(self):
         with pytest.raises(ConfigurationError, match="client_memory_gb must be at least 0"):
@@ -755,6 +775,14 @@ class TestRefusals:
 
         with pytest.raises(ConfigurationError, match="add up gradients differently"):
             run(Momenta, aggregator=NormalisedMean(), engine="sequential")
+
+    @pytest.mark.parametrize("module", [WarmingUp, ByHand])
+    @pytest.mark.parametrize("block", [{"correction": Scaffold()}, NOVA])
+    def test_a_rate_that_the_module_changes_between_local_steps(self, module, block):
+        with pytest.raises(ConfigurationError, match="need one learning rate in all local steps"):
+            run(module, **block)
+        if "correction" in block and module is WarmingUp:
+            run(module, correction=Scaffold(option="I"))
 
     @pytest.mark.parametrize("name", ["Scaffold I", "FedDyn"])
     def test_adam_takes_the_others(self, name):

@@ -18,11 +18,6 @@ SMALL = {
     "vit": "{patch: 8, features: [16, 24], heads: [1, 2], depths: [1, 2], head_features: 8}",
 }
 
-_PREDICTOR = "--model.init_args.method.init_args.predictor"
-OPTIONS = {  # the predictor begins at once
-    "attentive_nas": [f"{_PREDICTOR}.start=0", f"{_PREDICTOR}.num_scored=4"],
-}
-
 
 def run(folder, *words):
     options = ["--trainer.max_epochs=1", f"--trainer.accelerator={ACCELERATOR}"]
@@ -42,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     ("space", "method"),
     [("mobilenet", "ofa"), ("resnet", "bignas"), ("vit", "attentive_nas"), ("mobilenet", None)],
 )
-def test_a_method_runs_over_a_space(folder, space, method, caplog):
+def test_a_method_runs_over_a_space(folder, space, method):
     names = [f"class {i}" for i in range(10)]
     write_folder(folder / "images", "train", names, 12, size=(32, 32))
     write_folder(folder / "images", "test", names, 2, size=(32, 32))
@@ -55,9 +50,7 @@ def test_a_method_runs_over_a_space(folder, space, method, caplog):
         SMALL[space],
         "--data.init_args.source.init_args.root=images",
         "--data.init_args.source.init_args.batch_size=8",
-        *OPTIONS.get(method, []),
     )
-    assert ("predictor: fitted on 2 sub-networks" in caplog.text) == (method == "attentive_nas")
 
 
 def test_the_quickstart_runs(folder):

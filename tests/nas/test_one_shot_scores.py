@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from test_one_shot import RESNET, VIT, data, fitted, images, one_shot
+from test_one_shot import RESNET, SPACES, VIT, data, fitted, images, one_shot
 from toys import toy_trainer
 
 from fl_lightning import ConfigurationError, Federation
-from fl_lightning.nas import NASBench201, Network
-from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas import NASBench201, Network, Sandwich
+from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore, training_accuracies
 from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums, recalibrated
 
 
@@ -28,6 +29,36 @@ def test_a_score_is_the_accuracy_of_the_extracted_network_with_its_statistics():
     assert found == right / 48
     score(RESNET.largest)
     assert score(RESNET.smallest) == found
+
+
+@pytest.mark.parametrize("federated", [False, True], ids=["central", "federated"])
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_scores_are_the_share_of_training_examples_that_are_right(space, federated):
+    """Clients' counts add up to what one who has all examples counts, with statistics of all."""
+    module, trainer = (
+        one_shot(space, Sandwich(1)),
+        toy_trainer(*[Federation(local_steps=2)] * federated, max_epochs=1),
+    )
+    trainer.fit(module, datamodule=data(3))
+    generator = torch_generator(3, "test")  # of a head that tells images apart
+    head = module.network.get_classifier().weight.data
+    head.copy_(torch.randn(head.shape, generator=generator))
+    drawn = [space.smallest, space.largest, *(space.sample(generator) for _ in range(4))]
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = training_accuracies(trainer, module.network, drawn, max_examples=None, seed=0)
+    assert all(torch.equal(own, before[name]) for name, own in module.state_dict().items())
+    source, clients = trainer.datamodule, trainer.datamodule.clients
+    owners = (
+        [clients[i] for i in range(3)]
+        if federated
+        else [torch.cat([*map(clients.__getitem__, range(3))])]
+    )
+    batches = [source.evaluation_batch(indices) for indices in owners]
+    score = SubNetworkScore(module.network, batches, batches)
+    assert found.values == pytest.approx([score(architecture) for architecture in drawn])
+    assert len(set(found.values)) > 1
+    only_counts = 8 * len(owners) * (len(drawn) + 1)
+    assert found.num_bytes == only_counts if space.name == "vit" else found.num_bytes > only_counts
 
 
 def test_sums_of_clients_are_those_of_all_examples():

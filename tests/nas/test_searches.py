@@ -18,6 +18,7 @@ from fl_lightning.nas.search.problem import (
 from fl_lightning.nas.search.strategies import (
     Evolution,
     OptunaSearch,
+    PredictorSearch,
     RandomSearch,
     RegularizedEvolution,
 )
@@ -26,7 +27,13 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.vit import ViT
 
 CELLS = NASBench201()
-OTHERS = [RegularizedEvolution(), Evolution(), OptunaSearch("tpe"), OptunaSearch("nsga2")]
+OTHERS = [
+    RegularizedEvolution(),
+    Evolution(),
+    PredictorSearch(first=25, candidates=10),
+    OptunaSearch("tpe"),
+    OptunaSearch("nsga2"),
+]
 STRATEGIES = [RandomSearch(), *OTHERS]
 MEASURES = ["flops", "params"]
 
@@ -68,6 +75,12 @@ def test_what_learns_from_scores_beats_random_search(strategy):
         return sum(search.search(problem(), 100, seed=seed).best.score for seed in range(5)) / 5
 
     assert mean(strategy) > mean(RandomSearch()) + 0.5
+
+
+def test_a_predictor_finds_with_45_scores_more_than_random_search_with_100():
+    for seed in range(2):
+        found = PredictorSearch().search(problem(), 45, seed=seed).best.score
+        assert found > RandomSearch().search(problem(), 100, seed=seed).best.score
 
 
 def test_the_front_is_what_nothing_else_beats():

@@ -1,4 +1,4 @@
-"""Which sub-networks are trained: pure draws, sandwich, distillation, shrinking, budgets, predictors."""
+"""Which sub-networks are trained: pure draws, sandwich, distillation, shrinking, budgets."""
 
 from collections import Counter
 from itertools import product
@@ -13,7 +13,6 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import small_vit
-from fl_lightning.nas.sub_networks.accuracy import ForestPredictor
 from fl_lightning.nas.sub_networks.attentive import (
     Attentive,
     CostBins,
@@ -240,25 +239,8 @@ def test_bins_are_drawn_as_often_as_their_share():
         assert found[number] / 2000 == pytest.approx(share, abs=0.04)
 
 
-def test_a_forest_ranks_what_it_has_not_seen():
-    space = small_resnet()
-    generator = torch.Generator().manual_seed(0)
-    seen, unseen = ([space.sample(generator) for _ in range(n)] for n in (200, 50))
-
-    def scores(architectures):
-        return torch.tensor([float(flops(a)) for a in architectures])
-
-    predict = ForestPredictor(seen, scores(seen).tolist(), seed=0)
-    found = torch.tensor(predict(unseen))
-    assert torch.corrcoef(torch.stack([found.argsort().argsort(), scores(unseen).argsort().argsort()])
-                          .double())[0, 1] > 0.8  # fmt: skip
-    assert predict(unseen) == ForestPredictor(seen, scores(seen).tolist(), seed=0)(unseen)
-
-
 def test_options_of_attentive_draws_that_make_no_sense():
     with pytest.raises(ConfigurationError, match="keep must be one of 'best', 'worst', got"):
         Attentive(keep="better")
     with pytest.raises(ConfigurationError, match="num_candidates must be at least 1, got 0"):
         Attentive(num_candidates=0)
-    with pytest.raises(ConfigurationError, match="a score for each architecture"):
-        ForestPredictor([MOBILENET.smallest], [], seed=0)

@@ -293,6 +293,14 @@ def test_what_does_not_go_together_is_said(module, options, words):
         fit(Regression(**module), **options)
 
 
+@pytest.mark.parametrize("aggregator", [FLoRA([8]), FedExLoRA()])
+def test_a_base_in_half_precision_would_round_the_changes_away(aggregator):
+    module = Regression()
+    module.layer.base_layer.to(torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="bfloat16 would round away"):
+        fit(module, aggregator)
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 2], 3])
 def test_ranks_are_a_list_of_positive_numbers(ranks):
     with pytest.raises(ConfigurationError, match="ranks must be a list"):

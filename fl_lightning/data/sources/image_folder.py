@@ -202,11 +202,16 @@ def _decode(path: Path, image_size: int) -> np.ndarray:
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:
+            mode = image.mode
             rgb = image.convert("RGB")
     except _UNREADABLE as error:
         raise ConfigurationError(
             f"{path} cannot be read as an image ({error}): replace or remove the file"
         ) from error
+    if mode.startswith(("I", "F")):  # Pillow would clip larger numbers to 255
+        raise ConfigurationError(
+            f"{path} has pixels of more than 8 bits (mode {mode}): convert it to 8 bits per channel"
+        )
     if rgb.size != size:
         rgb = ImageOps.fit(rgb, size, Image.Resampling.BILINEAR)
     return np.asarray(rgb)

@@ -3,6 +3,7 @@
     Σ_i g_i · min(1, S / ‖g_i‖₂),   g_i = ∇ℓ(example i),   norm over all trainable parameters
 
 The user's ``training_step`` gets each example as a batch of one, so that it cannot mix two examples.
+Buffers and attributes that the step changes (a running scale of the loss) are put back after each example.
 `torch.func` computes many gradients at once (vmap over examples, in chunks that fit the memory).
 Where vmap cannot run the step, plain autograd computes one after the other. A gradient that is not
 finite counts as 0, because a failing client would reveal the example. Source: Abadi et al. 2016
@@ -12,7 +13,7 @@ finite counts as 0, because a failing client would reveal the example. Source: A
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import GlobalGenerators
 from fl_lightning.core.space import Space
@@ -43,6 +45,7 @@ class ExampleGradients:
         collector: receives values that the step logs; None to discard them.
         memory_limit: bytes for gradients at one time; None for 64 MiB on a CPU, 2 GiB elsewhere.
         vectorize: compute many gradients at once if the module supports it.
+        ignore: names of attributes that Lightning sets on the module, see `Attributes`.
 
     Attributes:
         num_clipped: number of gradients so far whose norm was above the clipping norm.
@@ -69,11 +72,12 @@ class ExampleGradients:
         collector: LogCollector | None = None,
         memory_limit: int | None = None,
         vectorize: bool = True,
+        ignore: Collection[str] = (),
     ) -> None:
         self._module, self._loss, self._collector = module, loss, collector
         self._call = TrainingStep(module, takes_index)
         self._memory_limit = memory_limit
-        self._vectorize = vectorize
+        self._vectorize, self._ignore = vectorize, ignore
         if vectorize and collector is not None and len(self._call.stand_ins):
             self._go_slowly("its torchmetrics objects are to be updated (log_unprotected: true)")
         self.num_clipped = 0
@@ -99,9 +103,9 @@ class ExampleGradients:
             ConfigurationError: if the training step changes parameters; the change is undone.
         """
         total, losses = nothing(space, in_steps=to_steps is not None), []
-        before = _Parameters(self._module)
+        before = _Before(self._module, self._ignore)
         for chunk in chunks(batch, self._chunk_size(space)):
-            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps)
+            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps, before)
             total += summed
             losses.append(lost)
         before.check_untouched()
@@ -114,7 +118,13 @@ class ExampleGradients:
         return max(1, limit // (8 * space.num_entries))
 
     def _of_chunk(
-        self, space: Space, chunk: Any, index: int, clip_norm: float, to_steps: ToSteps | None
+        self,
+        space: Space,
+        chunk: Any,
+        index: int,
+        clip_norm: float,
+        to_steps: ToSteps | None,
+        before: _Before,
     ) -> tuple[Tensor, Tensor]:
         if self._vectorize:
             generators = GlobalGenerators(only_torch=True)
@@ -128,10 +138,13 @@ class ExampleGradients:
             else:
                 self._log(logged)
                 return self._clipped_sum(rows, clip_norm, to_steps), losses
+            finally:
+                before.put_back()
         total = nothing(space, in_steps=to_steps is not None)
         alone = []
         for example in chunks(chunk, 1):
             row, loss = self._alone(space, example, index)
+            before.put_back()  # state from one example would change the gradients of the next
             total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_steps)
             alone.append(loss)
         return total, torch.stack(alone)
@@ -212,20 +225,26 @@ def nothing(space: Space, *, in_steps: bool) -> Tensor:
     return torch.zeros(space.size, dtype=dtype, device=space.device)
 
 
-class _Parameters:
-    """Snapshot of a module's parameters, trainable and frozen."""
+class _Before:
+    """Snapshot of a module's parameters, trainable and frozen, and of its attributes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignore: Collection[str]) -> None:
         self._module = module
+        self._attributes = Attributes(module, ignore=ignore)
         self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
 
-    def check_untouched(self) -> None:
+    def put_back(self) -> None:
+        """Restore the attributes; raises if the training step has replaced a parameter."""
+        self.check_untouched(values=False)
+        self._attributes.put_back()
+
+    def check_untouched(self, *, values: bool = True) -> None:
         """Raise if the training step has changed a parameter, after changing it back."""
         present = dict(self._module.named_parameters())
         changed = [
             name
             for name, (param, value) in self._before.items()
-            if present.get(name) is not param or not _is_same(param.detach(), value)
+            if present.get(name) is not param or (values and not _is_same(param.detach(), value))
         ]
         if not changed:
             return

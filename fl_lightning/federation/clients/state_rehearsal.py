@@ -7,7 +7,7 @@ state, as are those that torch's modules are known to change; the others are con
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -25,6 +25,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
@@ -89,9 +90,10 @@ class StateRehearsal:
                     self.failures[client.client_id] = error
         return None
 
-    def warn_of_failures(self, trained: Collection[int]) -> None:
+    def warn_of_failures(self, record: RoundRecord) -> None:
         """Warn of clients whose steps failed in the rehearsal, and not in training."""
-        for client in self.failures.keys() & trained:
+        ended = {*record.finished}.difference(record.skipped, record.lost)
+        for client in self.failures.keys() & ended:
             error = self.failures.pop(client)
             warnings.warn(
                 f"state: the first steps of client {client} raised {type(error).__name__}: {error}, when they were "
@@ -143,12 +145,17 @@ def known_state(module: nn.Module) -> list[str]:
     These are statistics of batch and instance norm (unless their momentum is 0), the vectors of spectral
     norm, and averaged models.
 
+    Raises:
+        ConfigurationError: if an average needs its count of updates, an integer buffer, which starts
+            anew with every client.
+
     Example:
         >>> known_state(nn.BatchNorm1d(2).eval())
         ['running_mean', 'running_var']
     """
     kept: set[int] = set()
-    for child in module.modules():
+    for name, child in module.named_modules():
+        _check_count(name, child)
         if isinstance(child, AveragedModel):
             kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
         elif isinstance(child, _SpectralNorm) or (
@@ -159,6 +166,25 @@ def known_state(module: nn.Module) -> list[str]:
             if isinstance(hook, SpectralNorm):
                 kept |= {id(getattr(child, f"{hook.name}_{part}")) for part in "uv"}
     return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
+
+
+def _check_count(name: str, child: nn.Module) -> None:
+    """Raise if a running average of a module depends on a count of its updates."""
+    fault = ""
+    if isinstance(child, AveragedModel):
+        if child.avg_fn is None and child.multi_avg_fn is None:
+            fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
+        elif not child.n_averaged:
+            fault = (
+                "replaces the average at its first update: call n_averaged.fill_(1) when it is made"
+            )
+    elif isinstance(child, _NormBase) and child.momentum is None and child.track_running_stats:
+        fault = "averages all batches alike: give it a momentum, e.g. 0.1" if child.training else ""
+    if fault:
+        raise ConfigurationError(
+            f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts anew "
+            f"with every client, and {fault}"
+        )
 
 
 def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -158,9 +158,11 @@ class AdapterRounds(Stage):
             raise ConfigurationError(
                 f"{self._name} reads W + s B A, and DoRA scales its columns: leave use_dora out, or use Mean"
             )
-        if self._aggregator.changes_base and not layer.base_layer.weight.is_floating_point():
+        dtype = layer.base_layer.weight.dtype
+        if self._aggregator.changes_base and dtype not in (torch.float32, torch.float64):
             raise ConfigurationError(
-                f"{self._name} adds to the frozen weights, which are in 4 bits: leave four_bit out"
+                f"{self._name} adds small changes to the frozen weights, which {dtype} would round away: "
+                "load them in float32 (dtype: float32, without four_bit), or use Mean"
             )
 
     def _kept(self, model: GlobalModel, rank: int | None) -> Tensor | None:

@@ -56,6 +56,7 @@ class Corrector(Correcting, SpansNetwork):
     ) -> None:
         self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
+        self._next: Tensor | None = None  # the mean once the server has stepped
         self._change: Tensor | None = None  # of the state of the last client that trained
         self.learns, self.traits = correction.remembers, correction.traits
         if correction.changes_loss:
@@ -147,12 +148,11 @@ class Corrector(Correcting, SpansNetwork):
             with self._collector.listening_to(self._module):
                 return self._gradient(start.model, work)
 
-        outcome = Outcome(
-            start.model.params,
-            update.delta,
-            lambda: self._solver.travel(num_steps, self._local.space),
-            gradient,
-        )
+        def travel() -> Tensor | float:
+            self._local.check_one_rate()
+            return self._solver.travel(num_steps, self._local.space)
+
+        outcome = Outcome(start.model.params, update.delta, travel, gradient)
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
         return partial(self._remember, update.client_id, before, after)
@@ -226,13 +226,18 @@ class Corrector(Correcting, SpansNetwork):
             *sums, count = added_up([*sums, count], processes.all_reduce)
             self._changes.load_sums(sums)
             self._num_changes = int(count)
+        self._next = self._mean
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
-            self._mean = change if self._mean is None else self._mean + change
+            self._next = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
         """Return the corrected descent direction of the server; to be called after `settle`."""
-        return self.correction.pseudo_gradient(aggregate, self._mean)
+        return self.correction.pseudo_gradient(aggregate, self._next)
+
+    def stepped(self, params: Tensor) -> None:
+        """Replace the mean of clients' states by that of this round."""
+        self._mean = self._next
 
     def place(self, space: Space, positions: Tensor | None) -> None:
         """Move client states to the new layout, with 0 in new coordinates.
@@ -296,12 +301,13 @@ class StepCounts(Stage):
 
     def enter(self, run: Run) -> None:
         """Receive the clients' optimizers; raise if they have no effective number of steps."""
-        self._solver = LocalSolver(*run.optimizers, pull=self._pull)
+        self._local, self._solver = run.local, LocalSolver(*run.optimizers, pull=self._pull)
         # raises without such a number; two steps, as momentum does not matter in the first
         self._solver.effective_steps(2)
 
     def up(self, upload: Upload) -> Iterable[Upload]:
         """Attach the effective number of gradient steps to each update."""
+        self._local.check_one_rate()
         updates = upload.arrived
         taken = updates.optimizer_steps or [None] * len(updates.num_steps)
         pairs = zip(updates.num_steps, taken, strict=True)

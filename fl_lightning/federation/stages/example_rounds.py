@@ -25,6 +25,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.privacy import warn_of_unprotected
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Turn
@@ -81,6 +82,7 @@ class ExampleRounds(PrivateStage):
             run.step.loss,
             takes_index=takes_index(run.module.training_step),
             collector=self._collector,
+            ignore=NOT_THE_USERS,
         )
         run.step.examples = self.gradient
 

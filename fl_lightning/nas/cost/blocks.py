@@ -1,12 +1,12 @@
-"""Kinds of blocks in the networks of a space, for latencies.
+"""Kinds of blocks in the networks of a space, for latency tables.
 
 Two blocks are of the same kind if they have the same layers and the same input size:
 
-    cells   "cell nor_conv_3x3 16→32 stride 2": the cell, the operation, its channels and stride
-    sizes   "stage 2 first w0.8 after w0.65 e0.25": the stage, whether the block opens it (then the
-            sizes of the stage before matter as well), the stage's sizes, the block's
+    cells   "cell nor_conv_3x3 16→32 stride 2": cell, operation, channels and stride
+    sizes   "stage 2 first w0.8 after w0.65 e0.25": stage, "first" for the block that opens the stage,
+            sizes of the stage, sizes of the stage before (for the first block), sizes of the block
 
-Every space has few kinds, and a handful of networks in which all of them stand.
+A space has few kinds of blocks, and a handful of its networks contain all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
@@ -27,35 +28,35 @@ from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.sizes import NamedSize, Part, StagedSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
-# a network and the kinds of its blocks
+# network, kinds of the blocks by module
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
 
 
 class Blocks(ABC):
-    """The blocks of a space's networks of one shape."""
+    """Base of the blocks of a space, in networks of one shape."""
 
     @abstractmethod
     def kinds(self) -> list[str]:
-        """Return every kind that there is."""
+        """Return all kinds of blocks, without repetitions."""
 
     @abstractmethod
     def of(self, architecture: Architecture) -> list[str]:
-        """Return the kinds of an architecture's blocks, each as often as it stands there."""
+        """Return the kind of every block of an architecture, with repetitions."""
 
     @abstractmethod
     def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        """Yield networks in which every kind stands at least once."""
+        """Yield a few networks that together contain every kind of block."""
 
 
 def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
     """Return the blocks of a space.
 
     Args:
-        space: of cells or of sizes.
-        options: of its `build`.
+        space: built-in space of cells or of sizes.
+        options: options of the space's `build`.
 
     Raises:
-        ConfigurationError: if it is another space.
+        ConfigurationError: for a space of your own, whose blocks are unknown.
     """
     if isinstance(space, CellSpace) and space.has_shapes:
         return CellBlocks(space, options)
@@ -68,16 +69,16 @@ def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
 
 @final
 class CellBlocks(Blocks):
-    """Operations on edges.
+    """Blocks of a space of cells: operations on edges.
 
     Args:
-        space: of cells.
-        options: of its `network`.
+        space: space of cells.
+        options: options of the space's `network`.
     """
 
     def __init__(self, space: CellSpace, options: Mapping[str, Any]) -> None:
         self.space, self.options = space, options
-        # row, channels in, channels out, stride: as often as the network has such an edge
+        # (row, channels in, channels out, stride) -> number of such edges in the network
         self.edges: Counter[tuple[int, int, int, int]] = Counter()
 
         def make_edge(
@@ -90,22 +91,22 @@ class CellBlocks(Blocks):
             space.network(make_edge, **options)
 
     def kind(self, edge: tuple[int, int, int, int], operation: int) -> str:
-        """Return the kind of an edge with an operation on it."""
+        """Return the kind of an edge with a given operation."""
         row, before, after, stride = edge
         name = self.space.operations[operation]
         return f"{self.space.rows[row].cell} {name} {before}→{after} stride {stride}"
 
     def _operations(self) -> list[int]:
-        """The operations that take time: an edge with `none` is left out."""
+        """Indices of all operations except `none`, which takes no time."""
         return [o for o in range(len(self.space.operations)) if o != self.space.none]
 
+    @override
     def kinds(self) -> list[str]:
-        """Return every kind that there is."""
         pairs = product(self.edges, self._operations())
         return sorted({self.kind(edge, operation) for edge, operation in pairs})
 
+    @override
     def of(self, architecture: Architecture) -> list[str]:
-        """Return the kinds of an architecture's edges."""
         chosen = self.space.operations_of(architecture)
         return [
             self.kind(edge, chosen[edge[0]])
@@ -115,15 +116,16 @@ class CellBlocks(Blocks):
         ]
 
     def table(self, milliseconds: Mapping[str, float]) -> Tensor:
-        """Total time of each operation on each row, (num_rows, num_operations)."""
+        """Total time of each operation on each row in ms, shape (num_rows, num_operations)."""
         table = torch.zeros(self.space.num_rows, len(self.space.operations), dtype=torch.float64)
         for edge, count in self.edges.items():
             for operation in self._operations():
                 table[edge[0], operation] += count * milliseconds[self.kind(edge, operation)]
         return table
 
+    @override
     def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        """Yield a network for each operation: neighbours have different ones, in turn on each edge."""
+        # one network per operation; over all of them every edge has every operation once
         operations = self._operations()
         for shift in range(len(operations)):
             kinds: dict[nn.Module, str] = {}
@@ -146,18 +148,18 @@ class CellBlocks(Blocks):
 
 @final
 class SizeBlocks(Blocks):
-    """Blocks of stages.
+    """Blocks of a space of sizes: blocks of stages.
 
     Args:
-        space: of sizes.
-        options: of its `build`.
+        space: space of sizes.
+        options: options of the space's `build`.
     """
 
     def __init__(self, space: StagedSpace, options: Mapping[str, Any]) -> None:
         self.space, self.options = space, options
 
+    @override
     def kinds(self) -> list[str]:
-        """Return every kind that there is."""
         kinds: list[str] = []
         before_sizes: tuple[NamedSize, ...] = ()
         for part in self.space.parts:
@@ -171,8 +173,8 @@ class SizeBlocks(Blocks):
             before_sizes = part.own
         return kinds
 
+    @override
     def of(self, architecture: Architecture) -> list[str]:
-        """Return the kinds of an architecture's blocks, in their order."""
         kinds = []
         before: _Chosen = ((), ())
         for part, sizes in zip(self.space.parts, self.space.sizes(architecture), strict=True):
@@ -182,8 +184,9 @@ class SizeBlocks(Blocks):
             before = (part.own, sizes.own)
         return kinds
 
+    @override
     def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        """Yield the deepest networks, of random ones each with the most kinds that are missing."""
+        # deepest networks; of some random ones always the one with the most kinds not covered yet
         missing = set(self.kinds())
         while missing:
             drawn = [self._deepest(self.space.sample(generator)) for _ in range(_CANDIDATES)]
@@ -196,7 +199,7 @@ class SizeBlocks(Blocks):
             yield network, dict(zip(blocks, covered, strict=True))
 
     def _deepest(self, architecture: Architecture) -> Architecture:
-        """Return an architecture with all blocks that there may be."""
+        """Return a copy of an architecture with the largest depths."""
         depths = [name.endswith(" depth") for name, _ in self.space.named_sizes]
         rows = zip(architecture.choices, depths, self.space.decisions, strict=True)
         return self.space.architecture(
@@ -204,13 +207,13 @@ class SizeBlocks(Blocks):
         )
 
 
-_CANDIDATES = 100  # random networks, of which one is timed
-# sizes and what is chosen of them
+_CANDIDATES = 100  # number of random networks per timed network
+# sizes, chosen options
 _Chosen = tuple[Sequence[NamedSize], Sequence[Number]]
 
 
 def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None) -> str:
-    """Return the name of a kind; ``opens``: of a stage's first block, the sizes of the one before."""
+    """Return the name of a kind; ``opens``: sizes of the stage before, for the first block of a stage."""
     words = [part.name, _text(part.own, own)]
     if opens is not None:
         words.insert(1, "first")

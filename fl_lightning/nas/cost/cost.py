@@ -1,12 +1,12 @@
 """Cost of an architecture of any space.
 
-In a space of cells, a table has the cost of every operation on every edge; sums give any cell's cost exactly:
+In a space of cells a table holds the cost of every operation on every edge. Sums give exact costs:
 
     cost(cell) = fixed + Σ_rows cost[row, operation on it]
     E[cost]    = fixed + Σ_rows Σ_operations p[row, operation] · cost[row, operation]
 
-The second is differentiable in p, which is what hardware-aware searches add to their loss. A row's
-cost is over all cells of the network that repeat it, at their channels and sides.
+The expectation is differentiable in p, so hardware-aware searches add it to their loss. The cost of a row
+is summed over all cells of the network that repeat the edge, at their channels and image sizes.
 Source of the expectation: Cai et al. 2019, ProxylessNAS, section 3.3; Wu et al. 2019, FBNet, eq. 7.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ from fl_lightning.nas.cost.count import Cost, count
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-
-
-class Buildable(Protocol):
-    """A space that builds the network of an architecture."""
-
-    def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
-        """Build the network of an architecture."""
 
 
 def of(
@@ -45,13 +38,13 @@ def of(
 ) -> Cost:
     """Exact cost of an architecture's network for one image.
 
-    For cells it is a sum from the space's table, which is counted once; for sizes a sum over blocks, each
-    counted once; for other spaces the network is built, without memory for its parameters, and counted.
+    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks. For other spaces the
+    network is built on the meta device and counted.
 
     Args:
         space: space of the architecture.
         architecture: the architecture.
-        side: side of the images, in pixels.
+        side: height and width of the images, in pixels.
         in_channels: channels of the images.
         num_classes: number of classes.
         options: options of the space's `build`, e.g. ``channels`` and ``cells``.
@@ -74,17 +67,17 @@ def of(
         return space.cost(architecture, side=side, **shape)
     if isinstance(space, CellSpace):
         return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
-    return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]
+    return built_cost(space, architecture, side=side, **shape)
 
 
-def built_cost(space: Buildable, architecture: Architecture, *, side: int, **options: Any) -> Cost:
-    """Cost of a network for one image, counted on a network built on the meta device.
+def built_cost(space: Any, architecture: Architecture, *, side: int, **options: Any) -> Cost:
+    """Cost of an architecture for one image, counted on a network built on the meta device.
 
     Args:
-        space: of the architecture.
-        architecture: of which.
-        side: of the images, in pixels.
-        options: of the space's `build`; ``in_channels`` among them.
+        space: space of the architecture.
+        architecture: the architecture.
+        side: height and width of the images, in pixels.
+        options: options of the space's `build`, including ``in_channels``.
     """
     with torch.device("meta"):
         network = space.build(architecture, **options)
@@ -97,13 +90,13 @@ MEASURES: tuple[Measure, ...] = ("flops", "params", "activations")
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """Costs of one space in networks of one shape; what `cost_table` returns.
+    """Costs of the operations of a space, in networks of one shape; `cost_table` makes one.
 
     Attributes:
-        fixed: cost of all parts except cells; in a module of yours that of the first candidates.
-        flops: multiply-adds, (num_rows, num_operations), integers.
-        params: numbers.
-        activations: numbers.
+        fixed: cost of everything except the choices; in a module of yours with the first candidates.
+        flops: multiply-adds of each operation, integers of shape (num_rows, num_operations).
+        params: number of parameters of each operation, same shape.
+        activations: number of activations of each operation, same shape.
     """
 
     fixed: Cost
@@ -112,17 +105,17 @@ class CostTable:
     activations: Tensor
 
     def of(self, operations: Sequence[int]) -> Cost:
-        """Return the cost of a network with these operations on its rows (`operations_of`)."""
+        """Return the cost of a network with given operations on the rows (`operations_of`)."""
         rows = range(len(operations))
         sums = (int(getattr(self, name)[rows, list(operations)].sum()) for name in MEASURES)
         return self.fixed + Cost(*sums)
 
     def expected(self, probabilities: Tensor, measure: Measure = "flops") -> Tensor:
-        """Return the expectation when rows draw their operations by themselves.
+        """Return the expected cost if each row draws an operation independently, a scalar.
 
         Args:
-            probabilities: (num_rows, num_operations); gradients flow.
-            measure: of what.
+            probabilities: shape (num_rows, num_operations); gradients flow.
+            measure: ``flops``, ``params`` or ``activations``.
         """
         costs = getattr(self, measure).to(probabilities)
         expectation: Tensor = getattr(self.fixed, measure) + (probabilities * costs).sum()
@@ -144,12 +137,12 @@ def cost_table(
     Only shapes are computed, on the meta device.
 
     Args:
-        space: of cells.
-        side: of the images, in pixels.
-        in_channels: of the images.
-        num_classes: of the classifier.
-        channels: of the first cells; None: as the space's `network` has them by default.
-        cells: how many; None: as the space's `network` has them by default.
+        space: space of cells.
+        side: height and width of the images, in pixels.
+        in_channels: channels of the images.
+        num_classes: number of classes.
+        channels: channels of the first cells; the default of the space's `network` if None.
+        cells: number of cells; the default of the space's `network` if None.
 
     Raises:
         ConfigurationError: if a number is not positive.
@@ -175,7 +168,7 @@ def cost_table(
 
 
 def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
-    """Return the table of networks that differ from the first one in one row."""
+    """Return the table from networks that differ in one row from the network of all first candidates."""
     first = [0] * space.num_rows
     fixed = built_cost(space, space.architecture(first), side=side, **shape)
     sums = torch.zeros(len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64)
@@ -188,12 +181,12 @@ def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
     return CostTable(fixed, *sums)
 
 
-# row, candidates, (channels in, channels out, stride), what flowed in
+# row, candidates, (channels in, channels out, stride), shape of the input
 _Flow = tuple[int, Sequence[Candidate], tuple[int, int, int], torch.Size]
 
 
 class _Watched(nn.Module):
-    """An edge that notes what flows in. Its output is a view: no layer's, and nothing computed."""
+    """Edge that records the shape of the input; the output is a view, so that nothing is counted."""
 
     def __init__(
         self,
@@ -213,7 +206,7 @@ class _Watched(nn.Module):
 
 
 def _sums(space: CellSpace, flows: Sequence[_Flow]) -> Tensor:
-    """Total cost of each operation on each row, (measures, rows, operations)."""
+    """Total cost of each operation on each row, shape (measures, rows, operations)."""
     sums = torch.zeros(
         len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64, device="cpu"
     )

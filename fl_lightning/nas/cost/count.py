@@ -1,14 +1,13 @@
 """Cost of a module for one example, counted by running it.
 
-    flops        multiply-adds of convolutions, products of matrices and attention, and their biases
-    params       numbers that are trained or frozen, each once
-    activations  numbers that layers put out: what a training step keeps per example
+    flops        multiply-adds of convolutions, matrix products and attention, plus their biases
+    params       number of parameters, trained or frozen
+    activations  number of values in the outputs of layers, which training keeps per example
 
-Multiply-adds are counted once, and batch norm, activations and pools not at all: the convention of
-NAS-Bench-201's tables and of most papers (theirs say FLOPs, as we do).
-Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations and leaves biases
-out. It also does not see into `nn.MultiheadAttention` where that runs as one fused operator: the
-fused path is switched off while we count.
+A multiply-add counts once; batch norm, activation functions and pools do not count. This is the convention
+of NAS-Bench-201 and of most papers, which call it FLOPs.
+Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations, and no biases. It does
+not see into the fused path of `nn.MultiheadAttention`, which is switched off while we count.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Cost:
     """Cost of one example.
 
     Attributes:
-        flops: multiply-adds.
-        params: numbers.
-        activations: numbers; four bytes each in float32.
+        flops: number of multiply-adds.
+        params: number of parameters.
+        activations: number of values in layer outputs; four bytes each in float32.
     """
 
     flops: int
@@ -55,14 +54,14 @@ class Cost:
 
 
 def count(module: nn.Module, *inputs: Any) -> Cost:
-    """Count the cost of a module for its inputs; for one example, pass a batch of one.
+    """Count the cost of a module for given inputs; pass a batch of one for the cost per example.
 
-    The module is run once, in evaluation mode and without gradients; it is left as it was.
+    The module runs once, in evaluation mode without gradients, and does not change.
 
     Args:
-        module: any.
-        inputs: of its `forward`, on the module's device; on ``meta`` nothing is computed. Of more
-            examples than one, the biases inside `nn.MultiheadAttention` may not be counted.
+        module: module to count.
+        inputs: inputs of the module's `forward`, on the device of the module; on ``meta`` nothing is
+            computed. For larger batches biases inside `nn.MultiheadAttention` may not be counted.
 
     Example:
         >>> count(nn.Linear(4, 3), torch.zeros(1, 4))
@@ -72,7 +71,7 @@ def count(module: nn.Module, *inputs: Any) -> Cost:
 
 
 def _counted(module: nn.Module, *inputs: Any) -> tuple[Cost, Any]:
-    """Return the cost of a module, and its outputs."""
+    """Return the cost and the outputs of a module."""
     counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
     exactly = (
         _ContiguousLinear(),
@@ -99,13 +98,13 @@ def _convolution(
 
 
 def _product_and_bias(bias: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Of (…, n, k) by (…, k, m)."""
+    """Twice the multiply-adds of a product (…, n, k) by (…, k, m) plus a bias."""
     product = 2 * math.prod(left) * right[-1]
     added = 2 * math.prod(left[:-1]) * right[-1]
     return int(product + added)
 
 
-# twice what we mean: the counter counts multiplications and additions, and is halved at the end
+# twice the multiply-adds, as everywhere in the counter; the total is halved at the end
 _aten = torch.ops.aten
 _COUNTS = {
     _aten.convolution: _convolution,
@@ -115,7 +114,7 @@ _COUNTS = {
 
 
 class _ContiguousLinear(TorchFunctionMode):
-    """Linear layer on contiguous inputs: for transposed ones PyTorch adds the bias in a step of its own, uncounted."""
+    """Mode in which linear layers get contiguous inputs; for others PyTorch adds the bias uncounted."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -127,7 +126,7 @@ class _ContiguousLinear(TorchFunctionMode):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block: no dropout, and batch norm accepts one example."""
+    """Context in evaluation mode, so that batch norm accepts one example; restores all modes."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -149,14 +148,13 @@ def _unfused_attention() -> Iterator[None]:
 
 @contextmanager
 def _outputs() -> Iterator[list[int]]:
-    """Collect the numbers that layers put out: modules that call no other one.
+    """Context that collects the output sizes of layers, i.e. of modules that call no other module.
 
-    What shares memory with an input (an identity, a view) is no new number. A module of several
-    that computes by itself, such as attention, counts if there are parameters in it: a sum of what
-    comes in is no layer.
+    An output that shares memory with an input (an identity, a view) is not counted. A module with
+    children that it does not call, such as attention, counts if it has parameters.
     """
     sizes: list[int] = []
-    called: list[bool] = []  # for every module that runs: has it called another one
+    called: list[bool] = []  # for every running module: whether it has called another one
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if called:
@@ -188,16 +186,16 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-# makes a module, with its arguments
+# constructor of a module, its arguments
 Piece = tuple[Callable[..., nn.Module], *tuple[Any, ...]]
 
 
 def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
-    """Cost of modules that run one after the other; each different one is counted once in a process.
+    """Cost of modules that run one after the other; counts of equal modules are cached.
 
     Args:
-        pieces: what makes each module, and its arguments, which are hashable.
-        shape: of one example that the first gets.
+        pieces: constructor of each module with hashable arguments.
+        shape: shape of one example that enters the first module.
     """
     total, here = Cost(0, 0, 0), tuple(shape)
     for make, *arguments in pieces:
@@ -210,7 +208,7 @@ def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
 def _piece_cost(
     make: Callable[..., nn.Module], arguments: tuple[Any, ...], shape: tuple[int, ...]
 ) -> tuple[Cost, tuple[int, ...]]:
-    """Return the cost of a module, and the shape of its output for one example."""
+    """Return the cost of a module, and the output shape for one example."""
     with torch.device("meta"):
         cost, output = _counted(make(*arguments), torch.empty(1, *shape))
     return cost, tuple(output.shape[1:])

@@ -2,13 +2,13 @@
 
     latency = a · (rest + Σ_blocks milliseconds of its kind) + b
 
-Blocks are timed once for all networks of a space (`measure_latency`), a and b fitted on a few whole
-networks, and the error found on others: networks whose latency was measured and never used.
-Source: Cai et al. 2019, ProxylessNAS, section 3.3, for a table of latencies and its expectation.
-Differs: blocks are timed inside whole networks. Timed alone, they are off by 79 % when added up.
+Blocks are timed once for all networks of a space (`measure_latency`), a and b are fitted on a few whole
+networks, and the error is measured on other whole networks (held out).
+Source: Cai et al. 2019, ProxylessNAS, section 3.3, for a table of latencies and the expectation over it.
+Differs: blocks are timed inside whole networks; the sum of blocks timed alone was off by 79 %.
 
-The file is JSON. It names the space with its settings, the network's shape and the device: a latency
-means nothing without them, nor without its error.
+The file is JSON. It names the space with its settings, the shape of the networks, the device and the error,
+because a latency means nothing without them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Where:
     """Device and software on which a latency was measured.
 
     Attributes:
-        device: its name.
-        kind: of device, e.g. ``"cpu"``.
-        threads: of a CPU computation.
+        device: name of the device.
+        kind: kind of the device, e.g. ``"cpu"``.
+        threads: number of threads on a CPU.
         torch: version of PyTorch.
-        batch_size: images at a time.
+        batch_size: number of images per batch.
     """
 
     device: str
@@ -61,9 +61,9 @@ class Accuracy:
     """Error of the predicted latencies of held-out networks.
 
     Attributes:
-        networks: how many.
+        networks: number of held-out networks.
         mape: mean of |predicted - measured| / measured.
-        spearman: rank correlation of predicted and measured.
+        spearman: rank correlation of predicted and measured latencies.
     """
 
     networks: int
@@ -79,18 +79,18 @@ class Accuracy:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTable:
-    """Latencies of one space's networks of one shape, on one device.
+    """Latencies of the networks of one space in one shape, on one device.
 
     Attributes:
-        space: of the networks.
-        side: of the images, in pixels.
-        options: of the space's `build`: ``num_classes``, ``in_channels``, ….
-        where: it was measured.
+        space: space of the networks.
+        side: height and width of the images, in pixels.
+        options: options of the space's `build`: ``num_classes``, ``in_channels``, ….
+        where: device and software of the measurement.
         blocks: milliseconds of every kind of block.
-        rest: milliseconds of what is in every network.
-        scale: a.
-        shift: b, in milliseconds.
-        accuracy: on held-out networks.
+        rest: milliseconds of a network without blocks.
+        scale: factor a of the calibration.
+        shift: constant b of the calibration, in milliseconds.
+        accuracy: error on held-out networks.
     """
 
     space: SearchSpace
@@ -108,14 +108,14 @@ class LatencyTable:
         return blocks_of(self.space, self.options)
 
     def uncalibrated(self, architecture: Architecture) -> float:
-        """Return the sum over a network's blocks and the rest, in milliseconds."""
+        """Return the sum of the block times of a network and the rest, in milliseconds."""
         return self.rest + sum(self.blocks[kind] for kind in self._blocks.of(architecture))
 
     def milliseconds(self, architecture: Architecture) -> float:
-        """Return the latency of a network.
+        """Return the predicted latency of an architecture, in milliseconds.
 
         Raises:
-            ConfigurationError: if it is of another space.
+            ConfigurationError: if the architecture is of another space.
         """
         if architecture.space != self.space:
             raise ConfigurationError(
@@ -125,10 +125,10 @@ class LatencyTable:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Milliseconds of each operation on each row, calibrated, (num_rows, num_operations).
+        """Calibrated milliseconds of each operation on each row, shape (num_rows, num_operations).
 
         Raises:
-            ConfigurationError: if the space has no rows.
+            ConfigurationError: if the space is not made of cells.
         """
         if not isinstance(self._blocks, CellBlocks):
             raise ConfigurationError(
@@ -138,28 +138,28 @@ class LatencyTable:
 
     @property
     def fixed(self) -> float:
-        """Milliseconds of a network without any block."""
+        """Calibrated milliseconds of a network without blocks."""
         return self.scale * self.rest + self.shift
 
     def expected(self, probabilities: Tensor) -> Tensor:
-        """Return the expected latency when rows draw their operations by themselves.
+        """Return the expected latency in ms if each row draws an operation independently, a scalar.
 
         Args:
-            probabilities: (num_rows, num_operations); gradients flow.
+            probabilities: shape (num_rows, num_operations); gradients flow.
         """
         expectation: Tensor = self.fixed + (probabilities * self.rows.to(probabilities)).sum()
         return expectation
 
     def check(self, space: SearchSpace, side: int, options: Mapping[str, Any]) -> None:
-        """Check that a table was measured for these networks.
+        """Check that the table was measured for given networks.
 
         Args:
-            space: of the networks.
-            side: of their images.
-            options: of the space's `build`.
+            space: space of the networks.
+            side: height and width of the images, in pixels.
+            options: options of the space's `build`.
 
         Raises:
-            ConfigurationError: which says what differs.
+            ConfigurationError: if space, image size or an option differs.
         """
         own, other = description(self.space), description(space)
         if own["class_path"] != other["class_path"]:
@@ -176,10 +176,10 @@ class LatencyTable:
         return f"{self.where}: {self.accuracy}"
 
     def write(self, path: str | Path) -> None:
-        """Write the file.
+        """Write the table as a JSON file.
 
         Raises:
-            ConfigurationError: if it cannot be written.
+            ConfigurationError: if the file cannot be written.
         """
         content = {
             "format": FORMAT,
@@ -202,8 +202,7 @@ class LatencyTable:
         """Read a file that `write` wrote.
 
         Raises:
-            ConfigurationError: if there is none, it is of another format or version, or damaged,
-                as by numbers that are not finite.
+            ConfigurationError: if the file is missing, damaged, or of another format or version.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -229,7 +228,7 @@ class LatencyTable:
         return table
 
     def _check_numbers(self, path: str | Path) -> None:
-        """Raise ConfigurationError for NaN, which would meet every constraint, and for impossible times."""
+        """Raise ConfigurationError for times that are not finite or negative; NaN would meet any bound."""
         holds = {
             **{name: 0 <= time < math.inf for name, time in self.blocks.items()},
             "rest": math.isfinite(self.rest),
@@ -268,16 +267,16 @@ class LatencyTable:
 def expected_measure(
     measure: str, space: SearchSpace, side: int, options: Mapping[str, Any]
 ) -> Measure | LatencyTable:
-    """Return the cost that a search expects: a measure by name, or a latency file that is read.
+    """Return the cost of a penalty: the name of a measure, or the table of a latency file.
 
     Args:
-        measure: a name, or the path of a file.
-        space: of the search.
-        side: of its images, in pixels.
-        options: of the space's `build`.
+        measure: name of a measure, or path of a latency file.
+        space: space of the search.
+        side: height and width of the images, in pixels.
+        options: options of the space's `build`.
 
     Raises:
-        ConfigurationError: if it is neither, or the file is of other networks.
+        ConfigurationError: if `measure` is neither, or the file is for other networks.
     """
     for name in MEASURES:
         if measure == name:

@@ -1,11 +1,10 @@
-"""Measurement of a latency table on this device: blocks, then whole networks for fit and error.
+"""Measurement of a latency table on this device: blocks, then whole networks for calibration and error.
 
-A block that is timed alone finds its input in the cache and has the processor to itself. So blocks are
-timed inside forward passes of whole networks, by a time stamp before and after each. On a GPU the stamps
-are events of the stream; on a CPU they are readings of the clock.
+A block that is timed alone finds its input in the cache. So blocks are timed inside forward passes of whole
+networks, by a time stamp before and after each block: CUDA events on a GPU, the clock on a CPU.
 
-A time is the median over visits of the shortest pass of a visit: other programs can only lengthen a pass,
-and visits are distributed over the whole measurement.
+Every network is visited several times, with several passes per visit. A time is the median over visits of
+the shortest pass of a visit, because other programs can only lengthen a pass.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class TimingPlan:
     """Numbers of passes and visits of a measurement.
 
     Attributes:
-        warmup: passes of every network that are not counted.
-        rounds: how often all networks are visited, one after the other: what slows the device down
-            for a while slows all of them.
-        passes: timed passes a visit, after one that is not counted.
+        warmup: number of passes per network before the first timed one.
+        rounds: number of visits per network. In each round all networks are visited once, so that a slow
+            phase of the device affects all of them.
+        passes: number of timed passes per visit, after one that is not timed.
     """
 
     warmup: int = 3
@@ -46,7 +45,7 @@ class TimingPlan:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as its vendor has it.
+    """Return the product name of a device.
 
     Example:
         >>> len(device_name(torch.device("cpu"))) > 0
@@ -65,7 +64,7 @@ def device_name(device: torch.device) -> str:
 def time_networks(
     networks: Sequence[nn.Module], image: Tensor, pace: TimingPlan, say: Callable[[str], None]
 ) -> list[float]:
-    """Return the milliseconds of a pass of each network."""
+    """Return the milliseconds of a forward pass of each network."""
     timed: list[list[float]] = [[] for _ in networks]
 
     def visit(number: int) -> None:
@@ -85,11 +84,11 @@ def time_blocks(
     """Return the milliseconds of each kind of block, and of the rest of a network.
 
     Args:
-        networks: in evaluation mode, on the image's device.
-        blocks: of each network, with the names of their kinds; a kind may stand in several places.
-        image: a batch.
-        pace: of the timing.
-        say: is told how far it is.
+        networks: networks in evaluation mode, on the device of the image.
+        blocks: kind of every block of each network; kinds may repeat.
+        image: a batch of images.
+        pace: numbers of passes and visits.
+        say: function that is called with the progress as text.
     """
     timed: dict[str, list[float]] = {}
     rest: list[float] = []
@@ -154,7 +153,7 @@ def _pass(network: nn.Module, image: Tensor) -> float:
 def _pass_with_stamps(
     network: nn.Module, blocks: Mapping[nn.Module, str], image: Tensor
 ) -> tuple[dict[nn.Module, float], float]:
-    """Return the milliseconds of every block, each of which runs once, and of the pass."""
+    """Return the milliseconds of every block and of the whole pass; each block runs once."""
     device, begun = image.device, {}
     stamps: list[tuple[nn.Module, Any, Any]] = []
 
@@ -187,22 +186,22 @@ def measure_latency(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> LatencyTable:
-    """Return the latencies of a space's networks on a device.
+    """Measure the latency table of a space on a device.
 
     Args:
-        space: of cells or of sizes.
-        side: of the images, in pixels.
-        options: of the space's `build`; ``num_classes`` and ``in_channels`` among them.
-        device: to measure on, with as many threads as PyTorch has now.
-        batch_size: images at a time.
-        calibration: whole networks to fit the sum of blocks to, at least 2.
-        held_out: others, to find the error on, at least 2.
-        pace: of the timing.
-        seed: of the networks.
-        say: is told how far it is.
+        space: built-in space of cells or of sizes.
+        side: height and width of the images, in pixels.
+        options: options of the space's `build`, including ``num_classes`` and ``in_channels``.
+        device: device to measure on; a CPU uses PyTorch's current number of threads.
+        batch_size: number of images per batch.
+        calibration: number of whole networks for the fit of a and b, at least 2.
+        held_out: number of further networks for the error, at least 2.
+        pace: numbers of passes and visits; the defaults of `TimingPlan` if None.
+        seed: seed of the random networks.
+        say: function that is called with the progress as text.
 
     Raises:
-        ConfigurationError: if there are too few networks.
+        ConfigurationError: if a number is below 2, or the space has too few networks.
     """
     for name, number in {"calibration": calibration, "held_out": held_out}.items():
         check_range(name, number, "at least 2 networks")
@@ -233,7 +232,7 @@ def measure_latency(
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:
-    """Return different random architectures.
+    """Return `count` different random architectures.
 
     Raises:
         ConfigurationError: if the space has fewer.
@@ -251,10 +250,10 @@ def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list
 
 
 def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """Return a and b of the least sum of squares of ((a · sum + b) - measured) / measured.
+    """Return a and b that minimise the sum of squares of ((a · sum + b) - measured) / measured.
 
-    If a would not be positive, the sums say nothing about these networks: a is then the ratio of the
-    medians and b is 0.
+    If the best a is not positive, the sums carry no information: then a is the ratio of the medians, and
+    b is 0.
 
     Example:
         >>> a, b = fit_affine([1.0, 2.0, 4.0], [2.5, 4.5, 8.5])
@@ -270,7 +269,7 @@ def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float,
 
 
 def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
-    """Return the errors of predictions.
+    """Return error and rank correlation of predicted latencies.
 
     Example:
         >>> accuracy_of([1.0, 3.0, 3.0], [1.0, 2.0, 4.0]).mape

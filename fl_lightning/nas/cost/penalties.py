@@ -1,4 +1,4 @@
-"""Penalties: the expected cost of a network in the loss of α.
+"""Penalties on the expected cost of a network in the loss of α.
 
     E = expected cost, Σ p · F,   r = reference,   CE = the task's loss
 
@@ -7,8 +7,8 @@
     linear       CE + λ (E - r) / r           Cai et al. 2019, ProxylessNAS, its code (add#linear)
     absolute     CE + λ |E - r| / r           Bender et al. 2020, TuNAS
 
-All but the last reduce the cost without end; the last moves it towards the reference. Logarithms need costs
-above 1: choose a suitable unit.
+``log`` and ``linear`` always push the cost down; ``absolute`` pushes it towards the reference. The logarithm
+needs a cost above 1.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fl_lightning.core.errors import check_range
 
 
 class Penalty(ABC):
-    """A loss of α made of the task's loss and the expected cost; gradients flow through both."""
+    """Base of the losses of α that combine the loss of the task and the expected cost."""
 
     @abstractmethod
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
         """Return the loss of α.
 
         Args:
-            loss: of the task, a scalar.
-            cost: expected cost, a scalar in the unit of the reference.
+            loss: loss of the task, a scalar; gradients flow.
+            cost: expected cost, a scalar in the unit of the reference; gradients flow.
         """
 
 
 @final
 @dataclass(frozen=True)
 class LogPenalty(Penalty):
-    """CE · α (log E / log r)^β: FBNet's by default; ProxylessNAS has a reference and an exponent of 0.3.
+    """CE · α (log E / log r)^β, with the settings of FBNet; ProxylessNAS sets r and an exponent of 0.3.
 
     Attributes:
         reference: r > 1.
@@ -48,7 +48,7 @@ class LogPenalty(Penalty):
         exponent: β >= 0.
 
     Raises:
-        ConfigurationError: if one is out of its range.
+        ConfigurationError: if a setting is out of range.
     """
 
     reference: float = math.e
@@ -76,12 +76,12 @@ class LinearPenalty(Penalty):
     """CE + λ (E - r) / r, or with ``absolute`` TuNAS's CE + λ |E - r| / r.
 
     Attributes:
-        reference: r > 0; with ``absolute`` the cost to meet.
+        reference: r > 0, in the unit of the cost; with ``absolute`` the target.
         weight: λ >= 0.
-        absolute: whether costs below the reference are penalised as those above it.
+        absolute: whether costs below the reference are penalised like costs above it.
 
     Raises:
-        ConfigurationError: if one is out of its range.
+        ConfigurationError: if a setting is out of range.
     """
 
     reference: float

@@ -1,15 +1,15 @@
-"""Problem and result of a search without training.
+"""Problem and result of a search that scores architectures one by one.
 
     maximise score(architecture)   subject to constraints on cost(architecture), e.g. ``latency_ms<=8``
 
-Scores are expensive and costs are cheap: a search has a budget of scores, each of a different architecture
-that meets all constraints. The number of costs is not limited.
+Scores are expensive and costs are cheap. A search scores at most `budget` different architectures, all of
+which meet the constraints; it may compute any number of costs.
 
-The excess of a constraint is the relative difference between a cost and the bound: 0 if it is met. Excesses
-of several constraints are added up, for any units.
+The excess of a constraint is the relative difference between a cost and the bound, or 0 if the bound is
+met. It has no unit, so excesses of several constraints can be added up.
 
-Architectures that meet the constraints are drawn uniformly by rejection; if this fails too often, a uniform
-draw is moved towards the constraints, one decision at a time, in random order. Such draws are not uniform.
+Architectures that meet the constraints are drawn uniformly by rejection. If rejection fails too often, a
+uniform draw is moved towards the constraints, one decision at a time; such draws are not uniform.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fl_lightning.nas.pictures import on_front
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
-# how good an architecture is, higher is better; -inf: useless
+# architecture -> score, higher is better; -inf for an unusable architecture
 Objective = Callable[[Architecture], float]
-# what it costs: "flops", "params", "latency_ms", …
+# architecture -> costs by name: "flops", "params", "latency_ms", …
 Costs = Callable[[Architecture], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An architecture with its score and its costs."""
+    """A scored architecture with its costs by name."""
 
     architecture: Architecture
     score: float
@@ -48,8 +48,8 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        evaluated: every architecture that was scored, in that order.
-        budget: how many could have been.
+        evaluated: all scored architectures, in the order of scoring.
+        budget: largest number of architectures that could have been scored.
     """
 
     evaluated: tuple[Evaluated, ...]
@@ -57,11 +57,11 @@ class SearchResult:
 
     @property
     def best(self) -> Evaluated:
-        """The architecture of the highest score, the first of equals."""
+        """Architecture with the highest score; the first of equal ones."""
         return max(self.evaluated, key=lambda one: one.score)
 
     def front(self, measure: str) -> list[Evaluated]:
-        """Return the architectures that none beats in score and one cost, cheapest first."""
+        """Return the Pareto front of the score and one cost, cheapest first."""
         costs = [one.costs[measure] for one in self.evaluated]
         scores = [one.score for one in self.evaluated]
         useful = [number for number, score in enumerate(scores) if score > -math.inf]
@@ -74,12 +74,12 @@ _PIECES = re.compile(r"\s*(?P<measure>[A-Za-z_]\w*)?\s*(?P<sign><=|>=)?\s*(?P<bo
 
 @dataclass(frozen=True)
 class Constraint:
-    """A bound on one cost; `parse` reads one.
+    """A bound on one cost.
 
     Attributes:
-        measure: the name of the cost.
-        bound: in the cost's unit, above 0.
-        is_upper: whether the cost may be at most the bound; else at least.
+        measure: name of the cost.
+        bound: bound in the unit of the cost, above 0.
+        is_upper: True if the cost must be at most the bound, False if at least.
 
     Example:
         >>> constraint = Constraint.parse("flops <= 4e7", ["flops", "params"])
@@ -93,14 +93,14 @@ class Constraint:
 
     @classmethod
     def parse(cls, text: str, measures: Sequence[str]) -> Constraint:
-        """Read a constraint.
+        """Parse a constraint.
 
         Args:
-            text: cost, ``<=`` or ``>=``, bound.
-            measures: the names of the costs that there are.
+            text: name of the cost, ``<=`` or ``>=``, bound.
+            measures: names of the known costs.
 
         Raises:
-            ConfigurationError: with the place where the text stops making sense.
+            ConfigurationError: if the text is no constraint; the message names the position.
         """
         pieces = _PIECES.match(text)
         assert pieces is not None, "every piece may be missing"
@@ -121,7 +121,7 @@ class Constraint:
         return cls(measure, value, sign == "<=")
 
     def excess(self, costs: Mapping[str, float]) -> float:
-        """Return by which share of the bound a network misses it; 0: it meets the constraint."""
+        """Return the relative distance of a cost from the bound, or 0 if the constraint is met."""
         beyond = costs[self.measure] - self.bound
         return max(0.0, beyond if self.is_upper else -beyond) / self.bound
 
@@ -130,7 +130,7 @@ class Constraint:
 
 
 def shown(value: float) -> str:
-    """Return a cost to read.
+    """Return a cost as text, with commas for thousands.
 
     Example:
         >>> shown(15647370), shown(3.14159)
@@ -157,13 +157,13 @@ def _refuse(text: str, place: int, expected: str, advice: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Space, score, cost and constraints of a search.
+    """Space, score, costs and constraints of a search.
 
     Attributes:
-        space: of the architectures.
-        score: of an architecture; the same one always has the same score.
-        cost: of an architecture.
-        constraints: all must be met.
+        space: space of the architectures.
+        score: function for the score of an architecture; must be deterministic.
+        cost: function for the costs of an architecture.
+        constraints: bounds that a scored architecture meets, all of them.
     """
 
     space: SearchSpace
@@ -176,21 +176,21 @@ class Problem:
         return {}
 
     def costs(self, architecture: Architecture) -> Mapping[str, float]:
-        """Return the costs, which are computed once for each architecture."""
+        """Return the costs of an architecture; computed once and cached."""
         choices = architecture.choices
         if choices not in self._costs:
             self._costs[choices] = self.cost(architecture)
         return self._costs[choices]
 
     def excess(self, architecture: Architecture) -> float:
-        """Return by how much the constraints are missed together; 0: all are met."""
+        """Return the sum of the excesses of all constraints; 0 if all are met."""
         if not self.constraints:
             return 0.0
         costs = self.costs(architecture)
         return sum(constraint.excess(costs) for constraint in self.constraints)
 
     def is_met(self, architecture: Architecture) -> bool:
-        """True if all constraints are met."""
+        """True if the architecture meets all constraints."""
         return self.excess(architecture) == 0
 
     def _towards(self, constraint: Constraint, architecture: Architecture) -> float:
@@ -198,11 +198,7 @@ class Problem:
         return value if constraint.is_upper else -value
 
     def check(self) -> None:
-        """Raise ConfigurationError if no architecture meets the constraints.
-
-        Raises:
-            ConfigurationError: with the smallest cost that there is (or the largest).
-        """
+        """Raise ConfigurationError if no architecture is found that meets the constraints."""
         for constraint in self.constraints:
             end = best_by_steps(self.space, partial(self._towards, constraint))
             if constraint.excess(self.costs(end)) > 0:
@@ -224,14 +220,14 @@ class Problem:
 
 
 class Evaluations:
-    """Scores of a search, up to its budget.
+    """Scored architectures of a running search, at most `budget`.
 
     Args:
-        problem: of the search.
-        budget: how many architectures may be scored, at least 1.
+        problem: problem of the search.
+        budget: largest number of architectures to score, at least 1.
 
     Raises:
-        ConfigurationError: if the budget is less, or no architecture meets the constraints.
+        ConfigurationError: if the budget is below 1, or no architecture meets the constraints.
     """
 
     def __init__(self, problem: Problem, budget: int) -> None:
@@ -242,21 +238,21 @@ class Evaluations:
 
     @property
     def left(self) -> int:
-        """Number of architectures that may still be scored."""
+        """Number of architectures that can still be scored."""
         return self.budget - len(self._done)
 
     def knows(self, architecture: Architecture) -> bool:
-        """True if an architecture was scored before: its score is then free."""
+        """True if the architecture was scored before."""
         return architecture.choices in self._done
 
     def of(self, architecture: Architecture) -> Evaluated:
-        """Return an architecture's score and costs.
+        """Return the score and costs of an architecture, and score it if it is new.
 
         Args:
-            architecture: that meets the constraints; a new one only while some are left.
+            architecture: meets the constraints; may be new only if `left` is above 0.
 
         Raises:
-            ValueError: if the score is no number.
+            ValueError: if the score is NaN.
         """
         if not self.knows(architecture):
             assert self.left > 0, "the budget is spent"
@@ -268,19 +264,19 @@ class Evaluations:
         return self._done[architecture.choices]
 
     def result(self) -> SearchResult:
-        """Return the scored architectures."""
+        """Return the architectures scored so far."""
         return SearchResult(tuple(self._done.values()), self.budget)
 
 
 UNIFORM_DRAWS = 30
-# by how much an architecture misses the constraints
+# architecture -> distance from the constraints, 0 if all are met
 Excess = Callable[[Architecture], float]
 
 
 def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> Architecture:
-    """Return an architecture of which no single decision can be changed to lower a loss.
+    """Return a local minimum of a loss: no change of a single decision lowers the loss.
 
-    Where decisions add to the loss by themselves, as they do to costs, it is the lowest there is.
+    The minimum is global if the loss is a sum over decisions, as most costs are.
     """
     starts = [space.architecture([0] * len(space.decisions))]
     if isinstance(space, SizeSpace):
@@ -290,7 +286,7 @@ def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> 
 
 
 def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Architecture | None:
-    """Return a random architecture that meets constraints; None: this attempt found none."""
+    """Return a random architecture that meets the constraints, or None if this attempt found none."""
     drawn = space.sample(generator)
     for _ in range(UNIFORM_DRAWS):
         if excess(drawn) == 0:
@@ -304,12 +300,12 @@ def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Arch
 def mutated(
     architecture: Architecture, probability: float, generator: torch.Generator
 ) -> Architecture:
-    """Return an architecture of which each choice is drawn anew with a probability.
+    """Return a mutated architecture: each choice is redrawn with a probability.
 
     Args:
-        architecture: to change.
-        probability: in [0, 1], of each decision.
-        generator: of the draws.
+        architecture: architecture to mutate.
+        probability: probability in [0, 1] that a choice is redrawn.
+        generator: generator of the draws.
     """
     space, choices = architecture.space, awake(architecture, generator)
     for index, decision in enumerate(space.decisions):
@@ -319,7 +315,7 @@ def mutated(
 
 
 def with_one_change(architecture: Architecture, generator: torch.Generator) -> Architecture:
-    """Return an architecture of which one choice, drawn among those with an effect, is another."""
+    """Return an architecture that differs in one randomly drawn choice that has an effect."""
     space, choices = architecture.space, awake(architecture, generator)
     active = space.active(architecture.choices) if isinstance(space, SizeSpace) else None
     open_ = [
@@ -336,17 +332,17 @@ def with_one_change(architecture: Architecture, generator: torch.Generator) -> A
 
 
 def crossed(first: Architecture, second: Architecture, generator: torch.Generator) -> Architecture:
-    """Return an architecture that has each choice from one of two, drawn uniformly."""
+    """Return a uniform crossover of two architectures: each choice comes from one of them."""
     pairs = list(zip(awake(first, generator), awake(second, generator), strict=True))
     sides = torch.randint(2, (len(pairs),), generator=generator).tolist()
     return first.space.architecture([pair[side] for pair, side in zip(pairs, sides, strict=True)])
 
 
 def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
-    """Return the choices, with random ones where they have no effect.
+    """Return the choices of an architecture, with random values for choices without effect.
 
-    Blocks beyond a stage's depth are such: a change that makes the stage deeper would else always
-    add the smallest block.
+    Choices of blocks beyond the depth of a stage have no effect. If they stayed 0, a mutation that
+    makes the stage deeper would always add the smallest block.
     """
     space, choices = architecture.space, list(architecture.choices)
     if isinstance(space, SizeSpace):
@@ -362,7 +358,7 @@ def _descended(
     order: Sequence[int],
     enough: float = -math.inf,
 ) -> Architecture:
-    """Change one decision after the other to its best option, until none helps or it is enough."""
+    """Change one decision after another to the best option, until none lowers the loss or it is enough."""
     best, lowest = start, loss(start)
     space, moved = start.space, True
     while moved and lowest > enough:

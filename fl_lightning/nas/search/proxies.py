@@ -2,24 +2,21 @@
 
     synflow   log(1 + Σ_θ |θ · ∂R/∂θ|), R the sum of the outputs for an image of ones, of the network
               with |θ| and without norms                            Tanaka et al. 2020, NeurIPS
-    naswot    log |det K|, K_ij how many activations are on, or off, for both examples i and j
-                                                                    Mellor et al. 2021, ICML
+    naswot    log |det K|, K_ij the number of activations that are on for both examples i and j, or
+              off for both                                          Mellor et al. 2021, ICML
     jacov     -Σ_i (log(v_i + k) + 1 / (v_i + k)), v the eigenvalues of the correlations between
-              examples' input gradients, k = 1e-5                   Mellor et al. 2020, version 1
+              the input gradients of examples, k = 1e-5             Mellor et al. 2020, version 1
     snip      Σ_θ |θ · ∂L/∂θ|, L the cross entropy of a batch       Lee et al. 2019, ICLR
     grad_norm Σ_layers ‖∂L/∂θ‖                                      Abdelfattah et al. 2021, ICLR
     l2_norm   Σ_layers ‖θ‖                                          the same
 
-Several are combined by ranks, which need no common unit: the score of an architecture is the mean, over
-proxies, of the part of some random architectures that it beats (`MeanRank`).
-As scores of architectures: Abdelfattah et al. 2021, ICLR, and its code; θ are the weights of
-convolutions and linear layers. The sizes of a network (`params`, `flops`) are proxies as well: one that
-does not beat them says nothing. All networks see one batch: noise, or images of a folder.
+Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
+of random architectures that it beats, averaged over proxies (`MeanRank`).
+θ are the weights of convolutions and linear layers. The number of parameters and FLOPs are proxies as well;
+a proxy that does not beat them is useless. All networks see the same batch: noise, or images of a folder.
+Source of the proxies as scores of architectures: Abdelfattah et al. 2021, ICLR, and its code.
 Differs: the logarithm of synflow, which keeps the order and fits a plot.
 A network whose output does not depend on its input scores -∞ (synflow: 0).
-
-An objective is any function from an architecture to a number, higher is better; one that evaluates
-sub-networks of a trained supernet is used in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
 
 
-# a network, images (batch, channels, side, side), labels (batch,) -> its score
+# network, images (batch, channels, side, side), labels (batch,) -> score of the network
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -55,7 +52,7 @@ _K = 1e-5
 
 
 def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the logarithm of the synaptic flow; images give their shape alone.
+    """Return the logarithm of the synaptic flow of a network; of the images only the shape is used.
 
     Example:
         >>> network = nn.Linear(2, 1, bias=False)
@@ -73,16 +70,16 @@ def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return by how much the loss would change if weights were removed one by one, to first order.
+    """Return Σ |θ · ∂L/∂θ|: the first-order change of the loss if weights are removed one by one.
 
     Raises:
-        ConfigurationError: for a batch of one whose channels have one value in a batch norm.
+        ConfigurationError: for a batch of one image, if a batch norm needs more.
     """
     return _of_loss("snip", network, images, labels, _saliency)
 
 
 def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the sum of the norms of the layers' gradients; arguments and errors as for `snip`.
+    """Return the sum of the gradient norms of the layers; arguments and errors as for `snip`.
 
     Example:
         >>> network = nn.Linear(1, 2, bias=False)
@@ -95,7 +92,7 @@ def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the sum of the norms of the layers' weights; images and labels are ignored."""
+    """Return the sum of the weight norms of the layers; images and labels are ignored."""
     return _sum_of_norms(network, of_gradients=False)
 
 
@@ -106,7 +103,7 @@ def _of_loss(
     labels: Tensor,
     score: Callable[[nn.Module], float],
 ) -> float:
-    """Return a score of a network with the gradients of the loss of a batch."""
+    """Return a score of a network that is computed from the gradients of the loss on a batch."""
     with _training(network):
         try:
             logits = network(images)
@@ -118,11 +115,11 @@ def _of_loss(
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """NASWOT score of a network: log-determinant of the similarity of examples' activation patterns.
+    """NASWOT score of a network: log-determinant of the similarity of activation patterns of examples.
 
     Args:
-        network: fresh, with activations as modules.
-        images: a batch, of at least two.
+        network: untrained network with activations as modules.
+        images: batch of at least two images.
         labels: ignored.
 
     Raises:
@@ -139,7 +136,9 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
             agreement.add_(on @ on.T + (1 - on) @ (1 - on).T)
 
     handles = [
-        module.register_forward_pre_hook(count)  # before: some overwrite what they are given
+        module.register_forward_pre_hook(
+            count
+        )  # before: in-place activations overwrite their input
         for module in network.modules()
         if isinstance(module, _ACTIVATIONS)
     ]
@@ -153,11 +152,11 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Jacobian covariance score: higher if examples' input gradients are less correlated.
+    """Jacobian covariance score: higher if the input gradients of examples are less correlated.
 
     Args:
-        network: fresh.
-        images: a batch, of at least two.
+        network: untrained network.
+        images: batch of at least two images.
         labels: ignored.
 
     Raises:
@@ -173,7 +172,7 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     if gradients is None:
         return -math.inf
     correlations = torch.corrcoef(gradients.flatten(1).double())
-    if not correlations.isfinite().all():  # an example without any gradient
+    if not correlations.isfinite().all():  # an example has no gradient
         return -math.inf
     values = torch.linalg.eigvalsh(correlations).clamp(min=0) + _K
     return float(-(values.log() + 1 / values).sum())
@@ -202,7 +201,7 @@ def _layers(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
 
 
 def _sum_of_norms(network: nn.Module, *, of_gradients: bool) -> float:
-    """Return Σ ‖gradient‖ or Σ ‖θ‖ over convolutions and linear layers, and drop the gradients."""
+    """Return Σ ‖gradient‖ or Σ ‖θ‖ over convolutions and linear layers; clears the gradients."""
     weights = [layer.weight for layer in _layers(network)]
     chosen = [weight.grad if of_gradients else weight.detach() for weight in weights]
     total = sum(float(tensor.double().norm()) for tensor in chosen if tensor is not None)
@@ -211,7 +210,7 @@ def _sum_of_norms(network: nn.Module, *, of_gradients: bool) -> float:
 
 
 def _saliency(network: nn.Module) -> float:
-    """Return Σ |θ · gradient| over convolutions and linear layers, and drop the gradients."""
+    """Return Σ |θ · gradient| over convolutions and linear layers; clears the gradients."""
     total = 0.0
     for layer in _layers(network):
         if layer.weight.grad is not None:
@@ -229,7 +228,7 @@ def _remove_norms(network: nn.Module) -> None:
 
 @contextmanager
 def _training(network: nn.Module) -> Iterator[None]:
-    """Batch norm uses the batch's statistics; afterwards modes and statistics are as before."""
+    """Context in training mode, so that batch norms use the batch; restores modes and buffers."""
     modes = {module: module.training for module in network.modules()}
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
     network.train()
@@ -242,23 +241,23 @@ def _training(network: nn.Module) -> Iterator[None]:
             buffer.copy_(buffers[name])
 
 
-# makes a fresh network of an architecture
+# architecture -> an untrained network
 Build = Callable[[Architecture], nn.Module]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ProxyScore:
-    """A proxy of a fresh network.
+    """Score of an architecture: a proxy of an untrained network.
 
-    Every network is drawn from the same seed, and sees the same batch.
+    Every network is initialised with the same seed, and sees the same batch.
 
     Attributes:
-        proxy: of which.
-        build: makes networks.
-        images: a batch.
-        labels: of it.
-        seed: of the weights.
+        proxy: proxy that is computed.
+        build: function that builds the network of an architecture.
+        images: batch of images.
+        labels: labels of the batch.
+        seed: seed of the initial weights.
     """
 
     proxy: Proxy
@@ -268,7 +267,7 @@ class ProxyScore:
     seed: int = 0
 
     def __call__(self, architecture: Architecture) -> float:
-        """Return the score."""
+        """Return the score of an architecture."""
         devices = [] if self.images.device.type == "cpu" else [self.images.device]
         with torch.random.fork_rng(devices=devices):  # PyTorch's layers draw from the global one
             torch.manual_seed(derive_seed(self.seed, "proxy weights"))
@@ -278,12 +277,12 @@ class ProxyScore:
 
 @final
 class MeanRank:
-    """The mean rank of an architecture by several scores, among random architectures.
+    """Mean rank of an architecture among random architectures, over several scores.
 
     Args:
         scores: scores of architectures.
         space: space of the random architectures.
-        num_others: number of different random architectures, at least 1; all of a smaller space.
+        num_others: number of different random architectures, at least 1; fewer in a small space.
         seed: seed of their draws.
 
     Example:
@@ -309,7 +308,7 @@ class MeanRank:
         self._scores = [(score, sorted(map(score, others))) for score in scores]
 
     def __call__(self, architecture: Architecture) -> float:
-        """Return the mean part of the random architectures below this one, in [0, 1]."""
+        """Return the share of random architectures that this one beats, averaged over scores, in [0, 1]."""
         ranks = [
             bisect_left(known, score(architecture)) / len(known) for score, known in self._scores
         ]
@@ -319,14 +318,14 @@ class MeanRank:
 def noise_batch(
     batch_size: int, *, side: int, in_channels: int, num_classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return images of Gaussian noise with random labels: for a proxy where there is no data.
+    """Return images of Gaussian noise with random labels, for proxies without data.
 
     Args:
-        batch_size: how many.
-        side: of the images, in pixels.
-        in_channels: of the images.
-        num_classes: of the labels.
-        seed: of the draws.
+        batch_size: number of images.
+        side: height and width of the images, in pixels.
+        in_channels: channels of the images.
+        num_classes: number of classes.
+        seed: seed of the draws.
     """
     generator = torch_generator(seed, "proxy batch")
     images = torch.randn(batch_size, in_channels, side, side, generator=generator)
@@ -342,19 +341,18 @@ def folder_batch(
     num_classes: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return random images of a folder, one sub-folder a class, of mean 0 and deviation 1.
+    """Return random images and labels of a folder, with mean 0 and standard deviation 1 over the batch.
 
     Args:
-        folder: of the sub-folders.
-        batch_size: how many.
-        side: to resize them to, in pixels.
-        in_channels: 1 or 3.
-        num_classes: of the networks, no fewer than the folder has.
-        seed: of the draws.
+        folder: folder with one sub-folder of images per class.
+        batch_size: number of images.
+        side: height and width that images are resized to, in pixels.
+        in_channels: 1 for gray images or 3 for color.
+        num_classes: number of outputs of the networks, at least the number of classes.
+        seed: seed of the draws.
 
     Raises:
-        ConfigurationError: if there is no such folder, it does not fit the networks, or one of the
-            images cannot be read.
+        ConfigurationError: if the folder or an image cannot be read, or there are too many classes.
     """
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2

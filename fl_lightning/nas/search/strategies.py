@@ -1,22 +1,27 @@
-"""Search strategies: random, evolution, Optuna's samplers.
+"""Search strategies: random search, evolution, a predictor, Optuna's samplers.
 
-Random search draws architectures and keeps the best, which is the baseline of all other searches.
+Random search draws architectures and keeps the best: the baseline of all other searches.
 Source: Li & Talwalkar 2019, "Random search and reproducibility for NAS".
 
-Regularized evolution: of S members drawn from P, the best has a child with one choice changed; the
-child enters the population, the oldest member leaves it.
+Regularized evolution: draw S members from a population of P, and copy the best with one choice changed.
+The copy enters the population, and the oldest member leaves it.
 Source: Real et al. 2019, AAAI; on NAS-Bench-201 Dong & Yang 2020 (P = 10, S = 3).
 
-Once-for-All's evolution: of a generation, the best quarter are parents; the next generation is the parents,
-mutated parents (each choice drawn anew with probability 0.1), and crossed pairs of parents.
+Evolution of Once-for-All: the best quarter of all scored architectures are parents. A new generation is the
+parents, mutated parents (each choice redrawn with probability 0.1), and crossovers of two parents.
 Source: Cai et al. 2020, ICLR, section 3.3, and its code (`EvolutionFinder`).
 
-Differs: every child meets the constraints and is new, so that a budget is a number of networks. In Once-for-All's
-search children are drawn until they do; the best of all that were scored are the parents.
+Differs: children are drawn until one meets the constraints and is new, so that the budget counts different
+networks.
 
-Optuna: TPE on the score, NSGA-II on score and one cost. A proposal that misses the constraints, or was scored
-before, is told to the sampler and costs nothing of the budget. After 20 of them in a row the sampler is given a
-random architecture that meets the constraints.
+Predictor: a random forest, fitted to all scores so far, picks the best of some mutations of good
+architectures and some random ones.
+Source: White et al. 2021, AAAI (BANANAS), for candidates and predictor; the forest as in Wang et al. 2021,
+CVPR (AttentiveNAS). Differs: no uncertainty; random candidates keep the search from getting stuck.
+
+Optuna: TPE on the score, NSGA-II on the score and one cost. The sampler is told about a proposal that misses
+the constraints or was scored before; the proposal does not count towards the budget. After 20 such proposals
+in a row the sampler is given a random architecture that meets the constraints.
 Sources: Bergstra et al. 2011 (TPE); Deb et al. 2002 (NSGA-II); Akiba et al. 2019 (Optuna, an extra).
 """
 
@@ -27,10 +32,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.optuna_extra import optuna_for, quiet
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.nas.search.problem import (
@@ -52,24 +59,24 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 
-# draws in a row that bring nothing new before a search ends: it has seen what there is
+# a search ends after this number of draws in a row without a new architecture
 MOST_IN_VAIN = 300
 
 
 class Strategy:
-    """Base of the searches; the same problem, budget and seed give the same result."""
+    """Base of the search strategies; equal problem, budget and seed give the same result."""
 
-    stream: ClassVar[str] = "random search"  # of random numbers
+    stream: ClassVar[str] = "random search"  # name of the stream of random numbers
 
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
         """Score up to ``budget`` different architectures that meet the constraints.
 
-        There are fewer where no more are found, in a small space or under tight constraints.
+        Fewer are scored if no more are found, in a small space or under tight constraints.
 
         Args:
-            problem: to solve.
-            budget: at least 1.
-            seed: of all draws.
+            problem: problem to solve.
+            budget: largest number of architectures to score, at least 1.
+            seed: seed of all draws.
 
         Raises:
             ConfigurationError: if no architecture meets the constraints.
@@ -78,23 +85,19 @@ class Strategy:
         generator = torch_generator(seed, self.stream)
         at_random = partial(draw, problem.space, problem.excess, generator)
         while evaluations.left > 0:
-            scored = evaluations.result().evaluated
-            proposals = partial(self.propose, scored, generator)
-            found = new(lambda: proposals() or at_random(), evaluations)  # noqa: B023
+            found = new(lambda: self.propose(evaluations, generator) or at_random(), evaluations)
             found = found or new(at_random, evaluations)  # all children were scored before
             if found is None:
                 break
             evaluations.of(found)
         return evaluations.result()
 
-    def propose(
-        self, scored: Sequence[Evaluated], generator: torch.Generator
-    ) -> Architecture | None:
-        """Return an architecture to score next, or None for a random one, as always by default.
+    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+        """Return the architecture to score next, or None for a random one (the default).
 
         Args:
-            scored: architectures so far, in their order.
-            generator: of the draws.
+            evaluations: architectures scored so far, and the problem.
+            generator: generator of the draws.
         """
         return None
 
@@ -102,11 +105,11 @@ class Strategy:
 def new(
     propose: Callable[[], Architecture | None], evaluations: Evaluations
 ) -> Architecture | None:
-    """Return the first proposal that meets the constraints and was not scored; None: there is none.
+    """Return the first proposal that meets the constraints and is new, or None after many failures.
 
     Args:
-        propose: returns an architecture, or None where this attempt found none.
-        evaluations: so far.
+        propose: returns an architecture, or None if the attempt found none.
+        evaluations: architectures scored so far.
     """
     for _ in range(MOST_IN_VAIN):
         proposed = propose()
@@ -120,7 +123,7 @@ def new(
 @final
 @dataclass(frozen=True)
 class RandomSearch(Strategy):
-    """Different architectures, drawn uniformly; under tight constraints see `draw`.
+    """Random search: different architectures, drawn uniformly; under tight constraints see `draw`.
 
     Example:
         >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -134,11 +137,11 @@ class RandomSearch(Strategy):
 @final
 @dataclass(frozen=True)
 class RegularizedEvolution(Strategy):
-    """Regularized evolution.
+    """Regularized evolution: mutates the best of a random sample of recent architectures.
 
     Attributes:
-        population: P, how many members there are, at least 2.
-        tournament: S, of how many the best has a child, in 1 to P.
+        population: number P of members, at least 2.
+        tournament: number S of members that are drawn to find a parent, from 1 to P.
     """
 
     stream: ClassVar[str] = "regularized evolution"
@@ -154,9 +157,8 @@ class RegularizedEvolution(Strategy):
             )
 
     @override
-    def propose(
-        self, scored: Sequence[Evaluated], generator: torch.Generator
-    ) -> Architecture | None:
+    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+        scored = evaluations.result().evaluated
         if len(scored) < self.population:
             return None
         alive = scored[-self.population :]
@@ -168,13 +170,13 @@ class RegularizedEvolution(Strategy):
 @final
 @dataclass(frozen=True)
 class Evolution(Strategy):
-    """Once-for-All's evolutionary search.
+    """Evolutionary search of Once-for-All: mutates and crosses the best architectures.
 
     Attributes:
-        population: of a generation, at least 4.
-        parents: share of a generation that has children, in (0, 1].
-        mutants: share of the children that are mutated; the others are crossed, in [0, 1].
-        mutation: probability that a choice of a mutated child is drawn anew, in (0, 1].
+        population: size of a generation, at least 4.
+        parents: number of parents as a share of the population, in (0, 1].
+        mutants: share of the children that are mutated, in [0, 1]; the others are crossovers.
+        mutation: probability that a choice of a mutated child is redrawn, in (0, 1].
 
     Example:
         >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -201,9 +203,8 @@ class Evolution(Strategy):
             )
 
     @override
-    def propose(
-        self, scored: Sequence[Evaluated], generator: torch.Generator
-    ) -> Architecture | None:
+    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+        scored = evaluations.result().evaluated
         if len(scored) < self.population:
             return None
         num_parents = max(2, round(self.parents * self.population))
@@ -220,18 +221,87 @@ class Evolution(Strategy):
         return crossed(drawn(), drawn(), generator)
 
 
+@final
+@dataclass(frozen=True)
+class PredictorSearch(Strategy):
+    """Scores the architecture for which a random forest predicts the highest score.
+
+    Attributes:
+        first: number of random architectures before the first prediction, at least 2.
+        parents: number of best architectures that are mutated, at least 1.
+        candidates: number of candidates per prediction, half of them mutations, at least 2.
+    """
+
+    stream: ClassVar[str] = "predictor"
+
+    first: int = 20
+    parents: int = 10
+    candidates: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in {"first": 2, "parents": 1, "candidates": 2}.items():
+            check_range(name, getattr(self, name), f"at least {least}")
+
+    @override
+    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+        scored = evaluations.result().evaluated
+        if len(scored) < self.first:
+            return None
+        problem = evaluations.problem
+        best = sorted(scored, key=lambda one: -one.score)[: self.parents]
+        drawn = [
+            draw(problem.space, problem.excess, generator) for _ in range(self.candidates // 2)
+        ]
+        for number in range(self.candidates - len(drawn)):
+            parent = best[number % len(best)].architecture
+            drawn.append(with_one_change(parent, generator))
+        fresh = [
+            one
+            for one in dict.fromkeys(drawn)
+            if one is not None and not evaluations.knows(one) and problem.is_met(one)
+        ]
+        if not fresh:
+            return None
+        predicted = _forest(scored, generator).predict(_features(fresh))
+        return fresh[int(predicted.argmax())]
+
+
+def _forest(scored: Sequence[Evaluated], generator: torch.Generator) -> Any:
+    """Return a random forest fitted to scores; -∞ counts as the lowest finite score."""
+    from sklearn.ensemble import RandomForestRegressor  # slow to import, and few need it
+
+    scores = np.array([one.score for one in scored])
+    finite = scores[np.isfinite(scores)]
+    lowest = finite.min() if len(finite) else 0.0
+    seed = int(torch.randint(2**31, (), generator=generator))
+    forest = RandomForestRegressor(30, max_depth=15, random_state=seed)
+    return forest.fit(_features([one.architecture for one in scored]), np.maximum(scores, lowest))
+
+
+def _features(architectures: Sequence[Architecture]) -> npt.NDArray[np.int64]:
+    """Return a row per architecture: positions of sizes, -1 without effect; operations one-hot."""
+    space = architectures[0].space
+    choices = np.array([one.choices for one in architectures])
+    if isinstance(space, SizeSpace):
+        active = np.array([space.active(one.choices) for one in architectures])
+        return np.where(active, choices, -1)
+    counts = [len(decision.options) for decision in space.decisions]
+    columns = [choices[:, [row]] == np.arange(count) for row, count in enumerate(counts)]
+    return np.concatenate(columns, 1).astype(np.int64)
+
+
 _PROPOSALS_IN_VAIN = 20
-_WORST = -1e300  # for a sampler: it takes no infinite number
+_WORST = -1e300  # score of an unusable architecture: samplers take no infinite number
 
 
 @final
 @dataclass(frozen=True)
 class OptunaSearch(Strategy):
-    """A search by one of Optuna's samplers.
+    """Search by one of Optuna's samplers.
 
     Attributes:
-        sampler: ``"tpe"`` or ``"nsga2"``.
-        measure: the cost that NSGA-II lowers while it raises the score; TPE has the score alone.
+        sampler: ``"tpe"`` maximises the score; ``"nsga2"`` also minimises one cost.
+        measure: name of the cost that NSGA-II minimises.
 
     Raises:
         ConfigurationError: if Optuna is not installed.
@@ -269,7 +339,7 @@ class OptunaSearch(Strategy):
         return samplers.NSGAIISampler(seed=seed, population_size=20)  # type: ignore[no-any-return]
 
     def _try(self, study: Study, evaluations: Evaluations) -> None:
-        """Ask for an architecture, and tell its score if it meets the constraints."""
+        """Ask the sampler for an architecture; score it if it meets the constraints, and tell the result."""
         problem = evaluations.problem
         trial = study.ask()
         proposed = problem.space.architecture(_choices_of(problem.space, trial))
@@ -287,7 +357,7 @@ def _names(space: SearchSpace) -> list[str]:
 
 
 def _choices_of(space: SearchSpace, trial: Trial) -> list[int]:
-    """Ask for every choice: options of sizes have an order, operations have none."""
+    """Ask the sampler for every choice; sizes are integers with an order, operations are categories."""
     choices = []
     for name, decision in zip(_names(space), space.decisions, strict=True):
         last = len(decision.options) - 1

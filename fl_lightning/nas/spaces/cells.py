@@ -1,10 +1,10 @@
-"""Spaces of cells: a small graph with operations on its edges, repeated to form a network.
+"""Spaces of cells: a cell is a small graph with operations on its edges; a network repeats cells.
 
-A row is an edge with its own decision: row r of α (num_rows, num_operations) has the logits of the
-operations on that edge. Networks are built by a function that makes edges: mixtures of all candidates
-during a search, single operations in the final network.
+A row is an edge with its own decision: row r of α, shape (num_rows, num_operations), has the logits of the
+operations on that edge. A function makes the edges of a network: mixtures of all candidates during a
+search, single operations in the final network.
 
-Operations of more than one space are ReLU, convolution without bias, batch norm, in this order.
+Convolutions that several spaces share are ReLU, convolution without bias, batch norm, in this order.
 Sources: Liu et al. 2019 (DARTS) and Dong & Yang 2020 (NAS-Bench-201), with their released code.
 Differs: on images of odd side a factorized reduction pads by one; theirs cannot run there.
 """
@@ -24,10 +24,10 @@ from typing_extensions import override
 
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
-# channels in, channels out, stride -> an operation
+# channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
 # row, candidates in the order of the space's operations, channels in, channels out, stride
-# -> the edge, called with its input and the edge weights; None for no edge
+# -> edge, called with an input and the edge weights; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 
@@ -36,9 +36,9 @@ class Row:
     """An edge with its own decision.
 
     Attributes:
-        cell: kind of its cell, e.g. ``"normal"``.
-        source: number of the node that it leaves.
-        target: number of the node that it enters.
+        cell: kind of the cell, e.g. ``"normal"``.
+        source: number of the node where the edge starts.
+        target: number of the node where the edge ends.
     """
 
     cell: str
@@ -50,7 +50,7 @@ class Row:
 
 
 class FixedEdge(nn.Module):
-    """An edge with one operation; it ignores the weights."""
+    """Edge with one operation; ignores the edge weights."""
 
     def __init__(self, operation: nn.Module) -> None:
         super().__init__()
@@ -62,20 +62,19 @@ class FixedEdge(nn.Module):
 
 
 class CellSpace(SearchSpace):
-    """A space whose decisions are operations on edges.
+    """Base of the spaces whose decisions are operations on edges.
 
-    Subclasses also define `rows`, `operations_of`, `network` and `derive`. ``operations[none]`` returns
-    zeros, which means no edge.
+    ``operations[none]`` returns zeros, which means no edge.
     """
 
     operations: ClassVar[tuple[str, ...]]
     none: ClassVar[int]
-    has_shapes: ClassVar[bool] = True  # whether edges say their channels and stride
+    has_shapes: ClassVar[bool] = True  # whether candidates are made for given channels and stride
 
     @property
     @abstractmethod
     def rows(self) -> tuple[Row, ...]:
-        """Edges in the order of α's rows; those that enter the same node are adjacent."""
+        """Edges in the order of the rows of α; edges that enter the same node are adjacent."""
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +83,7 @@ class CellSpace(SearchSpace):
 
     @property
     def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of the edges that enter a node, for every such node."""
+        """Rows of α grouped by the node that their edges enter."""
         rows = self.rows
         starts = [
             row
@@ -95,22 +94,22 @@ class CellSpace(SearchSpace):
 
     @abstractmethod
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the number of the operation on every row; `none` for missing edges."""
+        """Return the index of the operation on every row; `none` for missing edges."""
 
     @abstractmethod
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return the names of a cell's nodes by number, for pictures."""
+        """Return the names of the nodes of a cell, for pictures."""
 
     def name_of(self, row: int, operation: int) -> str:
-        """Name of an operation on a row."""
+        """Return the name of an operation on a row."""
         return self.operations[operation]
 
     def masked(self, alpha: Tensor) -> Tensor:
-        """Return logits (num_rows, num_operations) whose softmax is zero for operations that a row lacks."""
+        """Return α with logits of operations that a row lacks set to (nearly) -∞; unchanged by default."""
         return alpha
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
-        """Return the edges (source, target) without operation; none by default."""
+        """Return the edges (source, target) of a cell that have no operation; none by default."""
         return ()
 
     @abstractmethod
@@ -124,28 +123,28 @@ class CellSpace(SearchSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> nn.Module:
-        """Build a network of these edges; its ``forward(x, weights=None)`` passes the weights to each.
+        """Build a network; ``forward(x, weights=None)`` passes the edge weights to every edge.
 
         Args:
-            make_edge: makes an edge.
+            make_edge: function that makes an edge.
             num_classes: number of classes.
             in_channels: channels of the images.
             channels: channels of the first cells.
-            cells: number of cells; the space defines their unit.
-            affine: whether the candidates' batch norms scale and shift. False during a search, because a
+            cells: number of cells, per stage or in all, as the space defines.
+            affine: whether batch norms of candidates scale and shift. False during a search, because a
                 scale could undo α.
         """
 
     @abstractmethod
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture of architecture parameters, by the published rule.
+        """Return the architecture that α selects, by the published rule of the space.
 
         Args:
-            alpha: logits of the operations, (num_rows, num_operations).
-            beta: logits of the edges that enter a node, (num_rows,), for PC-DARTS.
+            alpha: logits of the operations, shape (num_rows, num_operations).
+            beta: logits of the edges that enter a node, shape (num_rows,), for PC-DARTS.
 
         Raises:
-            ValueError: if a shape is wrong, or a number not finite.
+            ValueError: if a shape is wrong, or a value is not finite.
         """
 
     def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
@@ -172,11 +171,11 @@ class CellSpace(SearchSpace):
         return self.network(make_edge, num_classes=num_classes, **options)
 
     def edge_shares(self, beta: Tensor) -> Tensor:
-        """Softmax of the edges' logits over the edges that enter the same node, (num_rows,)."""
+        """Return the softmax of β over the edges that enter the same node, shape (num_rows,)."""
         return torch.cat([beta[list(rows)].softmax(0) for rows in self.incoming])
 
     def check_alpha(self, alpha: Tensor, beta: Tensor | None = None) -> None:
-        """Raise ValueError if architecture parameters have a wrong shape or are not finite."""
+        """Raise ValueError if α or β has a wrong shape or is not finite."""
         rows = {"alpha": (alpha, (self.num_rows, len(self.operations)))}
         if beta is not None:
             rows["beta"] = (beta, (self.num_rows,))  # type: ignore[assignment]
@@ -190,7 +189,7 @@ class CellSpace(SearchSpace):
 
 
 class RowSpace(CellSpace):
-    """A space whose decisions are the operations of its rows, chosen one by one."""
+    """Base of the spaces with one independent decision per row."""
 
     @override
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
@@ -198,13 +197,13 @@ class RowSpace(CellSpace):
 
     @override
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the best operation of each row; β has no say in that."""
+        """Return the operation with the largest logit on each row; β is only checked."""
         self.check_alpha(alpha, beta)
         return self.architecture(self.masked(alpha).argmax(1).tolist())
 
 
 class Zero(nn.Module):
-    """Zeros in the output shape of an operation with this stride (``none``)."""
+    """Operation ``none``: zeros in the output shape of an operation with the same stride."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
@@ -216,7 +215,7 @@ class Zero(nn.Module):
 
 
 class ReLUConvBN(nn.Sequential):
-    """ReLU, a convolution that keeps the side (at stride 1), batch norm."""
+    """ReLU, a convolution that keeps the image size at stride 1, batch norm."""
 
     def __init__(
         self, channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool = True
@@ -229,7 +228,7 @@ class ReLUConvBN(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """ReLU, then half of the channels from even pixels and half from odd ones: no pixel is dropped."""
+    """ReLU, stride-2 convolutions of even and of odd pixels, each for half of the channels, batch norm."""
 
     def __init__(self, channels_in: int, channels_out: int, affine: bool = True) -> None:
         super().__init__()
@@ -252,7 +251,7 @@ def average_pool(stride: int) -> nn.Module:
 
 
 def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.Conv2d:
-    """Return a depthwise convolution that keeps the side (at stride 1)."""
+    """Return a depthwise convolution that keeps the image size at stride 1."""
     padding = dilation * (kernel // 2)
     return nn.Conv2d(
         channels, channels, kernel, stride, padding, dilation, groups=channels, bias=False
@@ -262,7 +261,7 @@ def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.
 def separable(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
-    """Return the published separable convolution, which is applied twice."""
+    """Return two separable convolutions, one after the other, as published for DARTS."""
     return nn.Sequential(
         nn.ReLU(),
         depthwise(channels_in, kernel, stride),

@@ -1,10 +1,10 @@
-"""Choices in a network: numbers that layers follow while it runs.
+"""Choices in a network: sizes with several options, one of which is current when the network runs.
 
-A layer whose size is a choice is built for the largest option and runs with the present one, see `elastic`.
-So all networks of a space share the weights of one. In the network of one architecture sizes are numbers.
+A layer whose size is a choice is built for the largest option and runs with the current one, see `elastic`.
+So all networks of a space share one set of weights. In the network of one architecture sizes are numbers.
 
-Choices in a module of yours join the `Building` under which its constructor runs. Under that of one
-architecture they have a single option, so that nothing else is built.
+Choices in a module of yours register with the `Building` under which the module's constructor runs. In the
+`Building` of one architecture a choice has a single option, so that nothing else is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Number = int | float
 
 
 class OpenSize:
-    """A size that follows choices: a function of chosen values and of other sizes.
+    """A size that is computed from choices, e.g. ``width * 4``.
 
     Example:
         >>> width = ValueChoice([16, 32], label="width")
@@ -40,12 +40,12 @@ class OpenSize:
 
     @property
     def now(self) -> Any:
-        """The value under the present choices."""
+        """Value under the current choices."""
         return self._compute(*map(now, self._inputs))
 
     @property
     def most(self) -> Any:
-        """The value if every choice is its last option."""
+        """Value if every choice has its last option."""
         return self._compute(*map(most, self._inputs))
 
     def __mul__(self, factor: Size) -> OpenSize:
@@ -58,15 +58,15 @@ class OpenSize:
 
 
 class ValueChoice(OpenSize):
-    """A number to choose: a width, a kernel, a depth.
+    """A size with options: a width, a kernel size, a depth.
 
     Args:
-        options: different numbers above 0, rising.
-        label: name of the decision; choices of one name in a network are one decision.
+        options: different numbers above 0, in rising order.
+        label: name of the decision; choices with the same label are one decision.
         names: names of the options; the numbers if None.
 
     Attributes:
-        index: number of the present option.
+        index: index of the current option.
 
     Raises:
         ConfigurationError: if the options are not rising numbers above 0, or an earlier choice of this
@@ -90,7 +90,7 @@ class ValueChoice(OpenSize):
 
     @property
     def index(self) -> int:
-        """Number of the present option."""
+        """Index of the current option."""
         return self._index[0]
 
     @index.setter
@@ -99,30 +99,31 @@ class ValueChoice(OpenSize):
 
     @property
     def now(self) -> Any:
-        """The present option."""
+        """Current option."""
         return self.options[self.index]
 
     @property
     def most(self) -> Any:
-        """The last option."""
+        """Last option."""
         return self.options[-1]
 
     def follow(self, first: ValueChoice) -> None:
-        """Join an earlier choice of this label: both are one decision."""
+        """Share the current option with an earlier choice of the same label."""
         self._index = first._index
 
 
 class Building:
-    """The construction of a module with choices; a context.
+    """Context in which a module with choices is constructed; collects the choices.
 
     Args:
-        chosen: option of every decision by its label; None: all are open.
-        make_edge: makes the layers that a rule of relaxation weighs, from the label and the candidates by
-            name; None for layers that run one at a time.
+        chosen: index of the chosen option by label, for the network of one architecture; None if all
+            options are built.
+        make_edge: function from a label and candidates by name to a layer that a rule of relaxation
+            weighs; None if one candidate runs at a time.
 
     Attributes:
-        choices: the first choice of every label, in their order.
-        needs: of every label, the depths of repeated blocks in which it stands, and the number of its block.
+        choices: first choice of every label, in the order of construction.
+        needs: for every label, the enclosing repeated blocks: label of the depth, and index of the block.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Building:
         """Register a new choice: choices with the same label are one decision.
 
         Raises:
-            ConfigurationError: if it cannot be one.
+            ConfigurationError: if sizes cannot be chosen here, or an earlier choice has other options.
         """
         label = choice.label
         if self.make_edge is not None:
@@ -165,19 +166,19 @@ class Building:
         _BUILDING.reset(self._token)
 
 
-# label, functions that make the candidates by name -> the layer
+# label, constructors of the candidates by name -> layer
 MakeLayer = Callable[[str, Mapping[str, Callable[[], nn.Module]]], nn.Module]
 _BUILDING: ContextVar[Building | None] = ContextVar("building", default=None)
 
 
 def building() -> Building | None:
-    """Return the construction that runs now, if any."""
+    """Return the active `Building`, or None."""
     return _BUILDING.get()
 
 
 @contextmanager
 def inside(depth: Size, number: int) -> Iterator[None]:
-    """Note that a repeated block is built: its choices have an effect only if it runs."""
+    """Context in which a repeated block is constructed: choices in it matter only if the block runs."""
     current = _BUILDING.get()
     if current is None or not isinstance(depth, ValueChoice):
         yield
@@ -191,12 +192,12 @@ Size = Number | OpenSize
 
 
 def is_open(*sizes: Any) -> bool:
-    """True if one of the sizes follows choices."""
+    """True if one of the sizes depends on a choice."""
     return any(isinstance(size, OpenSize) for size in sizes)
 
 
 def now(size: Size) -> Any:
-    """Return the present value of a size."""
+    """Return the current value of a size."""
     return size.now if isinstance(size, OpenSize) else size
 
 
@@ -206,5 +207,5 @@ def most(size: Size) -> Any:
 
 
 def size_of(compute: Callable[..., Number], *inputs: Size) -> Any:
-    """Return a function of sizes: a number, or a size that follows choices if one of them does."""
+    """Return a function of sizes: a number, or an `OpenSize` if one of the sizes depends on a choice."""
     return OpenSize(compute, *inputs) if is_open(*inputs) else compute(*inputs)

@@ -1,14 +1,13 @@
 """The space of DARTS: a normal and a reduction cell of four nodes, two inputs to each node.
 
-A cell's inputs (nodes 0 and 1) are the outputs of the two cells before it; its output is the
-concatenation of the nodes 2 to 5. While a search runs every node has an edge from each earlier one
-(14 a cell), and an edge may be ``none``; the cell that comes out keeps two edges a node and one of
-seven operations on each: 10¹⁸ pairs of cells. The network is a stem, such cells, a classifier.
-Architectures are also read as papers print them: ``Genotype(normal=[('sep_conv_3x3', 1), …], normal_concat=…)``.
+The inputs of a cell (nodes 0 and 1) are the outputs of the two cells before; the output is the concatenation
+of nodes 2 to 5. During a search every node has an edge from each earlier node (14 edges per cell), and
+an edge may be ``none``. A found cell has two edges per node with one of seven operations each: 10¹⁸ pairs of
+cells. The network is a stem, a sequence of cells, and a classifier. `parse` also reads the published form
+``Genotype(normal=[('sep_conv_3x3', 1), …], normal_concat=…)``.
 Source: Liu et al. 2019, ICLR, sections 2.1 to 2.4 and 3.1, and the released code for CIFAR-10: stem of 3C
 channels, reductions at 1/3 and 2/3 of the cells, which double the channels.
-Differs: no drop path and no auxiliary head (they belong to the recipe of training). Images of odd
-side work.
+Differs: no drop path and no auxiliary head. Images of odd side work.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NODES = (2, 3, 4, 5)
 CELLS = ("normal", "reduction")
 
 
-# node by node, ((operation, source), (operation, source))
+# per node: ((operation, source), (operation, source))
 Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 
 
@@ -52,7 +51,7 @@ Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 class DARTS(CellSpace):
     """The cell space of DARTS.
 
-    Three decisions a node: which two earlier nodes it reads, and an operation on each.
+    Each node has three decisions: the pair of input nodes, and an operation on each of the two edges.
 
     Example:
         >>> import torch
@@ -78,14 +77,14 @@ class DARTS(CellSpace):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The 14 edges of the normal cell, then those of the reduction cell."""
+        """The 14 edges of the normal cell, then the 14 of the reduction cell."""
         return tuple(
             Row(cell, source, node) for cell in CELLS for node in NODES for source in range(node)
         )
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """For each node of each cell: its inputs, the operation on the first, on the second."""
+        """For each node of each cell: pair of inputs, first operation, second operation."""
         decisions = []
         for cell, node in product(CELLS, NODES):
             pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
@@ -97,7 +96,7 @@ class DARTS(CellSpace):
         return tuple(decisions)
 
     def inputs(self, architecture: Architecture) -> dict[str, Inputs]:
-        """Return for each cell, node by node, ((operation, source), (operation, source))."""
+        """Return for each cell and node the two edges as ((operation, source), (operation, source))."""
         choices, cells = iter(architecture.choices), {}
         for cell in CELLS:
             nodes = []
@@ -109,7 +108,7 @@ class DARTS(CellSpace):
         return cells
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the number of the operation on each of the 28 edges: `none` on 12."""
+        """Return the index of the operation on each of the 28 edges; 12 of them are `none`."""
         chosen = dict.fromkeys(self.rows, self.none)
         for cell, nodes in self.inputs(architecture).items():
             for node, pair in zip(NODES, nodes, strict=True):
@@ -118,7 +117,7 @@ class DARTS(CellSpace):
         return tuple(chosen.values())
 
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return the published ones, with the output as the last."""
+        """Return the published names of the nodes; the output is last."""
         return ("c_{k-2}", "c_{k-1}", "0", "1", "2", "3", "c_{k}")
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
@@ -126,7 +125,7 @@ class DARTS(CellSpace):
         return tuple((node, NODES[-1] + 1) for node in NODES)
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return ``normal:|op~source|op~source|+…;reduction:…``, a pair for each of four nodes."""
+        """Return the string ``normal:|op~source|op~source|+…;reduction:…``, with a pair per node."""
         cells = self.inputs(self.architecture(choices))
         return ";".join(
             f"{cell}:"
@@ -137,7 +136,7 @@ class DARTS(CellSpace):
         )
 
     def parse(self, text: str) -> Architecture:
-        """Return the pair of cells of a string of ours, or of a published ``Genotype(normal=…)``."""
+        """Parse a string of `text`, or a published ``Genotype(normal=…)``."""
         text = _published("".join(text.split()))
         reader, cells = ArchitectureReader(text, self.name), {}
         for cell in CELLS:
@@ -162,7 +161,7 @@ class DARTS(CellSpace):
         return pair[0], pair[1]
 
     def of_inputs(self, cells: dict[str, Inputs]) -> Architecture:
-        """Architecture of decisions from `inputs`; the order in a pair has no meaning."""
+        """Return the architecture with given edges, in the form of `inputs`; order in a pair is ignored."""
         choices = []
         for cell in CELLS:
             for node, pair in zip(NODES, cells[cell], strict=True):
@@ -181,9 +180,9 @@ class DARTS(CellSpace):
         cells: int = 20,
         affine: bool = True,
     ) -> nn.Module:
-        """Return a network of ``cells`` cells in all; published searches have 8 of 16 channels.
+        """Return a network of ``cells`` cells in all; published searches use 8 cells of 16 channels.
 
-        ``affine=False`` also normalises what pools give, as the published search network does.
+        With ``affine=False`` pools are followed by batch norm, as in the published search network.
         """
         return DARTSNetwork(
             make_edge,
@@ -197,10 +196,10 @@ class DARTS(CellSpace):
         )
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return for each node the two edges whose best operation is strongest, and that operation.
+        """Return the architecture that keeps, per node, the two edges with the strongest operations.
 
-        Strength is softmax(α), times the softmax of β over the node's edges if there is β. `none`
-        takes part in the softmax, and in nothing else. Of equals the first wins.
+        The strength of an operation is its softmax(α), times the softmax of β over the edges of the node if
+        β is given. `none` enters the softmax but is never chosen. Of equal strengths the first wins.
         """
         self.check_alpha(alpha, beta)
         strengths = alpha.detach().double().softmax(1)
@@ -225,7 +224,7 @@ _GENOTYPE = re.compile(rf"Genotype\(normal{_CELL},normal{_OUTPUT},reduce{_CELL},
 
 
 def _published(text: str) -> str:
-    """Return the string of ours for a genotype as papers print it; other texts as they are."""
+    """Convert a published genotype to the string of `text`; return other strings unchanged."""
     found = _GENOTYPE.fullmatch(text)
     if found is None:
         return text
@@ -272,16 +271,16 @@ def candidates(affine: bool) -> tuple[Candidate, ...]:
 
 
 class DARTSCell(nn.Module):
-    """Two inputs, brought to the cell's channels; four nodes; their concatenation.
+    """Cell of DARTS: two inputs, four nodes, concatenation of the nodes.
 
     Args:
-        make_edge: makes an edge.
-        rows: the edges of this kind of cell, with their numbers.
-        ops: the candidates.
-        channels_before: of the two inputs.
-        channels: of the nodes.
-        reduction: whether the side is halved, by the edges from the inputs.
-        halve_first: whether the first input is of twice the second's side.
+        make_edge: function that makes an edge.
+        rows: edges of this kind of cell by row number.
+        ops: candidate operations.
+        channels_before: channels of the two inputs.
+        channels: channels of each node.
+        reduction: whether edges from the inputs halve the image size.
+        halve_first: whether the first input has twice the image size of the second.
         affine: whether batch norms scale and shift.
     """
 
@@ -327,7 +326,7 @@ class DARTSCell(nn.Module):
 
 
 class DARTSNetwork(nn.Module):
-    """A stem, ``cells`` cells, the third and two thirds of which reduce; a classifier."""
+    """Network of DARTS: stem, cells (reductions at 1/3 and 2/3 of the depth), classifier."""
 
     def __init__(
         self,

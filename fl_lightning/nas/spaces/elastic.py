@@ -1,20 +1,19 @@
-"""Elastic layers, whose sizes may be choices: they run with their first channels, blocks or heads, or a smaller kernel.
+"""Elastic layers: layers that can run with fewer channels, blocks or heads, or a smaller kernel.
 
     y = W[:channels out, :channels in] x + b[:channels out]
 
-The number of input channels is that of the input; the number of output channels is the present value of the
-layer's size. Slices share the memory of a parameter, and their gradients add up in it. At full size a layer
-equals PyTorch's, bit for bit.
+The number of input channels is that of the input; the number of output channels is the current value of a
+choice. Sub-networks use slices of the same parameter, where gradients add up. At full size a layer equals
+PyTorch's, bit for bit.
 
 A depthwise convolution runs with smaller kernels too:
 
     W₅ = M₅ · centre₅(W₇),   W₃ = M₃ · centre₃(W₅),   M₅: 25×25, M₃: 9×9, both identity at start
 
-The matrices are learned, one pair a layer, the same for all its channels: 706 numbers.
+The matrices are learned, one pair per layer for all channels: 706 numbers.
 
-In attention, the rows of the one matrix that gives queries, keys and values are three blocks of heads: a part
-takes the first heads of each block. A head has the same size in every sub-network, so that its scale is the
-same.
+In attention one matrix computes queries, keys and values; its rows are three blocks of heads. A sub-network
+uses the first heads of each block. All heads have the same size.
 Sources: Cai et al. 2020, ICLR (Once-for-All), section 3 and in 3.2 "elastic depth" and "elastic kernel size";
 Yu & Huang 2019 (slimmable networks); Chen et al. 2021, ICCV (AutoFormer), section 3.3, for heads.
 """
@@ -43,13 +42,13 @@ from fl_lightning.nas.spaces.choices import (
 
 
 def fitting(elastic: type[nn.Module], *sizes: Any, **options: Any) -> Any:
-    """Return an elastic layer if one of its sizes is a choice, else PyTorch's layer."""
+    """Return an elastic layer if one of the sizes is a choice, otherwise PyTorch's layer."""
     kind: Any = elastic if is_open(*sizes) else elastic.__base__
     return kind(*sizes, **options)
 
 
 class ElasticConv2d(nn.Conv2d):
-    """A convolution over the channels that come in; one group. Channels may be choices.
+    """Convolution (one group) whose numbers of channels may be choices; uses as many as the input has.
 
     Example:
         >>> import torch
@@ -71,7 +70,7 @@ class ElasticConv2d(nn.Conv2d):
 
 
 class ElasticLinear(nn.Linear):
-    """An affine map of the features that come in. Features may be choices."""
+    """Linear layer whose numbers of features may be choices; uses as many as the input has."""
 
     def __init__(self, in_features: Size, out_features: Size, bias: bool = True) -> None:
         super().__init__(most(in_features), most(out_features), bias)
@@ -83,7 +82,7 @@ class ElasticLinear(nn.Linear):
 
 
 class ElasticLayerNorm(nn.LayerNorm):
-    """Layer norm over the features that come in, whose number may be a choice."""
+    """Layer norm whose number of features may be a choice; uses as many as the input has."""
 
     def __init__(self, features: Size, eps: float = 1e-5) -> None:
         super().__init__(most(features), eps)
@@ -96,11 +95,10 @@ class ElasticLayerNorm(nn.LayerNorm):
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of the channels that come in, whose number may be a choice, with the first statistics.
+    """Batch norm whose number of channels may be a choice; uses as many as the input has.
 
-    Training moves those, as it would in the sub-network alone. Sub-networks share them though, and
-    the statistics of one are not those of another: recalibrate before you evaluate one
-    (`fl_lightning.nas.sub_networks.recalibration`).
+    Sub-networks share the running statistics, which fit none of them: recalibrate before you evaluate a
+    sub-network (`fl_lightning.nas.sub_networks.recalibration`).
     """
 
     def __init__(self, num_features: Size, **options: Any) -> None:
@@ -130,7 +128,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
 
 
 class ElasticSqueezeExcite(nn.Module):
-    """Squeeze-and-excitation over the channels that come in; of all of them it is timm's.
+    """Squeeze-and-excitation whose number of channels may be a choice; at full size equal to timm's.
 
         y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
 
@@ -156,7 +154,7 @@ def squeezed_channels(channels: int) -> int:
 
 
 def multiple_of_8(channels: float) -> int:
-    """Return the nearest multiple of 8, at least 8, that is not a tenth less.
+    """Return the nearest multiple of 8, at least 8 and at least 90 % of `channels`.
 
     Example:
         >>> [multiple_of_8(channels) for channels in (3, 20, 30, 35, 166.4)]
@@ -169,7 +167,7 @@ def multiple_of_8(channels: float) -> int:
 def _first(
     weight: Tensor, bias: Tensor | None, out: int, into: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return views of the first rows and columns; the same tensors if those are all."""
+    """Return views of the first rows and columns; the tensors themselves at full size."""
     if weight.shape[1] != into:
         weight = weight[:, :into]
     if out == weight.shape[0]:
@@ -178,10 +176,10 @@ def _first(
 
 
 class Repeat(nn.ModuleList):
-    """Blocks, one after the other, whose number may be a choice.
+    """Sequence of blocks whose length may be a choice.
 
     Args:
-        blocks: a generator of at least as many as the largest depth; no more are made.
+        blocks: generator of blocks, at least as many as the largest depth; the rest is not made.
         depth: number of blocks that run.
 
     Example:
@@ -199,14 +197,16 @@ class Repeat(nn.ModuleList):
                 self.append(next(made))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the first blocks."""
+        """Run the first `depth` blocks."""
         for block in islice(self, now(self._depth)):
             x = block(x)
         return x
 
 
 class ElasticDepthwise(nn.Conv2d):
-    """A convolution of each channel by itself that keeps the side (at stride 1), without bias.
+    """Depthwise convolution without bias whose channels and kernel may be choices.
+
+    It keeps the image size at stride 1.
 
     Args:
         channels: number of channels.
@@ -239,16 +239,15 @@ class ElasticDepthwise(nn.Conv2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return as many channels as come in, convolved with the present kernel."""
+        """Return the input convolved with the current kernel."""
         kernel, channels = now(self._kernel), x.shape[1]
         weight = self.kernel(kernel, channels)
         return functional.conv2d(x, weight, None, self.stride, kernel // 2, self.dilation, channels)
 
     def kernel(self, size: int, channels: int) -> Tensor:
-        """Return the kernels of the first channels, (channels, 1, size, size).
+        """Return the kernels of the first channels, shape (channels, 1, size, size).
 
-        Of the largest size they are a view. Of smaller ones they are computed, at most 25 numbers a
-        channel.
+        The largest kernel is a view of the weight; smaller kernels are computed from it.
         """
         weight = self.weight[:channels]
         for larger, smaller in pairwise(self.kernels):
@@ -260,9 +259,9 @@ class ElasticDepthwise(nn.Conv2d):
         return weight
 
     def held_by(self, part: nn.Conv2d) -> dict[str, Tensor]:
-        """Masks of the entries that a sub-network with a plain layer of this size uses, by parameter.
+        """Return masks of the entries that a plain layer of smaller size uses, by parameter.
 
-        Of a matrix on the way those rows count that the next centre reads.
+        Of a matrix between two kernel sizes, only the rows inside the next smaller kernel are used.
         """
         size, channels = part.kernel_size[0], part.out_channels
         held = {
@@ -277,7 +276,7 @@ class ElasticDepthwise(nn.Conv2d):
         return held
 
     def copy_to(self, part: nn.Conv2d) -> None:
-        """Write the kernels of a plain layer of smaller size."""
+        """Write the current kernels into a plain layer of smaller size."""
         with torch.no_grad():
             part.weight.copy_(self.kernel(part.kernel_size[0], part.out_channels))
 
@@ -289,12 +288,12 @@ def _centre(weight: Tensor, larger: int, smaller: int) -> Tensor:
 
 
 class ElasticQKV(nn.Linear):
-    """Queries, keys and values of the first heads, one after the other.
+    """Linear layer for queries, keys and values, whose features and heads may be choices.
 
     Args:
-        features: number of features that come in.
+        features: number of input features.
         heads: number of heads.
-        head_features: of a head.
+        head_features: number of features per head.
     """
 
     def __init__(self, features: Size, heads: Size, head_features: int) -> None:
@@ -306,14 +305,14 @@ class ElasticQKV(nn.Linear):
         features, rows = x.shape[-1], now(self._heads) * self._head_features
         if 3 * rows == self.out_features:
             return functional.linear(x, self.weight[:, :features], self.bias)
-        # three products: the blocks' rows are apart, and one matrix of them would be a copy
+        # three products, because one matrix of the separate rows would be a copy
         blocks = zip(self.weight.chunk(3), self.bias.chunk(3), strict=True)
         return torch.cat(
             [functional.linear(x, w[:rows, :features], b[:rows]) for w, b in blocks], -1
         )
 
     def held_by(self, part: nn.Linear) -> dict[str, Tensor]:
-        """Masks of the coordinates of a plain layer with fewer heads, by parameter."""
+        """Return masks of the entries that a plain layer with fewer heads uses, by parameter."""
         held = {
             name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
         }
@@ -323,7 +322,7 @@ class ElasticQKV(nn.Linear):
         return held
 
     def copy_to(self, part: nn.Linear) -> None:
-        """Write the numbers of a plain layer of fewer heads."""
+        """Write the first heads into a plain layer with fewer heads."""
         rows = part.out_features // 3
         with torch.no_grad():
             weight = self.weight.unflatten(0, (3, -1))[:, :rows, : part.in_features]
@@ -332,12 +331,12 @@ class ElasticQKV(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Softmax attention, as timm's, with heads of a fixed size.
+    """Softmax self-attention as in timm, whose features and heads may be choices.
 
     Args:
-        features: number of features that come in and go out.
+        features: number of input and output features.
         heads: number of heads.
-        head_features: of a head.
+        head_features: number of features per head.
     """
 
     def __init__(self, features: Size, heads: Size, head_features: int) -> None:

@@ -1,12 +1,11 @@
-"""The MobileNetV3 space of Once-for-All: depth of a stage, kernel and expansion of each block.
+"""MobileNetV3 space of Once-for-All: depth of each stage, kernel and expansion of each block.
 
     network: stem, a fixed block, stages of inverted residuals, head
     block: 1×1 convolution to e·C channels - depthwise k×k - squeeze-and-excitation - 1×1 to C′, + x
 
-Each convolution is followed by batch norm, the first two of a block by its activation as well.
-Five stages of 2, 3 or 4 blocks, kernels of 3, 5, 7, expansions of 3, 4, 6: 9² + 9³ + 9⁴ = 7,371 choices
-a stage, 2.18·10¹⁹ networks. Widths and strides are the space's parameters; as published they are for
-images of 224 pixels.
+Each convolution is followed by batch norm, the first two of a block also by an activation. Five stages of 2,
+3 or 4 blocks, kernels of 3, 5, 7, expansions of 3, 4, 6: 9² + 9³ + 9⁴ = 7,371 choices per stage, 2.18·10¹⁹
+networks. The default widths and strides are the published ones, for images of 224 pixels.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.1, and its released code (`OFAMobileNetV3`);
 Howard et al. 2019 (MobileNetV3).
 """
@@ -50,17 +49,17 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 @final
 @dataclass(frozen=True)
 class MobileNet(StagedSpace):
-    """The MobileNetV3 space of Once-for-All.
+    """MobileNetV3 space of Once-for-All.
 
     Attributes:
-        kernels: to choose from, odd.
-        expansions: to choose from: how many times more channels inside a block than before it.
-        depths: to choose from, of every stage.
-        widths: channels of the stem, of the first block, of the stages, then of the last
-            convolution and of the layer before the classifier.
-        strides: of the stem, then of the stages.
-        squeeze: for the first block and for each stage, whether blocks have squeeze-and-excitation.
-        swish: the same, whether they have hard swish; else ReLU.
+        kernels: kernel sizes to choose from, odd.
+        expansions: expansions to choose from: inner channels of a block divided by input channels.
+        depths: numbers of blocks to choose from, for every stage.
+        widths: channels of the stem, the first block, each stage, the last convolution, and the layer
+            before the classifier.
+        strides: strides of the stem and of each stage.
+        squeeze: whether blocks have squeeze-and-excitation: the first block, then each stage.
+        swish: whether blocks have hard swish instead of ReLU: the first block, then each stage.
 
     Example:
         >>> space = MobileNet()
@@ -112,7 +111,7 @@ class MobileNet(StagedSpace):
 
     @property
     def first(self) -> Block:
-        """The block before the stages, which is in every network."""
+        """Shape of the block before the stages, which every network has."""
         first, second = self.widths[:2]
         return Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
 
@@ -157,7 +156,7 @@ class MobileNet(StagedSpace):
 
 
 def small_mobilenet() -> MobileNet:
-    """Return the space for images of 32 pixels: a third of the channels, sides 32, 32, 16, 8, 8, 4."""
+    """Return a space for images of 32 pixels, with about a third of the channels and fewer strides."""
     return MobileNet(
         widths=(16, 16, 16, 24, 32, 40, 56, 160, 256),
         strides=(1, 1, 2, 2, 1, 2),
@@ -166,7 +165,7 @@ def small_mobilenet() -> MobileNet:
 
 @dataclass(frozen=True)
 class Block:
-    """The shape of an inverted residual; kernel and expansion may be choices."""
+    """Shape of an inverted residual block; kernel and expansion may be choices."""
 
     channels_in: int
     channels_out: int
@@ -179,16 +178,16 @@ class Block:
 
 
 def hidden_channels(channels: int, expansion: float) -> int:
-    """Return ``expansion`` times the channels, as a multiple of 8 that is not much less."""
+    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
     return multiple_of_8(round(channels * expansion))
 
 
 class InvertedResidual(nn.Module):
-    """A block; its parameters are named as in timm's `InvertedResidual`.
+    """Inverted residual block; parameters have the names of timm's `InvertedResidual`.
 
     Args:
-        shape: of the block.
-        affine: whether its plain batch norms scale and shift.
+        shape: shape of the block.
+        affine: whether plain batch norms scale and shift.
     """
 
     def __init__(self, shape: Block, *, affine: bool = True) -> None:
@@ -213,7 +212,7 @@ class InvertedResidual(nn.Module):
         self.bn3 = norm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Return the output of the block."""
         inside: Tensor = x
         if hasattr(self, "conv_pw"):
             inside = self.act1(self.bn1(self.conv_pw(x)))
@@ -222,7 +221,7 @@ class InvertedResidual(nn.Module):
         return x + inside if self.adds else inside
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors with the inner channels of the block, and of the squeeze."""
+        """Return the tensors that number the inner channels of the block and of the squeeze."""
         reduce: Any
         expand: Any
         if not hasattr(self, "conv_pw"):
@@ -274,7 +273,7 @@ def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequentia
 
 
 class MobileNetNetwork(SizedNetwork):
-    """A network of the MobileNet space."""
+    """Network of the MobileNet space: a plain one, or the supernet."""
 
     def __init__(
         self, space: MobileNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int

@@ -1,10 +1,10 @@
-"""The MobileNet space as operations, one a layer, for searches that weigh or sample operations.
+"""MobileNet space with one operation per layer, for searches that weigh or sample operations.
 
-A layer is one of seven: an inverted residual of kernel 3, 5 or 7 and expansion 3 or 6, or a skip, which
-makes the network shallower. All stages are as deep as the space allows.
+Each layer has one of seven operations: an inverted residual of kernel 3, 5 or 7 and expansion 3 or 6, or a
+skip, which makes the network shallower. All stages have the largest depth.
 Sources: Cai et al. 2019, ICLR (ProxylessNAS), section 4.2; Wu et al. 2019, CVPR (FBNet), table 2.
-Differs: the layer that opens a stage can be skipped as well. Its skip is a 1×1 convolution with batch
-norm, since sides and channels change there; so every layer has the same operations.
+Differs: the first layer of a stage can be skipped as well. There the skip is a 1×1 convolution with batch
+norm, because image size and channels change. So every layer has the same operations.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SKIP = "skip_connect"
 @final
 @dataclass(frozen=True)
 class MobileNetLayers(RowSpace):
-    """The MobileNet space, an operation a layer.
+    """MobileNet space with one operation per layer.
 
     Attributes:
-        sizes: whose widths, strides, activations and largest depth the network has; None: as
-            `small_mobilenet`, for images of 32 pixels.
+        sizes: space that sets widths, strides, activations and the largest depth; `small_mobilenet`, for
+            images of 32 pixels, if None.
 
     Example:
         >>> space = MobileNetLayers()
@@ -67,18 +67,18 @@ class MobileNetLayers(RowSpace):
 
     @property
     def shapes(self) -> MobileNet:
-        """The sizes, given or by default."""
+        """Space that sets the sizes, given or by default."""
         assert self.sizes is not None, "set at the start"
         return self.sizes
 
     @property
     def depth(self) -> int:
-        """Number of layers of a stage."""
+        """Number of layers per stage."""
         return self.shapes.depths[-1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The layers, stage by stage."""
+        """One row per layer, stage by stage."""
         stages = range(1, len(self.shapes.parts) + 1)
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
@@ -98,13 +98,13 @@ class MobileNetLayers(RowSpace):
         return ("input", *map(str, range(1, self.depth)), "output")
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string: stages joined by ``|``, their layers by ``-``."""
+        """Return the string of an architecture: stages joined by ``|``, layers by ``-``."""
         names = [self.operations[choice] for choice in choices]
         starts = range(0, len(names), self.depth)
         return "|".join("-".join(names[start : start + self.depth]) for start in starts)
 
     def parse(self, text: str) -> Architecture:
-        """Return the architecture of a string."""
+        """Parse the string of an architecture."""
         reader = ArchitectureReader(text.strip(), self.name)
         choices = []
         for row in range(self.num_rows):
@@ -127,15 +127,16 @@ class MobileNetLayers(RowSpace):
         """Return a network of these layers.
 
         Args:
-            make_edge: makes a layer.
-            num_classes: of the classifier.
-            in_channels: of the images.
-            channels: of the stem, a multiple of 8; all widths scale with it. None: as the space says.
-            cells: layers of a stage: fixed, each has a row of its own. None, or that number.
-            affine: whether the candidates' batch norms scale and shift.
+            make_edge: function that makes a layer.
+            num_classes: number of classes.
+            in_channels: channels of the images.
+            channels: channels of the stem, a multiple of 8, by which all widths scale; those of `sizes` if
+                None.
+            cells: `depth` or None: the number of layers per stage is fixed.
+            affine: whether batch norms of candidates scale and shift.
 
         Raises:
-            ConfigurationError: if ``cells`` is another number, or ``channels`` no multiple of 8.
+            ConfigurationError: if ``cells`` is another number, or ``channels`` is no multiple of 8.
         """
         if channels is not None and channels % 8:
             raise ConfigurationError(
@@ -177,7 +178,7 @@ def _skip(affine: bool) -> Candidate:
 
 
 class LayeredNetwork(nn.Module):
-    """Stem, a fixed block, the layers, head."""
+    """Network of one operation per layer: stem, first block, layers, head."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Conversion of names, classes with settings and files to spaces, and back to class and settings."""
+"""Conversion of a name, a class with settings, or a file to a space, and back to class and settings."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def named_space(text: str) -> SearchSpace:
     """Return the space of a name, a class or a file.
 
     Args:
-        text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML
-            file with ``class_path`` and ``init_args``: at its top, under ``space``, or under
-            ``model.init_args.space`` as in a run's configuration.
+        text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML file with
+            ``class_path`` and ``init_args`` at the top level, under ``space``, or under
+            ``model.init_args.space`` as in the configuration of a run.
 
     Raises:
-        ConfigurationError: if it is none of these.
+        ConfigurationError: if the text is none of these.
 
     Example:
         >>> named_space("nas_bench_201")
@@ -64,10 +64,10 @@ mean 'nas_bench_201'?
 
 
 def described_space(description: Any) -> SearchSpace:
-    """Return the space of a ``class_path`` with its ``init_args``.
+    """Return the space of a mapping with ``class_path`` and ``init_args``.
 
     Raises:
-        ConfigurationError: if there is no such class, it is no space, or its settings are invalid.
+        ConfigurationError: if the class is missing or no space, or the settings are invalid.
     """
     if not isinstance(description, Mapping) or "class_path" not in description:
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def described_space(description: Any) -> SearchSpace:
 
 
 def description(space: SearchSpace) -> dict[str, Any]:
-    """Return a space's ``class_path`` and ``init_args`` as numbers, strings, lists and mappings.
+    """Return ``class_path`` and ``init_args`` of a space as numbers, strings, lists and mappings.
 
     Example:
         >>> description(NASBench201())

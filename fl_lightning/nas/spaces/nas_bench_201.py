@@ -1,19 +1,19 @@
-"""NAS-Bench-201: cells of four nodes and six edges, all 15,625 of which others have trained.
+"""NAS-Bench-201: cells of four nodes and six edges, with published results of all 15,625 cells.
 
     x_j = Σ_{i<j} o_ij(x_i),  o_ij one of none, skip, 1×1 and 3×3 convolution, 3×3 average pool
 
-The network: a 3×3 convolution, three stages of cells at C, 2C and 4C channels, between them residual
-blocks that halve the side, a classifier over the mean.
+The network: a 3×3 convolution, three stages of cells with C, 2C and 4C channels, residual blocks between
+them that halve the image size, a classifier over the mean.
 Source: Dong & Yang 2020, ICLR, sections 2.1 to 2.3, and the released code.
-Differs: on images of odd side the shortcut's pool rounds up, as the block's convolution does; theirs
-cannot run there.
+Differs: on images of odd side the pool of the shortcut rounds up, as the convolution of the block does; the
+released code fails on them.
 
-The published results of every cell are in a CSV file of the user; the order of rows and columns is free:
+Published results are read from a CSV file that you provide; the order of rows and columns is free:
 
     ArchitectureString              the cell, |op~0|+|op~0|op~1|+|op~0|op~1|op~2|
-    CIFAR10TestAccuracy200Epochs    mean test accuracy in percent, after 200 epochs
-    CIFAR100TestAccuracy200Epochs   of networks trained with different seeds
-    ImageNetTestAccuracy200Epochs   on ImageNet-16-120
+    CIFAR10TestAccuracy200Epochs    test accuracy on CIFAR-10 in percent, after 200 epochs, mean over seeds
+    CIFAR100TestAccuracy200Epochs   the same on CIFAR-100
+    ImageNetTestAccuracy200Epochs   the same on ImageNet-16-120
 
 Nothing of the benchmark is part of this package.
 """
@@ -51,7 +51,7 @@ EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 @final
 @dataclass(frozen=True)
 class NASBench201(RowSpace):
-    """The cell space of NAS-Bench-201.
+    """Cell space of NAS-Bench-201.
 
     Example:
         >>> space = NASBench201()
@@ -91,14 +91,14 @@ class NASBench201(RowSpace):
         return ("input", "1", "2", "output")
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the benchmark's string, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
+        """Return the benchmark's string of a cell, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
         nodes: dict[int, str] = dict.fromkeys((1, 2, 3), "|")
         for (source, target), choice in zip(EDGES, choices, strict=True):
             nodes[target] += f"{self.operations[choice]}~{source}|"
         return "+".join(nodes.values())
 
     def parse(self, text: str) -> Architecture:
-        """Return the cell of a string as the benchmark writes them."""
+        """Parse the benchmark's string of a cell."""
         reader = ArchitectureReader(text.strip(), self.name)
         choices = []
         for target in (1, 2, 3):
@@ -112,10 +112,10 @@ class NASBench201(RowSpace):
         return self.architecture(choices)
 
     def canonical(self, architecture: Architecture) -> str:
-        """The benchmark's own string of a cell's function, of which there are 6,466.
+        """Return the benchmark's string of the function of a cell; there are 6,466 different ones.
 
-        Cells of one string compute the same function of the same weights. Some that do have
-        different strings: sums are not flattened, and edges that lead nowhere are kept.
+        Cells with equal strings compute the same function of the same weights. The converse does not
+        always hold: sums are not flattened, and edges without effect are kept.
         """
         nodes = ["0"]
         for target in (1, 2, 3):
@@ -137,7 +137,7 @@ class NASBench201(RowSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> nn.Module:
-        """Return a network of three stages of ``cells`` cells; of channels C, 2C, 4C."""
+        """Return a network of three stages of ``cells`` cells with C, 2C and 4C channels."""
         return NASBench201Network(
             make_edge, num_classes, in_channels, channels, cells, candidates(affine)
         )
@@ -150,7 +150,7 @@ def _term(source: str, operation: str) -> str:
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return the functions that make the operations, in order; all keep channels and side."""
+    """Return the constructors of the operations, in the order of `NASBench201.operations`."""
     return (
         lambda channels_in, channels_out, stride: Zero(stride),
         lambda channels_in, channels_out, stride: nn.Identity(),
@@ -165,7 +165,7 @@ def candidates(affine: bool) -> tuple[Candidate, ...]:
 
 
 class NASBench201Cell(nn.Module):
-    """Nodes that sum the outputs of their edges."""
+    """Cell of NAS-Bench-201: each node is the sum of its incoming edges."""
 
     def __init__(self, make_edge: MakeEdge, channels: int, ops: Sequence[Candidate]) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class NASBench201Cell(nn.Module):
         self.edges = nn.ModuleDict({name: edge for name, edge in made.items() if edge is not None})
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return the last node's sum; zeros if nothing reaches it."""
+        """Return the last node; zeros if it has no edges."""
         nodes = [x]
         for target in (1, 2, 3):
             names = [(source, f"{source}_{target}") for source in range(target)]
@@ -190,7 +190,7 @@ class NASBench201Cell(nn.Module):
 
 
 class ResidualReduction(nn.Module):
-    """A residual block that halves the side and changes the channels."""
+    """Residual block that halves the image size and changes the channels."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class ResidualReduction(nn.Module):
 
 
 class NASBench201Network(nn.Module):
-    """Stem, three stages of cells with reductions between them, classifier."""
+    """Network of NAS-Bench-201: stem, three stages of cells with reductions between, classifier."""
 
     def __init__(
         self,
@@ -255,12 +255,12 @@ COLUMNS: dict[DataSet, str] = {
 
 @dataclass(frozen=True, eq=False)
 class NASBench201Table:
-    """Test accuracies in percent of cells of NAS-Bench-201; `read` makes one.
+    """Table of test accuracies of cells of NAS-Bench-201, in percent.
 
     Attributes:
-        path: of the file, for messages.
-        rows: the row of each cell.
-        accuracies: of each data set, (num_cells,).
+        path: path of the file, for messages.
+        rows: index of each cell in the columns.
+        accuracies: accuracies by data set, shape (num_cells,).
     """
 
     path: Path
@@ -269,11 +269,10 @@ class NASBench201Table:
 
     @classmethod
     def read(cls, path: str | Path) -> NASBench201Table:
-        """Read a file of the format above; it need not hold all cells.
+        """Read a CSV file in the format of the module's docstring; it may contain a part of the cells.
 
         Raises:
-            ConfigurationError: if there is no such file, a column is missing, or a row is malformed:
-                no cell, a cell for the second time, no percentage.
+            ConfigurationError: if the file or a column is missing, or a row is malformed or repeated.
         """
         path = Path(path)
         try:
@@ -288,36 +287,13 @@ class NASBench201Table:
         return len(self.rows)
 
     def lookup(self, cell: Architecture | str) -> dict[DataSet, float]:
-        """Return a cell's test accuracy on each data set, in percent.
+        """Return the test accuracy of a cell on each data set, in percent.
 
         Raises:
-            ConfigurationError: if it is no cell, or not in the table.
+            ConfigurationError: if the cell is invalid or not in the table.
         """
         row = self._row(cell)
         return {name: float(column[row]) for name, column in self.accuracies.items()}
-
-    def spearman(
-        self, scores: Mapping[Architecture, float], data_set: DataSet = "cifar10"
-    ) -> float:
-        """Return the rank correlation of a score with the accuracy; equal values share ranks.
-
-        Args:
-            scores: of at least two cells, higher where it expects better; not all alike.
-            data_set: whose accuracy.
-
-        Raises:
-            ConfigurationError: if a cell is not in the table.
-            ValueError: if there is no such correlation.
-        """
-        from scipy.stats import spearmanr
-
-        given = np.array(list(scores.values()), dtype=float)
-        truth = self.accuracies[data_set][[self._row(cell) for cell in scores]]
-        if not np.isfinite(given).all():
-            raise ValueError("a score is not finite: it has no rank")
-        if min(len(np.unique(given)), len(np.unique(truth))) < 2:
-            raise ValueError("a rank correlation needs two cells of different score and accuracy")
-        return float(spearmanr(given, truth).statistic)
 
     @cached_property
     def _space(self) -> NASBench201:

@@ -1,4 +1,4 @@
-"""Spaces of a network of yours, whose constructor makes choices.
+"""Spaces of your own: a module of yours whose constructor makes choices.
 
     class Net(nn.Module):
         def __init__(self, num_classes, in_channels):
@@ -7,12 +7,12 @@
             self.body = LayerChoice({"conv": …, "pool": …}, label="body")
             …
 
-The constructor runs once for each purpose: with all options, for the networks that share weights; with a rule's
-layers, for a `Supernet`; or with the options of one architecture alone. So a layer to choose is given by a
-function that makes it, and the weights of the others are not made.
+The constructor runs anew for each purpose: with all options, for shared weights; with mixed layers, for a
+`Supernet`; or with the options of one architecture. So candidates are given as functions, and only needed
+layers are made.
 
-    LayerSpace     layers and inputs to choose, which rules of relaxation weigh      `Supernet`
-    ModuleSpace    every choice; each network runs alone                             `OneShot`
+    LayerSpace     choices of layers and inputs, weighed by a rule of relaxation     for `Supernet`
+    ModuleSpace    all choices; one option runs at a time                            for `OneShot`
 
 Source of the kinds of choices: Microsoft NNI 2.x, "retiarii".
 """
@@ -41,14 +41,14 @@ from fl_lightning.nas.spaces.space import Architecture, Decision
 
 
 class LayerChoice(nn.Module):
-    """One of several layers.
+    """Choice of one of several layers.
 
     Args:
-        candidates: functions that make the layers, by name, at least two; all outputs have one shape.
-        label: name of the decision; layers of one label choose alike.
+        candidates: constructors of the layers by name, at least two; all outputs have the same shape.
+        label: name of the decision; choices with the same label are one decision.
 
     Raises:
-        ConfigurationError: if there are fewer than two.
+        ConfigurationError: if there are fewer than two candidates.
 
     Example:
         >>> layer = LayerChoice({"skip": nn.Identity, "conv": lambda: nn.Conv2d(4, 4, 1)}, label="body")
@@ -72,7 +72,7 @@ class LayerChoice(nn.Module):
         )
 
     def forward(self, x: Any) -> Any:
-        """Return the output of the chosen layer, or of the mixture of all."""
+        """Return the output of the current layer, or of the mixture in a `Supernet`."""
         layer = self.operations[str(now(self._number))] if self.edge is None else self.edge
         return layer(x)
 
@@ -88,11 +88,11 @@ class _Input(nn.Module):
 
 @final
 class InputChoice(LayerChoice):
-    """One of several inputs, tensors of one shape; its ``forward`` takes a list of them.
+    """Choice of one of several inputs of the same shape; ``forward`` takes a list of tensors.
 
     Args:
         num_inputs: number of inputs, at least two.
-        label: name of the decision.
+        label: name of the decision; choices with the same label are one decision.
     """
 
     def __init__(self, num_inputs: int, label: str) -> None:
@@ -101,7 +101,7 @@ class InputChoice(LayerChoice):
 
 
 def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
-    """Return the module, made with those of the arguments that its constructor takes."""
+    """Construct the module with the arguments that the constructor accepts."""
     kind: Any = module
     if isinstance(module, str):
         folder, _, name = module.rpartition(".")
@@ -122,7 +122,7 @@ _SOME_SHAPE = {"num_classes": 10, "in_channels": 3, "channels": 16, "cells": 5}
 
 
 class _WeighedNetwork(nn.Module):
-    """A module whose layers to choose get the weights of a rule."""
+    """Wrapper that passes edge weights to the mixed edges inside a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -142,11 +142,12 @@ class _WeighedNetwork(nn.Module):
 @final
 @dataclass(frozen=True)
 class LayerSpace(RowSpace):
-    """Layers and inputs to choose in a module of yours, for a `Supernet`.
+    """Space of the choices of layers and inputs in a module of yours, for a `Supernet`.
 
     Attributes:
-        module: class of the module, or its path. The constructor takes ``num_classes`` and ``in_channels``,
-            and may take ``channels`` and ``cells``; ``forward`` returns logits (B, num_classes).
+        module: class of the module, or import path of the class. The constructor takes ``num_classes`` and
+            ``in_channels``, and may take ``channels`` and ``cells``; ``forward`` returns logits
+            (B, num_classes).
     """
 
     name: ClassVar[str] = "layers"
@@ -157,7 +158,7 @@ class LayerSpace(RowSpace):
 
     @cached_property
     def _candidates(self) -> dict[str, tuple[str, ...]]:
-        """Names of the candidates of every label."""
+        """Names of the candidates, by label."""
         found: dict[str, tuple[str, ...]] = {}
 
         def note(label: str, candidates: Mapping[str, Any]) -> nn.Module:
@@ -173,14 +174,14 @@ class LayerSpace(RowSpace):
 
     @property
     def operations(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the candidates if all labels have the same; else numbers."""
+        """Names of the candidates if all labels have the same ones, otherwise numbers."""
         names = max(self._candidates.values(), key=len)
         is_one = set(self._candidates.values()) == {names}
         return names if is_one else tuple(map(str, range(1, len(names) + 1)))
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """A row for every label."""
+        """One row per label."""
         return tuple(Row("network", row, row + 1) for row in range(len(self._candidates)))
 
     @cached_property
@@ -241,11 +242,11 @@ class _ModuleNetwork(SizedNetwork):
 @final
 @dataclass(frozen=True)
 class ModuleSpace(SizeSpace):
-    """All choices of a module of yours, for a `OneShot` and for searches.
+    """Space of all choices in a module of yours, for a `OneShot` and for ``fl-lightning search``.
 
     Attributes:
-        module: class of the module, or its path. The constructor takes ``num_classes`` and ``in_channels``;
-            ``forward`` returns logits (B, num_classes).
+        module: class of the module, or import path of the class. The constructor takes ``num_classes`` and
+            ``in_channels``; ``forward`` returns logits (B, num_classes).
     """
 
     name: ClassVar[str] = "module"
@@ -279,7 +280,7 @@ class ModuleSpace(SizeSpace):
         return tuple(all(depths[depth] > block for depth, block in need) for _, need in needs)
 
     def enumerate(self) -> Iterator[Architecture]:
-        """Yield all different architectures; `size` also counts choices without effect."""
+        """Yield all different architectures; they can be fewer than `size`."""
         return iter(dict.fromkeys(super().enumerate()))
 
     @override
@@ -315,4 +316,4 @@ def _cost(
     space: ModuleSpace, architecture: Architecture, side: int, in_channels: int, num_classes: int
 ) -> Cost:
     shape = {"in_channels": in_channels, "num_classes": num_classes}
-    return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]
+    return built_cost(space, architecture, side=side, **shape)

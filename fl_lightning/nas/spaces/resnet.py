@@ -1,4 +1,4 @@
-"""The ResNet space of Once-for-All: width and depth of a stage, expansion of each block.
+"""ResNet space of Once-for-All: width and depth of each stage, expansion of each block.
 
     network: stem, stages of bottleneck blocks, mean, classifier
     block: 1×1 to e·C channels - 3×3 - 1×1 to C, + x;   C: the stage's channels times its width
@@ -44,16 +44,17 @@ from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 @final
 @dataclass(frozen=True)
 class ResNet(StagedSpace):
-    """The ResNet space of Once-for-All.
+    """ResNet space of Once-for-All.
 
     Attributes:
         stem: channels of the first convolution.
-        channels: of the stages, at width 1.
-        strides: of the stages.
-        stem_strides: of the first convolution and of the pool after it; 1: no pool, a small kernel.
-        widths: to choose from for a stage: shares of its channels.
-        depths: to choose from, for each stage.
-        expansions: to choose from for a block: shares of the stage's channels inside it.
+        channels: channels of each stage at width 1.
+        strides: stride of each stage.
+        stem_strides: strides of the first convolution and of the pool after it. Stride 1 of the convolution
+            makes its kernel 3 instead of 7; stride 1 of the pool removes the pool.
+        widths: widths to choose from per stage, as factors of the channels.
+        depths: numbers of blocks to choose from, for each stage.
+        expansions: expansions to choose from per block: inner channels divided by channels of the stage.
 
     Example:
         >>> space = ResNet()
@@ -97,11 +98,11 @@ class ResNet(StagedSpace):
         )
 
     def stage_channels(self, stage: int, width: Number) -> int:
-        """Return the channels of a stage of this width, a multiple of 8."""
+        """Return the channels of a stage at a given width, a multiple of 8."""
         return multiple_of_8(self.channels[stage] * width)
 
     def blocks(self, sizes: Sequence[PartSizes]) -> list[list[tuple[Any, ...]]]:
-        """Return the arguments of each `Bottleneck`, stage by stage."""
+        """Return the arguments of each `Bottleneck`, by stage."""
         stages: list[list[tuple[Any, ...]]] = []
         before: Any = self.stem
         for stage, part in enumerate(sizes):
@@ -141,7 +142,7 @@ class ResNet(StagedSpace):
 
 
 def small_resnet() -> ResNet:
-    """Return the space for images of 32 pixels: an eighth of the channels, no halving at the stem."""
+    """Return a space for images of 32 pixels: an eighth of the channels, and no strides in the stem."""
     return ResNet(
         stem=16,
         channels=(32, 64, 128, 256),
@@ -153,19 +154,19 @@ def small_resnet() -> ResNet:
 
 
 def hidden_channels(channels: int, expansion: float) -> int:
-    """Return this share of the channels, as a multiple of 8 that is not much less."""
+    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
     return multiple_of_8(round(channels * expansion))
 
 
 class Bottleneck(nn.Module):
-    """A block; its parameters are named as in timm's `Bottleneck`.
+    """Bottleneck block; parameters have the names of timm's `Bottleneck`.
 
     Args:
-        channels_in: channels of its input.
-        channels_out: channels of its output.
-        stride: stride of its 3×3 convolution.
-        expansion: share of the output's channels that there are inside.
-        opens: whether it is the first of a stage, with a convolution as its shortcut.
+        channels_in: channels of the input.
+        channels_out: channels of the output.
+        stride: stride of the 3×3 convolution.
+        expansion: inner channels divided by `channels_out`.
+        opens: whether the block is the first of a stage, with a convolution in the shortcut.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Return the output of the block."""
         inside = self.act1(self.bn1(self.conv1(x)))
         inside = self.act2(self.bn2(self.conv2(inside)))
         inside = self.bn3(self.conv3(inside))
@@ -199,7 +200,7 @@ class Bottleneck(nn.Module):
         return self.act3(shortcut + inside)  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors with the inner channels before and after the 3×3 convolution."""
+        """Return the tensors that number the inner channels before and after the 3×3 convolution."""
         first = [(tensor, 0) for tensor in (self.conv1.weight, *norm_tensors(self.bn1))]
         second = [(tensor, 0) for tensor in (self.conv2.weight, *norm_tensors(self.bn2))]
         return [
@@ -221,7 +222,7 @@ def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequen
 
 
 class ResNetNetwork(SizedNetwork):
-    """A network of the space."""
+    """Network of the ResNet space: a plain one, or the supernet."""
 
     def __init__(
         self, space: ResNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int

@@ -1,13 +1,12 @@
 """Spaces whose decisions are sizes: widths, depths, kernels.
 
-A network consists of parts (stages). A part has its own sizes, a depth, and sizes for each of its blocks.
-Choices for blocks beyond the depth have no effect: they are 0, so that equal networks are equal
-architectures, and `size` counts each once.
+A network consists of parts (stages). A part has its own sizes, a depth, and sizes for each block. Choices of
+blocks beyond the depth have no effect and are always 0, so that equal networks are equal architectures.
 
-In strings, parts are joined by ``|``, the sizes of a part precede ``:``, its blocks are joined by ``-``, and a
+In strings, parts are joined by ``|``, the sizes of a part precede ``:``, blocks are joined by ``-``, and a
 size is a letter and a number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
 
-A supernet has choices for sizes, which its layers follow; a plain network has numbers.
+The layers of a supernet have choices as sizes; those of a plain network have numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from fl_lightning.nas.spaces.space import (
 
 @dataclass(frozen=True)
 class NamedSize:
-    """A size to choose.
+    """A named size with options.
 
     Attributes:
-        name: e.g. ``"kernel"``.
-        letter: that stands before its number in strings.
-        options: rising.
+        name: name of the size, e.g. ``"kernel"``.
+        letter: letter before the number in strings.
+        options: options in rising order.
     """
 
     name: str
@@ -51,17 +50,17 @@ class NamedSize:
     options: tuple[Number, ...]
 
     def __post_init__(self) -> None:
-        ValueChoice(self.options, self.name)  # refuses options that do not rise
+        ValueChoice(self.options, self.name)  # raises for options that do not rise
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stage and the choices in it.
+    """A stage of a network and the sizes to choose in it.
 
     Attributes:
-        name: e.g. ``"stage 1"``.
+        name: name of the stage, e.g. ``"stage 1"``.
         own: sizes of the whole stage.
-        depth: how many blocks.
+        depth: number of blocks.
         block: sizes of each block.
     """
 
@@ -72,7 +71,7 @@ class Part:
 
     @property
     def sizes(self) -> tuple[tuple[str, NamedSize], ...]:
-        """All decisions with their names, in order."""
+        """Names and sizes of all decisions of the stage, in order."""
         head = [*self.own, self.depth]
         blocks = range(1, int(self.depth.options[-1]) + 1)
         inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]
@@ -82,12 +81,12 @@ class Part:
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Sizes chosen in a stage.
+    """Values or choices of the sizes of a stage.
 
     Attributes:
-        own: of the whole stage.
+        own: sizes of the whole stage.
         depth: number of blocks.
-        blocks: of each of the blocks that there may be.
+        blocks: sizes of each block; of the largest number of blocks if the depth is a choice.
     """
 
     own: tuple[Any, ...]
@@ -96,39 +95,39 @@ class PartSizes:
 
 
 def most_blocks(part: Part) -> int:
-    """Largest number of blocks of a part."""
+    """Return the largest number of blocks of a part."""
     return int(part.depth.options[-1])
 
 
 def depths_of(part: Part) -> Iterator[int]:
-    """Return the numbers of blocks to choose from."""
+    """Yield the numbers of blocks to choose from."""
     return (int(depth) for depth in part.depth.options)
 
 
 class SizeSpace(SearchSpace):
-    """A space of sizes.
+    """Base of the spaces of sizes.
 
-    A supernet is the network whose sizes are choices; its ``forward(x, architecture=None)`` runs a part of it.
+    A supernet is a network whose sizes are choices; ``forward(x, architecture=None)`` runs a sub-network.
     """
 
     @property
     @abstractmethod
     def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
-        """Sizes to choose, with their names, in the order of the decisions."""
+        """Name and size of every decision, in order."""
 
     @abstractmethod
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """True for choices that have an effect, i.e. those of existing blocks."""
+        """Return for each choice whether it has an effect; choices of blocks beyond the depth have none."""
 
     @abstractmethod
     def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-        """Return the largest network; its ``forward(x, architecture=None)`` runs any of the space."""
+        """Return a new supernet of the space."""
 
     @abstractmethod
     def build(
         self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
     ) -> nn.Module:
-        """Return the network of an architecture, of PyTorch's layers, freshly drawn."""
+        """Return a new plain network of an architecture."""
 
     @abstractmethod
     def cost(
@@ -142,10 +141,10 @@ class SizeSpace(SearchSpace):
         """Exact cost of an architecture's network for one image.
 
         Args:
-            architecture: of this space.
-            side: of the images, in pixels.
-            in_channels: of the images.
-            num_classes: of the classifier.
+            architecture: architecture of this space.
+            side: height and width of the images, in pixels.
+            in_channels: channels of the images.
+            num_classes: number of classes.
         """
 
     @cached_property
@@ -158,16 +157,16 @@ class SizeSpace(SearchSpace):
 
     @property
     def smallest(self) -> Architecture:
-        """The first option of everything."""
+        """Architecture with the first option of every decision."""
         return self.architecture([0] * len(self.decisions))
 
     @property
     def largest(self) -> Architecture:
-        """The last option of everything."""
+        """Architecture with the last option of every decision."""
         return self.architecture([len(decision.options) - 1 for decision in self.decisions])
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture of these choices; those without effect become 0."""
+        """Return the architecture with given choices; choices without effect become 0."""
         checked = Architecture(self, tuple(int(choice) for choice in choices))
         active = self.active(checked.choices)
         pairs = zip(checked.choices, active, strict=True)
@@ -181,22 +180,20 @@ class SizeSpace(SearchSpace):
             )
 
     def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
-        """Return the network of an architecture with the supernet's weights: the same outputs."""
+        """Return a plain network with the weights of a sub-network, and so the same outputs."""
         part = self.build(architecture, **_shape(supernet))
         return subnetwork.copy(supernet, part)
 
     def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
-        """Masks of the coordinates of the supernet's parameters that a sub-network holds.
+        """Return masks of the supernet's coordinates that a sub-network uses, bool by parameter name.
 
-        Returns:
-            A mask for every parameter by name, bool, of the parameter's shape. All coordinates that
-            a step of the sub-network can move are in it, and no other.
+        True exactly for the coordinates that can get a gradient from the sub-network.
         """
         return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
 
 
 class StagedSpace(SizeSpace):
-    """A space of stages with sizes; a member writes `parts`, `network` and `cost`."""
+    """Base of the built-in spaces of stages; subclasses define `parts`, `network` and `cost`."""
 
     @property
     @abstractmethod
@@ -207,7 +204,7 @@ class StagedSpace(SizeSpace):
     def network(
         self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
     ) -> SizedNetwork:
-        """Return the network of these sizes, which are numbers or choices."""
+        """Return a network with given sizes, which are numbers or choices."""
 
     @override
     @cached_property
@@ -216,7 +213,7 @@ class StagedSpace(SizeSpace):
 
     @cached_property
     def size(self) -> int:
-        """Number of different networks."""
+        """Number of different architectures."""
         return math.prod(_count(part) for part in self.parts)
 
     @override
@@ -230,7 +227,7 @@ class StagedSpace(SizeSpace):
         return tuple(active)
 
     def sizes(self, architecture: Architecture) -> tuple[PartSizes, ...]:
-        """Return the sizes of every stage.
+        """Return the sizes of an architecture, by stage.
 
         Raises:
             ConfigurationError: if the architecture is of another space.
@@ -243,7 +240,7 @@ class StagedSpace(SizeSpace):
         return self._grouped(size.options[choice] for (_, size), choice in pairs)
 
     def _grouped(self, values: Iterable[Any]) -> tuple[PartSizes, ...]:
-        """Return values of all sizes, in the order of the decisions, by parts."""
+        """Group values, given in the order of the decisions, by stage."""
         taken, stages = iter(values), []
         for part in self.parts:
             own = tuple(next(taken) for _ in part.own)
@@ -253,12 +250,12 @@ class StagedSpace(SizeSpace):
         return tuple(stages)
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
+        """Return the string of an architecture, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
         pairs = zip(self.parts, self._sizes(choices), strict=True)
         return "|".join(part_text(part, sizes) for part, sizes in pairs)
 
     def parse(self, text: str) -> Architecture:
-        """Return the architecture of a string."""
+        """Parse the string of an architecture."""
         reader = ArchitectureReader(text.strip(), self.name)
         choices: list[int] = []
         for number, part in enumerate(self.parts):
@@ -304,7 +301,7 @@ class SizedNetwork(nn.Module):
         in_channels: channels of the images.
 
     Attributes:
-        choices: choices that the layers follow, in the order of the space's decisions; none in a plain network.
+        choices: choices of the layers, in the order of the space's decisions; empty in a plain network.
     """
 
     def __init__(self, space: SizeSpace, num_classes: int, in_channels: int) -> None:
@@ -313,7 +310,7 @@ class SizedNetwork(nn.Module):
         self.choices: list[ValueChoice] = []
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of the largest network, or of a part of a supernet."""
+        """Return logits (B, num_classes); a supernet runs a sub-network, the largest if None."""
         if self.choices:
             chosen = self.space.largest if architecture is None else architecture
             self.space.check_own(chosen)
@@ -323,7 +320,7 @@ class SizedNetwork(nn.Module):
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits (B, num_classes) under the present choices."""
+        """Return logits (B, num_classes) under the current choices."""
 
 
 def _shape(supernet: nn.Module) -> dict[str, int]:
@@ -346,7 +343,7 @@ def _choices(part: Part) -> Iterator[tuple[int, ...]]:
 
 
 def part_text(part: Part, chosen: PartSizes) -> str:
-    """String of the choices in a part."""
+    """Return the string of the sizes of a part."""
     own = _sizes_text(part.own, chosen.own)
     blocks = "-".join(_sizes_text(part.block, block) for block in chosen.blocks)
     return f"{own}:{blocks}" if own else blocks
@@ -358,7 +355,7 @@ def _sizes_text(sizes: Sequence[NamedSize], numbers: Sequence[Number]) -> str:
 
 
 def read_part(reader: ArchitectureReader, part: Part) -> list[int]:
-    """Pass a part; return the choices of all its decisions."""
+    """Read a part of a string; return the choices of all decisions of the part."""
     own = [_read_size(reader, part.name, size) for size in part.own]
     if own:
         reader.expect(":")
@@ -379,20 +376,20 @@ def _read_block(reader: ArchitectureReader, part: Part) -> list[int]:
 
 
 def _read_size(reader: ArchitectureReader, part: str, size: NamedSize) -> int:
-    """Pass a letter and a number."""
+    """Read a letter and a number; return the index of the option."""
     reader.expect(size.letter)
     options = [f"{option:g}" for option in size.options]
     return reader.option(options, f"{size.name} of a block of {part}")
 
 
 def finish_settings(space: SearchSpace) -> None:
-    """Check the numbers of a space's settings, and turn lists, as of a YAML file, into tuples.
+    """Check that all numbers in the settings of a space are above 0, and convert lists to tuples.
 
     Args:
-        space: a frozen dataclass of numbers, which must be above 0, and lists of them.
+        space: frozen dataclass whose fields are numbers and lists of numbers, e.g. from YAML.
 
     Raises:
-        ConfigurationError: for a number out of range.
+        ConfigurationError: for a number that is not above 0.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import ResNet

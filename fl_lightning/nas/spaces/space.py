@@ -1,8 +1,7 @@
-"""Base of the spaces of architectures: decisions with options, and a parser for strings.
+"""Base of the search spaces: decisions with options, architectures, and a parser for their strings.
 
-An architecture has one option for every decision. Architectures with equal choices are equal, the string
-of an architecture contains all choices, and the space's `parse` reads it; errors name the position in the
-string.
+An architecture has one option for every decision. The string of an architecture contains all choices, and
+`parse` of the space reads it; errors name the position in the string.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MOST_ENUMERATED = 1_000_000
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision and its options, in the order of their numbers.
+    """A decision of a search space and its options.
 
     Attributes:
         name: name of the decision, e.g. ``"0→1"`` for an edge or ``"stage 2 depth"``.
@@ -38,11 +37,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A member of a space; ``str`` of it is its canonical string.
+    """An architecture of a search space; ``str(architecture)`` is the canonical string.
 
     Attributes:
-        space: the space.
-        choices: number of the chosen option of every decision.
+        space: space of the architecture.
+        choices: index of the chosen option of every decision.
 
     Raises:
         ConfigurationError: if there is not one valid choice per decision.
@@ -85,7 +84,7 @@ class SearchSpace(ABC):
         """Decisions, in the order of an architecture's choices."""
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the canonical string of these choices: ``name=option|name=option`` by default."""
+        """Return the canonical string of given choices; by default ``name=option|name=option``."""
         pairs = zip(self.decisions, choices, strict=True)
         return "|".join(f"{decision.name}={decision.options[choice]}" for decision, choice in pairs)
 
@@ -93,7 +92,7 @@ class SearchSpace(ABC):
         """Parse the string of an architecture.
 
         Raises:
-            ConfigurationError: if it is none; the message has the position of the error.
+            ConfigurationError: if the string is invalid; the message names the position.
         """
         reader, choices = ArchitectureReader(text.strip(), self.name), []
         for number, decision in enumerate(self.decisions):
@@ -103,7 +102,7 @@ class SearchSpace(ABC):
         return self.architecture(choices)
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture with these choices."""
+        """Return the architecture with given choices."""
         return Architecture(self, tuple(int(choice) for choice in choices))
 
     @property
@@ -137,7 +136,7 @@ class SearchSpace(ABC):
 
 
 class ArchitectureReader:
-    """A parser with a position in the string of an architecture.
+    """Parser of the string of an architecture; keeps the position for error messages.
 
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
@@ -155,20 +154,20 @@ is 'skip'; expected an operation: conv, pool
         self.place = 0
 
     def expect(self, piece: str) -> None:
-        """Read a piece.
+        """Read an exact piece of text.
 
         Raises:
-            ConfigurationError: if the string has something else there.
+            ConfigurationError: if the string has something else at this position.
         """
         if not self.text.startswith(piece, self.place):
             self.refuse(f"expected {piece!r}")
         self.place += len(piece)
 
     def word(self, words: Sequence[str], what: str) -> int:
-        """Read one of these words, and return its index.
+        """Read one of several words, and return the index of the word.
 
         Raises:
-            ConfigurationError: if the string has something else there.
+            ConfigurationError: if the string has something else at this position.
         """
         found = self._match(r"\w*")
         if found not in words:
@@ -178,10 +177,10 @@ is 'skip'; expected an operation: conv, pool
         return words.index(found)
 
     def option(self, options: Sequence[str], what: str) -> int:
-        """Read the longest of these options that fits, so that 3.5 is not read as 3; return its index.
+        """Read the longest option that fits, so that 3.5 is not read as 3; return the option's index.
 
         Raises:
-            ConfigurationError: if the string has something else there.
+            ConfigurationError: if the string has something else at this position.
         """
         for option in sorted(options, key=len, reverse=True):
             if self.text.startswith(option, self.place):
@@ -190,10 +189,10 @@ is 'skip'; expected an operation: conv, pool
         return self.refuse(f"expected the {what}: {', '.join(options)}")
 
     def number(self, allowed: Sequence[int], what: str) -> int:
-        """Read one of these numbers, and return it.
+        """Read one of several whole numbers, and return the number.
 
         Raises:
-            ConfigurationError: if the string has something else there.
+            ConfigurationError: if the string has something else at this position.
         """
         found = self._match(r"\d*")
         if not found or int(found) not in allowed:

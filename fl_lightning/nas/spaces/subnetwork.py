@@ -1,14 +1,14 @@
-"""Sub-networks of a supernet: their weights, their coordinates, and the order of channels.
+"""Sub-networks of a supernet: copying their weights, masks of their coordinates, sorting of channels.
 
-A plain network has the same layer names as the supernet. Its tensors are the first rows and columns of the
-supernet's tensors of the same name; other layers define `copy_to` and `held_by`.
+A plain network has the layer names of the supernet, and its tensors are the first rows and columns of the
+supernet's. Elastic layers where this does not hold define `copy_to` and `held_by`.
 
-The most important channels are sorted to the front, so that a narrow sub-network keeps them:
+`sort_channels` moves the most important channels to the front, so that a narrow sub-network keeps them:
 
     importance of channel j = Σ |W_next[:, j]|,   the L1 norm of its weights in the next layer
 
-Permuting the inner channels of a block, in all tensors that have them, does not change the outputs of the
-largest network. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
+A permutation of the inner channels of a block, in all tensors that number them, does not change the output
+of the largest network. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fl_lightning.nas.spaces.elastic import ElasticDepthwise, ElasticQKV
 
 
 def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
-    """Write a supernet's weights and statistics into a plain network of smaller size; return that.
+    """Copy weights and statistics of a supernet into a plain network of smaller size; returns the latter.
 
     Args:
-        supernet: with elastic layers.
-        part: whose layers are named alike. It gets the supernet's device, precision and mode.
+        supernet: network with elastic layers.
+        part: plain network with the same layer names; gets the device, precision and mode of the supernet.
     """
     like = next(supernet.parameters())
     part.to(like.device, like.dtype).train(supernet.training)
@@ -45,11 +45,11 @@ def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
 
 
 def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """Return a mask for every parameter of a supernet: which coordinates a sub-network holds.
+    """Return a mask for every parameter of a supernet: the coordinates that a sub-network uses.
 
     Args:
-        supernet: with elastic layers.
-        build: makes the plain network; no memory is taken for it.
+        supernet: network with elastic layers.
+        build: function that builds the plain network; runs on the meta device, without memory.
     """
     with torch.device("meta"):
         part = build()
@@ -70,12 +70,12 @@ def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tenso
 
 
 def first(whole: Tensor, shape: torch.Size) -> Tensor:
-    """Return the view of the first coordinates, as many as ``shape`` says in each dimension."""
+    """Return a view of the leading block of a tensor with a given shape."""
     return whole[tuple(slice(length) for length in shape)]
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold tensors: activations may be modules here and functions there."""
+    """Yield the modules with parameters or buffers of their own."""
     for name, layer in network.named_modules():
         if next(_own_tensors(layer), None) is not None:
             yield name, layer
@@ -88,11 +88,11 @@ def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels inside a block.
+    """Inner channels of a block.
 
     Attributes:
-        places: the tensors that number them, each with the dimension that does.
-        ranked_by: the next layer's weights, with the dimension.
+        places: tensors that have the channels as a dimension, with the index of the dimension.
+        ranked_by: weights of the next layer with the index of the dimension, for the importance.
     """
 
     places: tuple[tuple[Tensor, int], ...]
@@ -106,23 +106,23 @@ class Channels:
 
     @property
     def importance(self) -> Tensor:
-        """The L1 norm of each channel, shape (channels,)."""
+        """L1 norm of the weights of each channel in the next layer, shape (channels,)."""
         weights, dimension = self.ranked_by
         return weights.detach().abs().transpose(0, dimension).flatten(1).sum(1)
 
 
 def norm_tensors(norm: nn.BatchNorm2d) -> list[Tensor]:
-    """Tensors of a batch norm with one number per channel."""
+    """Return the tensors of a batch norm that have one value per channel."""
     candidates = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     return [tensor for tensor in candidates if tensor is not None]
 
 
 def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
-    """Return the channels by falling importance; of equal ones the earlier first.
+    """Return the channels in the order of falling importance; equal ones keep their order.
 
     Args:
-        importance: of each channel, shape (channels,).
-        widths: rising; channels stay on their side of each.
+        importance: importance of each channel, shape (channels,).
+        widths: rising widths; no channel is moved across a width.
 
     Example:
         >>> ranking(torch.tensor([1.0, 3.0, 2.0, 4.0])).tolist()
@@ -139,15 +139,15 @@ def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
 
 
 def sort_channels(network: nn.Module, trained: Iterable[nn.Module] = ()) -> None:
-    """Sort the channels inside every block of a supernet, in place.
+    """Sort the inner channels of every block of a supernet by importance, in place.
 
-    The largest network computes the same; smaller ones now use what counts most. An optimizer's
-    memory is not permuted: start it anew.
+    The outputs of the largest network do not change; narrower networks get the most important channels. The
+    state of an optimizer is not sorted: reset it.
 
     Args:
-        network: whose blocks say by `hidden_channels` where channels live.
-        trained: plain networks of sub-networks that keep computing the same (`SizeSpace.build`; the
-            numbers in them do not matter): no channel leaves or enters them.
+        network: supernet whose blocks define `hidden_channels`.
+        trained: plain networks whose outputs must not change either, e.g. because they already train; only
+            their sizes matter.
     """
     smaller = [dict(plain.named_modules()) for plain in trained]
     with torch.no_grad():

@@ -1,12 +1,12 @@
-"""The vision transformer space of AutoFormer: features, depth, and heads and MLP ratio of each block.
+"""Vision transformer space of AutoFormer: features, depth, and heads and MLP ratio of each block.
 
     network: patches, class token, blocks, norm, classifier
     block: x <- x + attention(norm(x)),   x <- x + W₂ gelu(W₁ norm(x))
 
-Features are the same in all blocks (the residual stream); a head has 64 of its own in every block.
-Parameters are named as in timm's `VisionTransformer`.
+All blocks have the same number of features (the residual stream), and every head has 64. Parameters have
+the names of timm's `VisionTransformer`.
 Source: Chen et al. 2021, ICCV (AutoFormer), table 1 ("supernet-tiny"); Dosovitskiy et al. 2021.
-Differs: without relative positions; the class token is read, as in the original transformer.
+Differs: no relative positions; the classifier reads the class token, as in the original transformer.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ViT(StagedSpace):
-    """The vision transformer space of AutoFormer.
+    """Vision transformer space of AutoFormer.
 
     Attributes:
-        image_side: of the images, in pixels.
-        patch: side of a patch, which divides it.
-        features: to choose from for the network.
-        heads: to choose from for a block.
-        ratios: to choose from for a block: features inside its MLP for each outside.
-        depths: to choose from.
-        head_features: of a head.
+        image_side: height and width of the images, in pixels.
+        patch: height and width of a patch in pixels; divides `image_side`.
+        features: numbers of features to choose from, equal in all blocks.
+        heads: numbers of heads to choose from, per block.
+        ratios: MLP ratios to choose from, per block: inner features of the MLP divided by features.
+        depths: numbers of blocks to choose from.
+        head_features: number of features per head.
 
     Example:
         >>> space = ViT(depths=(1, 2))
@@ -91,7 +91,7 @@ class ViT(StagedSpace):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """One: all blocks have the same features."""
+        """A single part, because all blocks have the same features."""
         own = (NamedSize("features", "d", self.features),)
         block = (NamedSize("heads", "h", self.heads), NamedSize("ratio", "m", self.ratios))
         return (Part("network", own, NamedSize("depth", "", self.depths), block),)
@@ -113,7 +113,7 @@ class ViT(StagedSpace):
         """Exact cost of an architecture's network for one image.
 
         Raises:
-            ConfigurationError: if images have another side than the space is for.
+            ConfigurationError: if `side` is not the `image_side` of the space.
         """
         if side != self.image_side:
             raise ConfigurationError(
@@ -150,7 +150,7 @@ _EPSILON = 1e-6  # of norms, as in timm's
 
 
 class Mlp(nn.Module):
-    """Two affine maps with a GELU between."""
+    """MLP of a block: two linear layers with a GELU between."""
 
     def __init__(self, features: Size, hidden: Size) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Mlp(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP, each after a norm and beside a shortcut."""
+    """Transformer block: attention and MLP, each with a norm before and a shortcut."""
 
     def __init__(self, features: Size, heads: Size, head_features: int, ratio: Size) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors with the heads and the MLP's inner features."""
+        """Return the tensors that number the heads, and those that number the inner features of the MLP."""
         qkv, size = self.attn.qkv, self.attn.head_features
         heads = [(tensor.data.unflatten(0, (3, -1, size)), 1) for tensor in (qkv.weight, qkv.bias)]
         mixed = (self.attn.proj.weight.data.unflatten(1, (-1, size)), 1)
@@ -190,12 +190,12 @@ class TransformerBlock(nn.Module):
 
 
 def hidden(features: int, ratio: float) -> int:
-    """Number of inner features of an MLP."""
+    """Return the number of inner features of an MLP."""
     return int(features * ratio)
 
 
 class PatchEmbedding(nn.Module):
-    """Non-overlapping patches as tokens."""
+    """Embedding of non-overlapping patches of an image as tokens."""
 
     def __init__(self, channels: int, features: Size, patch: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ViTNetwork(SizedNetwork):
-    """A network of the space."""
+    """Network of the vision transformer space: a plain one, or the supernet."""
 
     def __init__(self, space: ViT, sizes: PartSizes, num_classes: int, in_channels: int) -> None:
         super().__init__(space, num_classes, in_channels)

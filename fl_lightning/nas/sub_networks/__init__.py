@@ -1,1 +1,1 @@
-"""One-shot networks: methods of training, clients' capabilities, evaluation of sub-networks."""
+"""Training of a network of all sizes: methods, budgets of clients, evaluation of sub-networks."""

@@ -1,15 +1,14 @@
-"""AttentiveNAS: a sandwich whose sub-networks are the best, or the worst, of several of similar cost.
+"""AttentiveNAS: a sandwich whose drawn sub-networks are the best, or the worst, of several of similar cost.
 
-    L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest),   s_i by `attentive_draw`:
+    losses as in `Sandwich`:  CE(largest, y), KD(smallest, largest), KD(s_i, largest)
 
-    bin t ~ how often uniform draws fall into it
-    k candidates, each:  size i ~ how often uniform draws of bin t have each option of it,
-                         drawn anew until the cost falls into bin t, at most 100 times more
-    BestUp: argmax of the predicted accuracy,   WorstUp: argmin
+    draw a bin of costs, with the frequency of uniformly drawn sub-networks in it
+    draw k candidates in the bin: options with their frequency in the bin, again until the cost is in the bin
+    s_i = the candidate with the lowest loss on the step's batch (BestUp), or the highest (WorstUp)
 
-Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4: best of 50 by a predictor; the released configuration
-has the best of 3 by the loss of the batch, which its authors found better, and its code the 100.
-Differs: the bins cut the range of costs that was seen into equal ones; theirs are 25 million multiply-adds wide.
+Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4, and its released configuration: the best of 3 by the
+loss of the batch, which its authors found better than the best of 50 by a predictor.
+Differs: bins divide the range of costs into equal parts; in the paper they are 25 million multiply-adds wide.
 """
 
 from __future__ import annotations
@@ -28,38 +27,29 @@ from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.accuracy import AccuracyPredictor
 from fl_lightning.nas.sub_networks.capability import within
-from fl_lightning.nas.sub_networks.methods import (
-    Method,
-    Predict,
-    Step,
-    sandwich,
-    taught,
-)
+from fl_lightning.nas.sub_networks.methods import Method, Step, sandwich, taught
 
 Keep = Literal["best", "worst"]
 
 
-_MORE_TRIALS = 100  # then a candidate of another bin is taken, as in the released code
+_MORE_TRIALS = 100  # then a candidate of another bin is used, as in the released code
 
 
 @final
 @dataclass(frozen=True)
 class Attentive(Method):
-    """AttentiveNAS: a sandwich of which the drawn ones are the best or the worst of their cost.
+    """AttentiveNAS: a sandwich whose drawn sub-networks are the best or worst of several of similar cost.
 
-    Candidates are compared by what a predictor says of them, or without one by their loss on the
-    step's batch, as published both. Where a client cannot afford one, its part within the limit is
-    compared.
+    Candidates are compared by their loss on the step's batch. Candidates over the budget of a client are
+    cut to the client's limit first.
 
     Attributes:
-        keep: the ``"best"`` or the ``"worst"``.
-        num_candidates: of which one is kept, at least 1; published: 50 by a predictor, 3 by loss.
-        num_drawn: how many are kept in a step, at least 0.
-        num_bins: of multiply-adds.
-        pool: how many sub-networks are drawn when a run begins, to count who falls into which bin.
-        predictor: of accuracy; sub-networks are drawn uniformly until it begins.
+        keep: candidate that is kept, ``"best"`` or ``"worst"``.
+        num_candidates: number of candidates of which one is kept, at least 1.
+        num_drawn: number of kept sub-networks per step, at least 0.
+        num_bins: number of bins of multiply-adds, at least 1.
+        pool: number of uniformly drawn sub-networks that are counted into the bins, at least 1.
     """
 
     keep: Keep = "best"
@@ -67,7 +57,6 @@ class Attentive(Method):
     num_drawn: int = 2
     num_bins: int = 25
     pool: int = 2000
-    predictor: AccuracyPredictor | None = None
 
     def __post_init__(self) -> None:
         check_range("num_drawn", self.num_drawn, "at least 0")
@@ -76,23 +65,20 @@ class Attentive(Method):
 
     @override
     def loss(self, step: Step) -> Tensor:
-        is_guided = self.predictor is None or step.predict is not None
         networks = sandwich(
             step.space,
             step.generator,
             num_drawn=self.num_drawn,
-            draw=partial(self._draw, step) if is_guided else step.drawn,
+            draw=partial(self._draw, step),
             largest=step.limit,
         )
         return taught(step, networks)
 
     def _draw(self, step: Step, generator: torch.Generator) -> Architecture:
-        """Return the best or the worst of a bin, cut to the step's limit."""
+        """Return the best or worst of several candidates of a bin, cut to the limit of the step."""
 
         def scores(candidates: Sequence[Architecture]) -> Sequence[float]:
             parts = [within(candidate, step.limit) for candidate in candidates]
-            if step.predict is not None:
-                return step.predict(parts)
             with torch.no_grad():
                 return [-step.labels_loss(step.logits(part)).item() for part in parts]
 
@@ -107,15 +93,15 @@ class Attentive(Method):
 
 @dataclass(frozen=True, eq=False)
 class CostBins:
-    """Shares of uniformly drawn sub-networks in each bin of cost, and their options.
+    """Frequencies of uniformly drawn sub-networks in bins of cost, and of their options in each bin.
 
     Attributes:
-        space: of the sub-networks.
-        cost: of an architecture.
-        edges: of the bins, (num_bins + 1,), rising; what costs less or more is in the outer ones.
-        shares: how often draws fall into each bin, (num_bins,).
-        options: how often draws of a bin have each option of each size, (num_bins, num_sizes,
-            num_options); rows of sizes with fewer options end in 0.
+        space: space of the sub-networks.
+        cost: function for the cost of an architecture.
+        edges: rising edges of the bins, shape (num_bins + 1,); costs outside belong to the outer bins.
+        shares: share of the draws in each bin, shape (num_bins,).
+        options: share of each option of each size among the draws of a bin, shape (num_bins, num_sizes,
+            num_options); 0 for options that a size lacks.
     """
 
     space: SizeSpace
@@ -125,11 +111,11 @@ class CostBins:
     options: Tensor
 
     def of(self, cost: float) -> int:
-        """Return the bin of a cost."""
+        """Return the index of the bin of a cost."""
         return int(_bins(torch.tensor([cost], dtype=torch.float64), self.edges))
 
     def draw(self, number: int, generator: torch.Generator) -> Architecture:
-        """Return a sub-network of a bin; of any bin where 101 draws miss it."""
+        """Return a random sub-network of a bin, or of another bin if 101 draws miss it."""
         for _ in range(1 + _MORE_TRIALS):
             choices = torch.multinomial(self.options[number], 1, generator=generator)
             drawn = self.space.architecture(choices.flatten().tolist())
@@ -138,7 +124,7 @@ class CostBins:
         return drawn
 
 
-@lru_cache(maxsize=4)  # a pure function, and two seconds
+@lru_cache(maxsize=4)  # a pure function that takes two seconds
 def bins_by_cost(
     space: SizeSpace,
     cost: Callable[[Architecture], float],
@@ -147,14 +133,14 @@ def bins_by_cost(
     num_drawn: int = 2000,
     num_bins: int = 25,
 ) -> CostBins:
-    """Draw sub-networks uniformly and count how many fall into each bin of cost.
+    """Draw sub-networks uniformly and count them by bins of cost.
 
     Args:
-        space: of sizes.
-        cost: of an architecture, e.g. its FLOPs.
-        seed: of the run.
-        num_drawn: how many.
-        num_bins: into how many the range from the cheapest to the dearest is cut.
+        space: space of sizes.
+        cost: function for the cost of an architecture, e.g. FLOPs.
+        seed: seed of the run.
+        num_drawn: number of drawn sub-networks.
+        num_bins: number of equal bins between the lowest and the highest drawn cost.
     """
     generator = torch_generator(seed, "attentive bins")
     num_options = [len(decision.options) for decision in space.decisions]
@@ -178,28 +164,28 @@ def bins_by_cost(
 
 
 def _bins(costs: Tensor, edges: Tensor) -> Tensor:
-    """Return the number of the bin of each cost."""
+    """Return the index of the bin of each cost."""
     return (torch.bucketize(costs, edges, right=True) - 1).clamp(0, len(edges) - 2)
 
 
 def attentive_draw(
     bins: CostBins,
-    predict: Predict,
+    score: Callable[[Sequence[Architecture]], Sequence[float]],
     generator: torch.Generator,
     *,
     keep: Keep = "best",
     num_candidates: int = 50,
 ) -> Architecture:
-    """Return the best or the worst of some sub-networks of one bin, of equals the first.
+    """Return the best or worst of several random sub-networks of one bin; the first of equal ones.
 
     Args:
-        bins: of the space.
-        predict: a number for each of several architectures: higher is better.
-        generator: of the draws.
-        keep: the ``"best"`` or the ``"worst"``.
-        num_candidates: of which that is kept.
+        bins: bins of the space.
+        score: function for the scores of architectures, higher is better.
+        generator: generator of the draws.
+        keep: ``"best"`` or ``"worst"``.
+        num_candidates: number of candidates.
     """
     number = int(torch.multinomial(bins.shares, 1, generator=generator))
     candidates = [bins.draw(number, generator) for _ in range(num_candidates)]
-    scores = np.asarray(predict(candidates))
+    scores = np.asarray(score(candidates))
     return candidates[int(scores.argmax() if keep == "best" else scores.argmin())]

@@ -1,18 +1,18 @@
-"""Capabilities of clients: a budget each, and the part of the network that each can afford.
+"""Capabilities of clients: a budget for each client, and the largest sub-network within it.
 
-    limit of a client = the largest sub-network within its budget   (`largest_within`)
-    it trains the sub-networks inside the limit, and holds the coordinates of all of them
+    limit of a client = the largest sub-network within the client's budget   (`largest_within`)
+    a client trains the sub-networks inside the limit, and holds the coordinates of all of them
 
-A budget is in multiply-adds, parameters or activations, or in milliseconds on the client's device; or, if
-relative, a multiple of the cost of the largest network.
+A budget is in multiply-adds, parameters or activations, or in milliseconds on the client's device. A
+relative budget is a multiple of the cost of the largest network.
 
-A sub-network is inside the limit if no size is larger. A network that costs less but is, for example,
-deeper than the limit has coordinates that the client does not hold.
+A sub-network is inside the limit if none of its sizes is larger than in the limit. A network that is cheaper
+but, for example, deeper than the limit is not inside.
 
-`largest_within` grows the smallest network: the size that is smallest relative to its options is raised
-first, while the result fits, until no size can be raised. So rising budgets give networks of similar shape,
-rather than one deep and narrow, another wide and shallow.
-Source of the setting: Diao et al. 2021 (HeteroFL); the rule of growth is ours.
+`largest_within` starts from the smallest network, and repeatedly raises the size with the lowest position
+among its options, as long as the network stays within the budget. So networks of different budgets have
+similar shapes, rather than one deep and narrow, another wide and shallow.
+Source of the setting: Diao et al. 2021 (HeteroFL). `largest_within` is our own rule.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Capability(ABC):
         """Return the budget of every client.
 
         Raises:
-            ConfigurationError: if there is not one for each.
+            ConfigurationError: if the budget of a client is missing.
         """
 
     @abstractmethod
@@ -170,7 +170,7 @@ class BudgetTable(Capability):
         return [budget for budget, _ in self._rows(num_clients)]
 
     def latencies(self, num_clients: int) -> list[str | None]:
-        """Return the third column."""
+        """Return the latency file of every client, from the third column; None if it is empty."""
         return [file for _, file in self._rows(num_clients)]
 
     def _rows(self, num_clients: int) -> list[tuple[float, str | None]]:
@@ -232,7 +232,7 @@ def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Arch
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:
-    """Reduce every size of an architecture to at most that of another.
+    """Return an architecture with every size reduced to at most the size in the limit.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import small_resnet
@@ -245,10 +245,11 @@ def within(architecture: Architecture, limit: Architecture) -> Architecture:
 
 
 def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[str, Tensor]:
-    """Mask of the coordinates that any sub-network inside a limit holds, bool by parameter name.
+    """Return the mask of all coordinates that sub-networks inside a limit hold, bool by parameter name.
 
-    A smaller kernel is computed from a larger one by a matrix, which the limit itself does not hold. So
-    each kind of size is lowered once to each of its options, and the masks are united.
+    The limit alone is not enough: a smaller kernel is computed from a larger one by a matrix that only
+    networks with the smaller kernel hold. So the result is the union over the limit and the networks with
+    one kind of size lowered to each of its options.
     """
     masks = space.held(supernet, limit)
     kinds = {size.name: len(size.options) for _, size in space.named_sizes}
@@ -272,16 +273,15 @@ def _is_budget(value: float) -> bool:
 def largest_within(
     space: SizeSpace, cost: Callable[[Architecture], float], budget: float
 ) -> Architecture:
-    """Return a sub-network within a budget of which no size can be raised.
+    """Return a sub-network within a budget, grown until no size can be raised.
 
     Args:
         space: space of sizes.
-        cost: cost of an architecture, in FLOPs, parameters or milliseconds; it must not fall when a size
-            is raised.
-        budget: budget in the same unit.
+        cost: cost of an architecture; must not fall when a size is raised.
+        budget: budget in the unit of the cost.
 
     Raises:
-        ConfigurationError: if the smallest sub-network costs more.
+        ConfigurationError: if the smallest sub-network is over the budget.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import small_resnet

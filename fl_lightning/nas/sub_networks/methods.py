@@ -1,21 +1,21 @@
-"""Methods that train a network of all sizes: the sub-networks and the loss of a step.
+"""Methods that train a network of all sizes: choice of sub-networks and loss of a step.
 
     RandomPath   CE(s_i, y)                                          s_i drawn uniformly
-    Shrinking    CE(largest, y), CE(s_i, y) + λ KD(s_i, largest)     s_i drawn from what a round allows
+    Shrinking    CE(largest, y), CE(s_i, y) + λ KD(s_i, largest)     s_i drawn from the options of a round
     Sandwich     CE(largest, y), KD(smallest, largest), KD(s_i, largest)
-    Attentive    the same, s_i the best or the worst of several of similar cost: in `attentive`
+    Attentive    as Sandwich, s_i the best or worst of several of similar cost: in `attentive`
 
-The loss of a step is the mean of these, so that the learning rate of a single network fits any number.
+The loss of a step is the mean of these terms, so that a learning rate fits any number of sub-networks.
 
-    KD(s, t) = -Σ_k p_k log q_k,   p: softmax of t's logits, fixed; q: of s's; its gradient is q - p
+    KD(s, t) = -Σ_k p_k log q_k,   p: softmax of the logits of t, constant; q: softmax of those of s
 
-A client of limited capability has its largest for the largest, and its draws are cut to it. What is drawn is a
-pure function of (seed, round, client, step): a run that goes on draws what it would have drawn.
-Progressive shrinking lets smaller options join one after the other, as rounds go by: first only the largest;
-then kernels, depths and widths, in this order, each an option at a time.
+For a client with a budget, the largest network is the client's limit, and drawn networks are cut to it.
+Draws are a pure function of (seed, round, client, step), so that a resumed run repeats them.
+Progressive shrinking adds smaller options over the rounds: first only the largest network trains, then
+kernels, depths and widths join in this order, one option at a time.
 Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
-Differs: losses are averaged, both papers add them up. Shrinking's teacher is the present largest network, which
-goes on learning from labels; theirs is a copy from before it shrinks, and the largest is trained no more.
+Differs: both papers add losses up. The teacher of `Shrinking` is the current largest network, which keeps
+learning from labels; in the paper it is a copy from before shrinking, and the largest does not train on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import torch_generator
@@ -36,25 +37,21 @@ from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import CostOf, within
 
-# accuracies of several architectures: higher is better
-Predict = Callable[[Sequence[Architecture]], Sequence[float]]
-
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A local step on a batch.
+    """Inputs of a local step: networks, losses and draws.
 
     Attributes:
-        limit: the largest sub-network that may train.
-        round_: of the federation, or epoch without one.
-        num_rounds: planned; 0 if nobody knows.
-        generator: of the step's draws.
-        seed: of what is drawn once in a run.
-        cost: of an architecture, in multiply-adds.
-        logits: of a sub-network on the batch.
-        labels_loss: of logits.
-        whole: what makes the logits of the largest, with all that regularises it.
-        predict: accuracies of architectures; None before a run has learnt to.
+        limit: largest sub-network that the client trains.
+        round_: index of the round, or of the epoch without a federation.
+        num_rounds: planned number of rounds; 0 if unknown.
+        generator: generator of the step's draws.
+        seed: seed of draws that are made once per run.
+        cost: cost of an architecture, in multiply-adds.
+        logits: function for the logits of a sub-network on the batch.
+        labels_loss: function for the loss of logits against the labels of the batch.
+        whole: function for the logits of the largest network, with dropout if it is on.
     """
 
     limit: Architecture
@@ -66,38 +63,37 @@ class Step:
     logits: Callable[[Architecture], Tensor]
     labels_loss: Callable[[Tensor], Tensor]
     whole: Callable[[Architecture], Tensor]
-    predict: Predict | None = None
 
     @property
     def space(self) -> SizeSpace:
-        """Space to draw from."""
+        """Space of the sub-networks."""
         space = self.limit.space
         assert isinstance(space, SizeSpace)
         return space
 
     def drawn(self, generator: torch.Generator) -> Architecture:
-        """Return a sub-network, drawn uniformly, then cut to the limit."""
+        """Return a uniformly drawn sub-network, cut to the limit."""
         return within(self.space.sample(generator), self.limit)
 
 
 class Method(ABC):
-    """A way to train sub-networks; a frozen dataclass without state."""
+    """Base of the methods that train sub-networks; subclasses are frozen dataclasses."""
 
     @abstractmethod
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of a step, the mean over the sub-networks that it trains."""
+        """Return the loss of a step, averaged over the sub-networks that train."""
 
-    def check(self, space: SizeSpace) -> None:  # noqa: B027 - most can train any
-        """Raise ConfigurationError for a space that the method cannot train, saying why."""
+    def check(self, space: SizeSpace) -> None:  # noqa: B027 - most methods train any space
+        """Raise ConfigurationError for a space that the method cannot train."""
 
 
 @final
 @dataclass(frozen=True)
 class RandomPath(Method):
-    """Trains sub-networks drawn uniformly, by labels.
+    """Trains uniformly drawn sub-networks by labels.
 
     Attributes:
-        num_drawn: how many in a step, at least 1.
+        num_drawn: number of sub-networks per step, at least 1.
     """
 
     num_drawn: int = 1
@@ -105,8 +101,8 @@ class RandomPath(Method):
     def __post_init__(self) -> None:
         check_range("num_drawn", self.num_drawn, "at least 1")
 
+    @override
     def loss(self, step: Step) -> Tensor:
-        """Return the mean of the cross-entropies."""
         drawn = [step.drawn(step.generator) for _ in range(self.num_drawn)]
         return _mean(step.labels_loss(step.logits(network)) for network in drawn)
 
@@ -114,18 +110,18 @@ class RandomPath(Method):
 @final
 @dataclass(frozen=True)
 class Shrinking(Method):
-    """Once-for-All's progressive shrinking.
+    """Progressive shrinking of Once-for-All: smaller options join over the rounds.
 
     Attributes:
-        rounds: of the phases: of the largest network alone, then of each option that joins; the last
-            phase lasts. None: phases of equal length, over the rounds of the run.
-        order: names of sizes, in the order in which they shrink; None: kernel, depth, widths.
-        num_drawn: sub-networks in a step, at least 1.
-        distillation: λ, how much the largest teaches them, at least 0.
+        rounds: number of rounds of each phase: the largest network alone, then one phase per option that
+            joins; the last phase has no end. None for phases of equal length.
+        order: names of the sizes in the order in which they shrink; None for kernel, depth, widths.
+        num_drawn: number of drawn sub-networks per step, at least 1.
+        distillation: weight λ >= 0 of the distillation from the largest network.
         sort: whether channels are sorted by importance before a narrower width joins, see
             `sort_before_round`.
-        keep_largest: whether the largest learns from labels in every step, beside the drawn ones. As
-            published it does not; in a short run drawn networks then overwrite it.
+        keep_largest: whether the largest network learns from labels in every step, beside drawn networks.
+            False as published; in a short run drawn networks then overwrite the largest.
     """
 
     rounds: tuple[int, ...] | None = None
@@ -143,11 +139,11 @@ class Shrinking(Method):
         check_range("distillation", self.distillation, "at least 0 and finite")
 
     def check(self, space: SizeSpace) -> None:
-        """Raise ConfigurationError for phases that do not match the space."""
+        """Raise ConfigurationError if `rounds` or `order` does not fit the space."""
         self.schedule(space, num_rounds=1)
 
     def schedule(self, space: SizeSpace, num_rounds: int) -> ProgressiveShrinking:
-        """Return the schedule of options over rounds."""
+        """Return the options that train in each round."""
         order = self.order or published_order(space)
         rounds = self.rounds
         if rounds is None:
@@ -155,7 +151,7 @@ class Shrinking(Method):
         return ProgressiveShrinking(space, order, rounds)
 
     def loss(self, step: Step) -> Tensor:
-        """Return cross-entropies, plus λ times distillation once something smaller trains."""
+        """Return the mean loss of the step's networks; in the first phase of the largest network alone."""
         schedule = self.schedule(step.space, step.num_rounds)
         if schedule.phase(step.round_) == 0:
             return step.labels_loss(step.whole(step.limit))
@@ -180,10 +176,10 @@ class Shrinking(Method):
 @final
 @dataclass(frozen=True)
 class Sandwich(Method):
-    """BigNAS: the largest learns from labels, the smallest and drawn ones from the largest.
+    """BigNAS: the largest network learns from labels, the smallest and drawn ones learn from the largest.
 
     Attributes:
-        num_drawn: how many are drawn in a step, at least 0.
+        num_drawn: number of drawn sub-networks per step, at least 0.
     """
 
     num_drawn: int = 2
@@ -191,8 +187,8 @@ class Sandwich(Method):
     def __post_init__(self) -> None:
         check_range("num_drawn", self.num_drawn, "at least 0")
 
+    @override
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of the largest and of those that it teaches."""
         networks = sandwich(
             step.space,
             step.generator,
@@ -204,9 +200,9 @@ class Sandwich(Method):
 
 
 def taught(step: Step, networks: Sequence[Architecture]) -> Tensor:
-    """Return the loss of the first network by labels, and of the others by the first.
+    """Return the mean of the label loss of the first network and distillation losses of the others.
 
-    A network that is the first once more is left out: it would learn from itself.
+    Networks equal to the first are left out, because they would learn from themselves.
     """
     largest, *others = networks
     teacher = step.whole(largest)
@@ -224,18 +220,18 @@ def _equal_phases(num_rounds: int, num_phases: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(ends))
 
 
-# draws an architecture
+# generator -> a drawn architecture
 Draw = Callable[[torch.Generator], Architecture]
 
 
 def step_generator(seed: int, *, round_: int, client: int | None, step: int) -> torch.Generator:
-    """Return the generator of a step's draws.
+    """Return the generator of the draws of a step.
 
     Args:
-        seed: of the run.
-        round_: of the federation, or epoch without one.
-        client: None: all clients draw the same in a step.
-        step: of the client in this round.
+        seed: seed of the run.
+        round_: index of the round, or of the epoch without a federation.
+        client: number of the client; None if all clients draw alike.
+        step: index of the step in this round.
 
     Example:
         >>> def draw(client, step):
@@ -255,25 +251,25 @@ def sandwich(
     draw: Draw | None = None,
     largest: Architecture | None = None,
 ) -> list[Architecture]:
-    """Return the sub-networks of a step: the largest first, then the smallest, then drawn ones.
+    """Return the sub-networks of a sandwich step: the largest, the smallest, then drawn ones.
 
     Args:
-        space: of sizes.
-        generator: of the step.
-        num_drawn: how many are drawn.
-        draw: draws one; None: every size uniformly.
-        largest: what a client can afford; None: the space's.
+        space: space of sizes.
+        generator: generator of the step.
+        num_drawn: number of drawn sub-networks.
+        draw: function that draws one; uniform draws if None.
+        largest: largest network of the client; that of the space if None.
     """
     drawn = [(draw or space.sample)(generator) for _ in range(num_drawn)]
     return [largest or space.largest, space.smallest, *drawn]
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy of a sub-network to the largest's probabilities, mean over examples.
+    """Return the cross-entropy of a student to the probabilities of a teacher, averaged over examples.
 
     Args:
-        student: its logits, (batch, num_classes).
-        teacher: the largest's logits; no gradient flows into them.
+        student: logits of the student, shape (batch, num_classes).
+        teacher: logits of the teacher, same shape; no gradient flows into them.
 
     Example:
         >>> student, teacher = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, -1.0]])
@@ -285,16 +281,16 @@ def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ProgressiveShrinking:
-    """A schedule over rounds.
+    """Schedule of progressive shrinking: the options of every size in each round.
 
     Attributes:
-        space: of sizes.
-        order: names of sizes, in the order in which they shrink; those left out never do.
-        rounds: of the phases: of the largest alone, then of each option that joins. The last phase
-            lasts.
+        space: space of sizes.
+        order: names of the sizes in the order in which they shrink; other sizes stay largest.
+        rounds: number of rounds of each phase: the largest network alone, then one phase per option
+            that joins. The last phase has no end.
 
     Raises:
-        ConfigurationError: if a name is no size of the space, or there is not a number for each phase.
+        ConfigurationError: for an unknown or repeated size in `order`, or a wrong number of phases.
 
     Example:
         >>> from fl_lightning.nas.spaces.mobilenet import MobileNet
@@ -325,12 +321,12 @@ class ProgressiveShrinking:
             )
 
     def phase(self, round_: int) -> int:
-        """Return the number of the phase that a round is in."""
+        """Return the index of the phase of a round."""
         ends = list(accumulate(self.rounds))[:-1]
         return sum(round_ >= end for end in ends)
 
     def sample(self, round_: int, generator: torch.Generator) -> Architecture:
-        """Return a sub-network of which every size is drawn uniformly from a round's options."""
+        """Return a sub-network with every size drawn uniformly from the options of a round."""
         choices = []
         for (_, size), number in zip(self.space.named_sizes, self.kept(round_), strict=True):
             drawn = int(torch.randint(number, (), generator=generator))
@@ -338,7 +334,7 @@ class ProgressiveShrinking:
         return self.space.architecture(choices)
 
     def kept(self, round_: int) -> list[int]:
-        """Number of the largest options that each decision has in a round."""
+        """Number of options of each decision in a round, counted from the largest."""
         left = self.phase(round_)
         most = most_options(self.space)
         joined = dict.fromkeys(most, 0)
@@ -350,7 +346,7 @@ class ProgressiveShrinking:
 
 
 def most_options(space: SizeSpace) -> dict[str, int]:
-    """Return the number of options of each size; the most, if parts differ."""
+    """Return the number of options of each size by name; the maximum if parts differ."""
     most: dict[str, int] = {}
     for _, size in space.named_sizes:
         most[size.name] = max(len(size.options), most.get(size.name, 0))
@@ -358,12 +354,12 @@ def most_options(space: SizeSpace) -> dict[str, int]:
 
 
 def num_phases(most: Mapping[str, int], order: Sequence[str]) -> int:
-    """Return the number of phases: of the largest alone, and of each option that joins."""
+    """Return the number of phases: one for the largest network alone, one per option that joins."""
     return 1 + sum(most.get(name, 1) - 1 for name in order)
 
 
 def published_order(space: SizeSpace) -> tuple[str, ...]:
-    """Return kernel, depth, then widths: the sizes of a space as Once-for-All shrinks them."""
+    """Return the sizes of a space in the order of Once-for-All: kernel, depth, then widths."""
     names = list(dict.fromkeys(size.name for _, size in space.named_sizes))
     first: Sequence[str] = [name for name in ("kernel", "depth") if name in names]
     return (*first, *(name for name in names if name not in first))

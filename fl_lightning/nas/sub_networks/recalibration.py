@@ -2,14 +2,13 @@
 
     mean = Σx / n,   variance = (Σx² - (Σx)² / n) / (n - 1),   per channel over examples and pixels
 
-The sums add up over batches, clients and processes: in a federation every client sends those of its own
-examples; a central run is one client. Examples are read without augmentation, in a fixed random order, and
-are never an evaluation's.
-While sums are collected every layer normalises by its batch, as in training: what a layer gets does
-not depend on old statistics. With one batch this is what PyTorch's running statistics would be after
-one step of momentum 1. Statistics belong to one sub-network: collect and apply anew for each.
+The sums add up over batches, clients and processes: in a federation every client sends the sums of its own
+examples; a central run is one client. Only training examples are used, without augmentation, in a fixed
+random order.
+While sums are collected, every layer normalises by its batch, as in training, so that inputs of a layer do
+not depend on old statistics. Statistics belong to one sub-network: collect and apply them for each.
 Sources: Cai et al. 2020 (Once-for-All), Yu et al. 2020 (BigNAS), section 3.2, "batch norm calibration".
-Differs: they average the batches' statistics; sums count examples alike, however batches are cut.
+Differs: the papers average the statistics of batches; sums weigh all examples alike.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import example_reader, loader_option
 from fl_lightning.federation import Federation, Ranks, shares, visiting
 
-# of each batch norm by name: n, Σx, Σx², float64 of shape (3, channels)
+# name of a batch norm -> n, Σx and Σx² per channel, float64 of shape (3, channels)
 Sums = dict[str, Tensor]
 
 
-_BYTES = 8  # of a number in a sum
+_BYTES = 8  # per number in a sum
 
 
 class Recalibrated(NamedTuple):
-    """Sums that clients have sent.
+    """Sums of sub-networks over all clients.
 
     Attributes:
-        sums: of every sub-network, over all clients.
-        num_bytes: that they sent together.
+        sums: sums of every sub-network.
+        num_bytes: number of bytes that all clients sent for them.
     """
 
     sums: list[Sums]
@@ -53,17 +52,13 @@ class Recalibrated(NamedTuple):
 
 
 def has_statistics(network: nn.Module) -> bool:
-    """True if a network has statistics to recalibrate."""
+    """True if the network has batch norms with running statistics."""
     norms = (m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return any(norm.running_mean is not None for norm in norms)
 
 
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
-    """Raise ConfigurationError for personal models, whose statistics would not be recalibrated.
-
-    Raises:
-        ConfigurationError: saying what to take instead.
-    """
+    """Raise ConfigurationError for personal models beside the shared one if the network has batch norm."""
     if personal is not None and personal.beside and has_statistics(network):
         raise ConfigurationError(
             f"federation.personal {type(personal).__name__} gives each client a model beside the shared "
@@ -80,17 +75,19 @@ def recalibrated(
     max_examples: int | None,
     seed: int,
 ) -> Recalibrated | None:
-    """Return the sums of sub-networks; to be called by all processes. The network is left as it was.
+    """Compute the batch norm sums of sub-networks over the training examples; all processes call this.
+
+    The network does not change.
 
     Args:
-        trainer: whose training data are read.
-        network: of all sizes, or of all cells.
-        architectures: of the sub-networks, as the network takes them beside images.
-        max_examples: of all clients together, each in proportion to its own; None for all.
-        seed: of which examples, and of their order.
+        trainer: trainer with the training data.
+        network: network that contains the sub-networks.
+        architectures: sub-networks, as second arguments of the network.
+        max_examples: number of examples over all clients, in proportion to their data; None for all.
+        seed: seed of the choice and order of the examples.
 
     Returns:
-        None if no training data are at hand, as where `Trainer.test` was given a loader.
+        The sums, or None without training data, e.g. if `Trainer.test` was given a loader.
     """
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
     if examples is None:
@@ -119,35 +116,13 @@ def recalibrated(
     return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
 
 
-def training_batches(
-    trainer: Trainer, *, max_examples: int | None, seed: int
-) -> Iterator[Any] | None:
-    """Yield the batches that `recalibrated` reads, owner by owner, before they are on a device.
-
-    Args:
-        trainer: of one process, whose training data are read.
-        max_examples: of all clients together, each in proportion to its own; None for all.
-        seed: of which examples, and of their order.
-
-    Returns:
-        None if no training data are at hand.
-    """
-    examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
-    if examples is None:
-        return None
-    owners = range(len(examples.indices))
-    return (batch for owner in owners for batch in examples.batches(owner))
-
-
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
-    """Return the sums of every batch norm that runs.
-
-    The network's parameters, statistics and modes are left as they were.
+    """Return the sums of every batch norm that runs; the network does not change.
 
     Args:
-        network: with batch norms.
-        run: runs it on a batch, e.g. ``lambda batch: network(batch[0], architecture)``.
-        batches: of examples.
+        network: network with batch norms.
+        run: runs the network on a batch, e.g. ``lambda batch: network(batch[0], architecture)``.
+        batches: batches of examples.
     """
     sums: Sums = {}
     layers = {name: layer for name, layer in network.named_modules() if _is_norm(layer)}
@@ -166,10 +141,10 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Return the sums over the examples of both; of one sub-network.
+    """Add the sums of one sub-network over two sets of examples.
 
     Raises:
-        ConfigurationError: if they are of sub-networks of different sizes.
+        ConfigurationError: if the sums are of sub-networks of different sizes.
     """
     if {name: own.shape for name, own in left.items()} != {
         n: own.shape for n, own in right.items()
@@ -179,14 +154,14 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 
 def apply_sums(network: nn.Module, sums: Sums) -> None:
-    """Write the statistics that sums give into a network's batch norms.
+    """Write the statistics of sums into the batch norms of a network.
 
     Args:
-        network: the supernet, of whose layers the first channels are written; or a plain network.
-        sums: over all examples.
+        network: a plain network, or a supernet, where only the first channels are written.
+        sums: sums over all examples.
 
     Raises:
-        ConfigurationError: if a layer saw fewer than two numbers a channel.
+        ConfigurationError: if a layer saw fewer than two values per channel.
     """
     for name in sums:
         layer: Any = network.get_submodule(name)
@@ -198,14 +173,14 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Use the statistics of sums inside the block, in evaluation mode.
+    """Context in which batch norms use the statistics of sums; for evaluation mode.
 
     Args:
-        network: whose layers the sums name; others go on with their own, or with those of the batch.
-        sums: over all examples.
+        network: network with the batch norms; layers that the sums do not name are unchanged.
+        sums: sums over all examples.
 
     Raises:
-        ConfigurationError: if a layer saw fewer than two numbers a channel.
+        ConfigurationError: if a layer saw fewer than two values per channel.
     """
     layers: dict[str, Any] = {name: network.get_submodule(name) for name in sums}
     before = {name: (layer.running_mean, layer.running_var) for name, layer in layers.items()}
@@ -231,7 +206,7 @@ def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
 
 
 def has_norms(network: nn.Module) -> bool:
-    """True if a network has batch norms."""
+    """True if the network has batch norms, with or without running statistics."""
     return any(_is_norm(layer) for layer in network.modules())
 
 
@@ -248,7 +223,7 @@ def _add(sums: Sums, name: str, x: Tensor) -> None:
 
 @contextmanager
 def _batch_statistics(network: nn.Module, norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Everything as in evaluation (no dropout), but batch norms use their batch and learn nothing."""
+    """Context in evaluation mode in which batch norms use their batch; restores modes and buffers."""
     modes = {layer: layer.training for layer in network.modules()}
     kept = {
         layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)}
@@ -267,19 +242,19 @@ def _batch_statistics(network: nn.Module, norms: Iterable[nn.Module]) -> Iterato
                 layer.get_buffer(name).copy_(buffer)
 
 
-_LEAST_BATCH = 128  # the statistics of smaller ones are coarse
+_LEAST_BATCH = 128  # statistics of smaller batches are coarse
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingExamples:
-    """Some of the examples of each owner.
+    """A random part of the training examples of each owner (client, or the whole set in a central run).
 
     Attributes:
-        indices: of all examples of each owner.
-        read: makes a batch of indices.
-        batch_size: of the run; batches here may be larger.
-        part: of its examples that each owner reads, a fraction in (0, 1].
-        seed: of which examples, and of their order.
+        indices: indices of all examples, by owner.
+        read: function from indices to a batch.
+        batch_size: batch size of the run; batches here may be larger.
+        part: fraction in (0, 1] of the examples of each owner that is read.
+        seed: seed of the choice and order of the examples.
     """
 
     indices: list[Tensor]
@@ -292,12 +267,12 @@ class TrainingExamples:
     def of(
         cls, trainer: Trainer, *, max_examples: int | None, seed: int
     ) -> TrainingExamples | None:
-        """Return the examples of a trainer's run, or None without training data.
+        """Return the training examples of a run, or None without training data.
 
         Args:
-            trainer: whose training data are read.
-            max_examples: of all owners together, each in proportion to its own; None for all.
-            seed: of which examples, and of their order.
+            trainer: trainer with the training data.
+            max_examples: number of examples over all owners, in proportion to their data; None for all.
+            seed: seed of the choice and order of the examples.
         """
         found = _owners(trainer)
         if found is None:
@@ -307,7 +282,7 @@ class TrainingExamples:
         return cls(*found, part, seed)
 
     def batches(self, owner: int) -> Iterator[Any]:
-        """Yield an owner's examples, none of them alone: a batch of one has no variance."""
+        """Yield the batches of an owner; each has at least two examples, since one has no variance."""
         indices = self.indices[owner]
         order = torch.randperm(
             len(indices), generator=torch_generator(self.seed, "recalibration", owner)

@@ -1,14 +1,14 @@
-"""The callback of a `OneShot`: sub-networks of each client, sorted channels, recalibrated statistics.
+"""Callback of a `OneShot`: client budgets, sorting of channels, recalibration of batch norm.
 
-Training: in a federation it tells the module which client trains. With a capability each client has a mask
-of the coordinates that it can afford; only these are sent, and averaged over their holders.
-Between rounds: channels are sorted before narrower widths join, and a predictor of accuracy is fitted, if
-the method needs it. Once-for-All sorts at the start of a phase in which a width joins, so that narrow
-networks start with the most important channels. The outputs of the largest network, and of widths that
-already train, do not change. The optimizer, which remembers channels by their number, starts without state,
-as in the published phases: that of a central run, or the server's. State of clients is rejected.
+Training: in a federation the callback tells the module which client trains. With a capability each client
+has a mask of the coordinates that fit the client's budget; only these are sent, and a coordinate is averaged
+over the clients that hold it.
+Between rounds: `Shrinking` sorts channels before a narrower width joins, so that narrow networks start with
+the most important channels. The outputs of the largest network, and of widths that already train, do not
+change. The optimizer (of the server, or of a central run) then starts without state, because its state is by
+channel. Clients must have no state by coordinates.
 Evaluation: statistics of the largest, the smallest and a middle network are recalibrated before every
-validation and test, and at the end of rounds without one. The module keeps those of the largest.
+validation and test, and at the end of rounds without validation. The module keeps those of the largest.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
@@ -29,19 +29,17 @@ from fl_lightning.federation import Federation, MaskOfClient, Stage, Turn
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
-from fl_lightning.nas.sub_networks.accuracy import RunPredictor
-from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import limits, reach
-from fl_lightning.nas.sub_networks.methods import Predict, ProgressiveShrinking, Shrinking
+from fl_lightning.nas.sub_networks.methods import ProgressiveShrinking, Shrinking
 from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics
 
 
 class ClientAtWork(NamedTuple):
-    """The client that trains now.
+    """Client that trains now.
 
     Attributes:
         client: number of the client.
-        limit: its largest sub-network.
+        limit: largest sub-network that the client trains.
     """
 
     client: int
@@ -52,15 +50,15 @@ class CurrentClient(Stage):
     """Stage that records which client trains now.
 
     Args:
-        limits: largest sub-network of every client; None for that of the space.
+        limits: largest sub-network of every client; None if every client trains the largest of the space.
         largest: largest sub-network of the space.
 
     Attributes:
-        client: the client that trains now; None between clients.
+        client: client that trains now; None between clients.
     """
 
     one_at_a_time = "which sub-networks train differs from step to step"
-    # it reads only the number of a client
+    # the stage reads only the number of a client
     traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
     def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
@@ -83,10 +81,10 @@ class CurrentClient(Stage):
 
 
 class SubNetworkRounds(Callback):
-    """The callback, which a `OneShot` adds itself.
+    """Callback that a `OneShot` adds itself; see the module's docstring.
 
     Attributes:
-        unprotected: description of clients' values that no privacy covers.
+        unprotected: description of the values of clients that ε does not cover; None if there are none.
     """
 
     def __init__(self) -> None:
@@ -97,17 +95,11 @@ class SubNetworkRounds(Callback):
         self._current: CurrentClient | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
-        self._predictor: RunPredictor | None = None
 
     @property
     def client(self) -> ClientAtWork | None:
-        """The client that trains now; None in a central run."""
+        """Client that trains now; None in a central run."""
         return None if self._current is None else self._current.client
-
-    @property
-    def predict(self) -> Predict | None:
-        """Predictor of architectures' accuracies; None before it is fitted."""
-        return None if self._predictor is None else self._predictor.predict
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the run, and add the stage that records which client trains.
@@ -118,20 +110,13 @@ class SubNetworkRounds(Callback):
         """
         module: Any = pl_module
         self._space, self._network = module.space, module.network
-        self._current = self._limits = self._predictor = None
+        self._current = self._limits = None
         self._masks = {}
         if has_statistics(module.network):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
         check_sorting(trainer, module.method)
-        options = module.method.predictor if isinstance(module.method, Attentive) else None
-        self._predictor = RunPredictor(options, module.space, module.seed)
-        self._predictor.check(trainer)
-        if options is not None:
-            self.unprotected = ", and ".join(
-                filter(None, [self.unprotected, "how many of its examples sub-networks get right"])
-            )
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         if module.capability is not None:
             if not federations:
@@ -148,7 +133,7 @@ class SubNetworkRounds(Callback):
             federations[0].add(self._current)
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return a function from a client to its mask, or None without a capability."""
+        """Return a function for the mask of each client, or None without a capability."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
@@ -162,25 +147,13 @@ class SubNetworkRounds(Callback):
         return self._masks[limit]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sort the channels and fit the predictor of accuracy if the method needs it."""
+        """Sort the channels if a narrower width joins in this round."""
         sort_before_round(trainer, pl_module)
-        assert self._predictor is not None, "a fit was set up"
-        for name, value in self._predictor.before_round(trainer, pl_module).items():
-            pl_module.log(name, value, on_epoch=True, sync_dist=True)  # the same in all processes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the measurements that the predictor was fitted on."""
-        return {} if self._predictor is None else self._predictor.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the predictor from `state_dict`."""
-        if self._predictor is not None:
-            self._predictor.load_state_dict(state_dict)
 
     # Evaluation.
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recalibrate the statistics of the evaluated sub-networks."""
+        """Recompute the batch norm statistics of the evaluated sub-networks."""
         module: Any = pl_module
         module.recalibrate()
 
@@ -194,18 +167,18 @@ class SubNetworkRounds(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Recalibrate at the end of a round without validation, before checkpoints."""
+        """Recompute statistics at the end of a round without validation, before checkpoints are saved."""
         if trainer.is_last_batch and not trainer.enable_validation:
             self.on_validation_epoch_start(trainer, pl_module)
 
 
 _NO_WIDTH = ("kernel", "depth")
-# options of a federation with a state by coordinates
+# options of a federation that keep a state by coordinates
 _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state", "privacy")
 
 
 def check_sorting(trainer: Trainer, method: Any) -> None:
-    """Raise ConfigurationError if channels are sorted in a run with a state by coordinates."""
+    """Raise ConfigurationError if channels are sorted in a run that keeps a state by coordinates."""
     federation = _federation(trainer)
     if not (isinstance(method, Shrinking) and method.sort) or federation is None:
         return
@@ -239,7 +212,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> bool:
 
 
 def _begin_anew(trainer: Trainer) -> None:
-    """Reset the state of the optimizer that persists between rounds."""
+    """Reset the state of the server optimizer, or of the optimizers of a central run."""
     federation = _federation(trainer)
     if federation is None:
         for optimizer in trainer.optimizers:
@@ -259,7 +232,7 @@ def _width_joins(schedule: ProgressiveShrinking, round_: int) -> bool:
 
 
 def _trained(schedule: ProgressiveShrinking, round_: int) -> list[Architecture]:
-    """Return the deepest networks of all narrower widths that train in a round."""
+    """Return the deepest network of each narrower width that trains in a round."""
     space: SizeSpace = schedule.space
     kept = schedule.kept(round_)
     narrower = range(1, max(kept))

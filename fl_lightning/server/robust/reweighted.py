@@ -68,7 +68,7 @@ class CentredClipping(RobustRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("CentredClipping: radius", self.radius, "greater than 0")
+        check_range("CentredClipping: radius", self.radius, "greater than 0 or inf")
         check_range("CentredClipping: num_iterations", self.num_iterations, "at least 1")
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -127,7 +127,7 @@ class NormBounding(RobustRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("NormBounding: bound", self.bound, "greater than 0")
+        check_range("NormBounding: bound", self.bound, "greater than 0 or inf")
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
