@@ -198,7 +198,7 @@ class CausalLM(LightningModule):
                 "prompts out, or give the data module an attribute tokenizer"
             )
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_end(self) -> None:
         """Write the answers to the prompts."""
         # a collective operation: every process must read log_dir
         folder = self.trainer.log_dir if self._prompts and self.loggers else None

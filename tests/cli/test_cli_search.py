@@ -36,11 +36,15 @@ def test_latency_then_search_under_it(tmp_path, capsys):
     content = yaml.safe_load((tmp_path / "best.yaml").read_text())
     best = content["model"]["init_args"]["network"]["init_args"]
     space = described_space(best.pop("space"))
-    network = space.build(space.parse(best.pop("architecture")), **best)
+    found = space.parse(best.pop("architecture"))
+    network = space.build(found, **best)
     told = (tmp_path / "best.yaml").read_text()
     assert f"# params: {sum(p.numel() for p in network.parameters()):,}\n" in told
     assert "held-out" in told
     assert (tmp_path / "runs/search/front.png").exists()
+    page = (tmp_path / "runs/search/report.html").read_text()
+    assert "<dd>flops&lt;=1e+06, latency_ms&lt;=1000</dd>" in page
+    assert page.count(str(found)) >= 3  # the fact, the front's row and tooltip, the configuration
     assert len((tmp_path / "runs/search/evaluated.csv").read_text().splitlines()) == 9
     with pytest.raises(SystemExit, match="side is 8 there and 32 here"):
         main(["search", *SPACE, "--latency", "laptop.json"])

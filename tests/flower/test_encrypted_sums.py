@@ -19,6 +19,7 @@ from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.server import sums as server_sums
 from fl_lightning.flower.server.greeting import SiteFacts
 from fl_lightning.flower.server.sums import EncryptedOverSites
+from fl_lightning.flower.site.sums import MOST_OPENINGS
 from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,
@@ -115,6 +116,15 @@ def test_a_site_that_was_started_again_goes_on(tmp_path):
     assert lost == {}
     again, _ = added(sites)  # by a server that was started again
     assert (again.total - expected(sites)).abs().max() < 6 * FLOOD
+
+
+def test_one_sum_is_not_opened_until_the_mean_of_its_noise_is_gone(tmp_path):
+    sites = Sites(tmp_path)
+    opened = [added(sites)[0].total for _ in range(MOST_OPENINGS)]
+    assert len({tuple(each.tolist()) for each in opened}) == MOST_OPENINGS
+    sites.start("a")
+    with pytest.raises(RoundFailure, match="site a has not opened the encrypted sum"):
+        added(sites)
 
 
 def fails_at(sites, name, stage):

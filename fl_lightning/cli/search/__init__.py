@@ -180,11 +180,7 @@ def _search_trained(given: Any, trained: Trained) -> None:
 
 def retraining_of(networks: Networks, **options: Any) -> Retraining:
     """Return the function from an architecture to the configuration that trains it."""
-
-    def configuration(architecture: Architecture) -> dict[str, Any]:
-        return retraining(architecture, networks.options, image_size=networks.side, **options)
-
-    return configuration
+    return partial(retraining, shape=networks.options, image_size=networks.side, **options)
 
 
 def _search(
@@ -213,7 +209,7 @@ def _search(
     if given.export is not None:
         check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
-    _report(result, given, networks, measure, table, configuration)
+    _report(result, given, networks, measure, constraints, table, configuration)
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
@@ -278,18 +274,19 @@ def _report(
     given: Any,
     networks: Networks,
     measure: str,
+    constraints: Sequence[Constraint],
     table: LatencyTable | None,
     configuration: Retraining,
 ) -> None:
     """Write tables, figures and the best network's configuration; print the Pareto front."""
     out = Path(given.out)
     best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
-    out.mkdir(parents=True, exist_ok=True)
     findings.write_evaluated(out / "evaluated.csv", result)
-    findings.draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
     found = configuration(best.architecture)
-    findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
+    text = findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
+    axes = {"measure": measure, "score": given.score, "constraints": constraints}
+    findings.write_page(out, result, best, configuration=text, **axes)
     print(markdown(*findings.front_rows(result, measure, given.score)))
     is_all = len(result.evaluated) == result.budget
     more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
@@ -299,6 +296,6 @@ def _report(
     print(f"          {given.score} {best.score:.6g}, {costs}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
-    print(f"results:  {out}/evaluated.csv, front.png, front.svg")
+    print(f"results:  {out}/report.html, evaluated.csv, front.png")
     data = [] if "data" in found else ["--config YOURS.yaml"]  # the search knew none
     print("next:     fl-lightning fit", *data, "--config", target)
