@@ -170,7 +170,6 @@ def test_clients_without_examples_can_be_skipped():
     assert trainer.callback_metrics["round/skipped"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_an_empty_draw_is_a_round_without_movement():
     module = ToyModule()
     before = weights(module)
