@@ -56,7 +56,7 @@ CAPS = {
     "federation": (11449, 59),
     "flower": (8439, 38),
     "kernels": (1635, 11),
-    "models": (1471, 8),
+    "models": (1470, 8),
     "nas": (11388, 47),
     "privacy": (2499, 13),
     "secure": (4499, 21),
