@@ -297,14 +297,10 @@ class Sites(FitClients):
         if not self._transport.is_lossy:
             return Upload(start, arrived, arrived, part.bytes_up)
         made = Updates.of(replace(update))
-        norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
-        if norm is not None:
-            vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Upload(start, made, arrived, part.bytes_up, error)
-
-
-def _scalar(value: float | None, like: Tensor) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=like.dtype)
+        facts = {n: torch.tensor(v, dtype=opened.delta.dtype) for n, v in answer.facts.items()}
+        if NORM in facts:
+            vars(next(iter(made)))["norm"] = facts[NORM]  # of what the client has sent, in full
+        return Upload(start, made, arrived, part.bytes_up, facts.get(ERROR))
 
 
 # names of numbers that the server measures itself, which no client may replace
