@@ -267,7 +267,7 @@ class FederatedCLI(LightningCLI):
         return bool(self.subcommand == "fit" and self._settings.dry_run)
 
     def _leave_nothing(self, config: Any) -> None:
-        """Let a dry run write into a temporary folder, which is removed at the end."""
+        """Set a temporary folder for the files of a dry run, which is removed at the end."""
         if config.ckpt_path is not None:
             raise ConfigurationError("dry_run: a resumed run has no estimate: leave out ckpt_path")
         self._scratch = TemporaryDirectory(prefix="fl_dry_run_")
