@@ -53,7 +53,7 @@ CAPS = {
     "data": (6747, 30),
     "engines": (3846, 19),
     "experiments": (2729, 12),
-    "federation": (11449, 59),
+    "federation": (11424, 59),
     "flower": (8440, 38),
     "kernels": (1635, 11),
     "models": (1471, 8),
