@@ -340,10 +340,13 @@ def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name
     assert channel.lies == []
 
 
-def test_one_site_does_not_decide_how_a_metric_is_reduced_over_clients(tmp_path):
+def test_a_site_decides_neither_how_metrics_are_reduced_nor_what_the_server_measures(tmp_path):
     def summed(answer):
         told = {"train/loss": "sum", "train/examples": "sum"}
-        return replace(answer, options={**answer.options, "reductions": told})
+        own = {"val/best": torch.tensor(1.0), "privacy/epsilon": torch.tensor(0.0)}
+        clients = [replace(each, metrics={**each.metrics, **own}) for each in answer.clients]
+        options = {**answer.options, "reductions": told}
+        return replace(answer, options=options, clients=tuple(clients))
 
     config, losses = configuration(**SKIPPING, trainer__max_epochs=1), []
     with three_sites(config) as sites:
@@ -358,4 +361,6 @@ def test_one_site_does_not_decide_how_a_metric_is_reduced_over_clients(tmp_path)
                 str(each.message) for each in said if "reduces train/loss" in str(each.message)
             ]
             assert len(found) >= len(lies)
+            assert "privacy/epsilon" not in trainer.callback_metrics
+            assert "val/best" not in trainer.callback_metrics
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -233,10 +233,7 @@ class Targets:
 
 
 def _check_present(values: npt.NDArray[Any], name: str) -> None:
-    if values.dtype.kind == "f":
-        num_missing = int((~np.isfinite(values)).sum())
-    else:
-        num_missing = sum(map(is_missing, values.ravel())) if values.dtype == object else 0
+    num_missing = sum(map(is_missing, values.ravel())) if values.dtype.kind in "fO" else 0
     if num_missing:
         raise ConfigurationError(
             f"{name}: {num_missing} of {len(values)} examples have no finite target: leave them out of "

@@ -6,6 +6,7 @@ simulation's. Stages up to `Transport` have processed an update at its site; lat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -186,7 +187,10 @@ class Sites(FitClients):
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
         self._note_reductions(reply.site, reply.answer)
         try:
-            sums[reply.site] = told_sums(logged, tensors, self._run.module)
+            told = told_sums(logged, tensors, self._run.module)
+            if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
+                raise ValueError(f"it logs {names[0]}, which the server measures itself")
+            sums[reply.site] = told
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
@@ -283,7 +287,7 @@ class Sites(FitClients):
             opened = ClientUpdate(*given)
         update = replace(
             opened,
-            metrics=dict(answer.metrics),
+            metrics={n: v for n, v in answer.metrics.items() if not _OF_SERVER.match(n)},
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
@@ -303,6 +307,8 @@ def _scalar(value: float | None, like: Tensor) -> Tensor | None:
     return None if value is None else torch.tensor(value, dtype=like.dtype)
 
 
+# names of numbers that the server measures itself, which no client may replace
+_OF_SERVER = re.compile(r"(val|test|round|privacy)(/|_|$)")
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOST_STEPS = 2**40
