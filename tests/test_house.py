@@ -53,7 +53,7 @@ CAPS = {
     "data": (6746, 30),
     "engines": (3846, 19),
     "experiments": (2714, 12),
-    "federation": (11449, 59),
+    "federation": (11424, 59),
     "flower": (8436, 38),
     "kernels": (1635, 11),
     "models": (1470, 8),
