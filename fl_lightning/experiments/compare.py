@@ -29,6 +29,7 @@ from fl_lightning.experiments.results import (
     head_and_rows,
     latex,
     matrix_cells,
+    over_axes,
     read_result,
     results_cells,
     runs_table,
@@ -272,6 +273,6 @@ def _bars(metric: str, results: Sequence[RunResult]) -> Panel:
 
 def _matrix(metric: str, results: Sequence[RunResult], experiment: Experiment) -> Panel:
     (down, rows), (across, columns) = experiment.axes.items()
-    means = runs_table(results).pivot_table(index=down, columns=across, values=metric)
-    values = means.reindex(index=rows, columns=columns).to_numpy(float)
+    means, _, _ = spreads(results)
+    values = over_axes(results, means[metric], experiment.axes).to_numpy(float)
     return table_map(values, x=across, y=down, columns=columns, rows=rows, numbers=True)

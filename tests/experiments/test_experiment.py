@@ -26,6 +26,7 @@ from fl_lightning.experiments.results import (
     runs_table,
     spreads,
 )
+from fl_lightning.experiments.runs import save_state
 from fl_lightning.reports.history import RoundLine, append
 
 BASE = {"trainer": {}}
@@ -139,6 +140,25 @@ def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
     assert found.columns["calibration bytes up"] == 4e6
     assert "head bytes up" not in found.columns
     assert results_cells([found])["calibration bytes up"].tolist() == ["4 MB"]
+
+
+@pytest.mark.parametrize(
+    ("monitored", "best"),
+    [
+        ((math.inf, 30.0, 20.0), 3),
+        ((math.nan, 20.0, 30.0), 2),
+        ((math.nan, math.inf, -math.inf), None),
+    ],
+)
+def test_the_best_round_is_one_of_a_finite_value(tmp_path, monitored, best):
+    run = PlannedRun(Variant("a", ()), 0, "text", tmp_path)
+    save_state(run, {"seconds": 1})
+    for number, value in enumerate(monitored, start=1):
+        append(tmp_path, RoundLine(number, {"val/perplexity": value, "val/accuracy": number / 4}))
+    report = {"report": ["val/accuracy"], "monitor": "val/perplexity", "mode": "min"}
+    columns = read_result(run, Experiment(base=BASE, variants={"a": None}, **report)).columns
+    assert columns.get("best round") == best
+    assert columns.get("val/accuracy (best round)") == (None if best is None else best / 4)
 
 
 def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
