@@ -152,17 +152,10 @@ def results_cells(results: Sequence[RunResult]) -> DataFrame:
     return cells
 
 
-def matrix_cells(
-    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
-) -> DataFrame:
-    """Return the final values of one metric over a grid as text: the first axis down, the second across."""
-    return over_axes(results, results_cells(results)[metric], axes).fillna("-")
-
-
 def over_axes(
     results: Sequence[RunResult], values: Series, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
-    """Arrange one value per variant over a grid: the first axis down, the second across."""
+    """Arrange one value per variant over a grid, nan for none: the first axis down, the second across."""
     (down, rows), (across, columns) = axes.items()
     places = runs_table(results).drop_duplicates("variant").set_index("variant").assign(cell=values)
     matrix = places.pivot(index=down, columns=across, values="cell")

@@ -104,7 +104,12 @@ class ImageClassifier(LightningModule):
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
-            _check_own(pretrained, drop_rate, network_kwargs)
+            only_by_name: dict[str, Any] = {"pretrained": pretrained, "drop_rate": drop_rate}
+            only_by_name |= {"network_kwargs": network_kwargs}
+            if given := [name for name, value in only_by_name.items() if value]:
+                raise ConfigurationError(
+                    f"{', '.join(given)}: for networks by name; pass it to your own network itself"
+                )
             self.network = network
         else:
             self.network = build_network(network, pretrained, image_size, arguments)
@@ -199,17 +204,6 @@ class ImageClassifier(LightningModule):
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def _check_own(
-    pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
-) -> None:
-    """Raise ConfigurationError for options that a given network module cannot use."""
-    given = {"pretrained": pretrained, "drop_rate": drop_rate, "network_kwargs": network_kwargs}
-    if named := [name for name, value in given.items() if value]:
-        raise ConfigurationError(
-            f"{', '.join(named)}: for networks by name; pass it to your own network itself"
-        )
 
 
 def _merge(named: dict[str, Any], network_kwargs: Mapping[str, Any]) -> dict[str, Any]:

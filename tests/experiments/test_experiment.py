@@ -20,7 +20,7 @@ from fl_lightning.experiments.results import (
     RunResult,
     curves_table,
     head_and_rows,
-    matrix_cells,
+    over_axes,
     read_result,
     results_cells,
     runs_table,
@@ -167,7 +167,8 @@ def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
         result(f"{a} / {d}", 0, value, {"attack": a, "defence": d})
         for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
     ]
-    head, rows = head_and_rows(matrix_cells(results, "test/accuracy", axes), "attack")
+    grid = over_axes(results, results_cells(results)["test/accuracy"], axes)
+    head, rows = head_and_rows(grid.fillna("-"), "attack")
     assert head == ["attack", "mean", "median"]
     assert rows == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
 

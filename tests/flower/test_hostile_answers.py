@@ -97,6 +97,7 @@ def of_payloads():
         "the weight of a billion examples",
         changed(lambda payload: with_numbers(payload, 2, 10**9)),
     )
+    yield "numbers of 1e30", changed(of_large_numbers)
     yield "a billion steps", changed(lambda payload: with_numbers(payload, 3, 10**9))
 
 
@@ -105,6 +106,13 @@ def with_numbers(payload, at, number):
     fields, tensors = read(bytes_of(payload), "update")
     tensors["numbers"][at] = number
     return as_tensor(write("update", fields, tensors))
+
+
+def of_large_numbers(payload):
+    """Return an update whose sum with others overflows."""
+    fields, tensors = read(bytes_of(payload), "update")
+    large = {n: torch.full_like(t, 1e30) for n, t in tensors.items() if t.is_floating_point()}
+    return as_tensor(write("update", fields, tensors | large))
 
 
 def of_losses():
@@ -129,7 +137,7 @@ def of_clients():
             yield f"{field} {value}", changed(**{field: value})
     for steps in ((), (1, 2, 3), None):
         yield f"optimizer_steps {steps}", changed(optimizer_steps=steps)
-    for steps in (0.0, 1e308, None):
+    for steps in (0.0, 1e-300, 1e308, None):
         yield f"effective_steps {steps}", changed(effective_steps=steps)
     for name, numbers in NUMBERS.items():
         if numbers.numel():

@@ -105,6 +105,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         group,
         front="The cost of the Pareto front; if null that of the first constraint, or flops.",
         export="The YAML file of the best network; <out>/best.yaml if null.",
+        sweep="Instead of scoring: a YAML file to write, with which fl-lightning sweep trains networks.",
     )
 
 
@@ -148,6 +149,10 @@ def search(
     given.score = given.score or ("synflow" if given.table is None else "accuracy")
     _check_sources(given)
     networks = networks_of(given)
+    if given.sweep is not None:
+        findings.write_sweep(given.sweep, networks.space, retraining_of(networks), given.seed)
+        print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
+        return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
 
 
@@ -231,12 +236,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
-    shape = {
-        "side": networks.side,
-        "in_channels": given.in_channels,
-        "num_classes": given.num_classes,
-        "seed": given.seed,
-    }
+    shape = {name: given[name] for name in ("side", "in_channels", "num_classes", "seed")}
     batch = (
         noise_batch(given.batch_size, **shape)
         if given.images is None
@@ -288,8 +288,8 @@ def _report(
     axes = {"measure": measure, "score": given.score, "constraints": constraints}
     findings.write_page(out, result, best, configuration=text, **axes)
     print(markdown(*findings.front_rows(result, measure, given.score)))
-    is_all = len(result.evaluated) == result.budget
-    more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
+    is_all = len(result.evaluated) == given.budget
+    more = "" if is_all else f" of {given.budget}: no others were found within the constraints"
     print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())

@@ -49,11 +49,7 @@ _AVERAGES_STEPS = (
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
     """Raise for modules, data and Trainer settings that cannot be federated."""
-    problems = [
-        *_module_problems(trainer, module),
-        *_trainer_problems(trainer),
-        *_callback_problems(trainer),
-    ]
+    problems = [*_module_problems(trainer, module), *_trainer_problems(trainer)]
     if problems:
         raise ConfigurationError("; ".join(problems))
 
@@ -87,7 +83,7 @@ def _strategy_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def _trainer_problems(trainer: Trainer) -> Iterator[str]:
-    yield from _strategy_problems(trainer)
+    yield from (*_strategy_problems(trainer), *_callback_problems(trainer))
     if trainer.accumulate_grad_batches < 1:
         yield (
             "trainer.accumulate_grad_batches must be at least 1 batch, "

@@ -282,7 +282,7 @@ class EngineChooser:
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
         how = "slots of whole batches" if is_whole else "sequential"
-        text = f"engine: {how} from round {self._trainer.current_epoch} on, because {reason}"
+        text = f"engine: {how} from round {self._trainer.current_epoch + 1} on, because {reason}"
         if self._options.engine == "slots" and not is_whole:
             rank_zero_warn(text)
         else:

@@ -297,21 +297,17 @@ class Sites(FitClients):
         if not self._transport.is_lossy:
             return Upload(start, arrived, arrived, part.bytes_up)
         made = Updates.of(replace(update))
-        norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
-        if norm is not None:
-            vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Upload(start, made, arrived, part.bytes_up, error)
-
-
-def _scalar(value: float | None, like: Tensor) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=like.dtype)
+        facts = {n: torch.tensor(v, dtype=opened.delta.dtype) for n, v in answer.facts.items()}
+        if NORM in facts:
+            vars(next(iter(made)))["norm"] = facts[NORM]  # of what the client has sent, in full
+        return Upload(start, made, arrived, part.bytes_up, facts.get(ERROR))
 
 
 # names of numbers that the server measures itself, which no client may replace
 _OF_SERVER = re.compile(r"(val|test|round|privacy)(/|_|$)")
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOST_STEPS = 2**40
+LEAST_STEPS, MOST_STEPS = 1e-6, 2**40  # updates are divided by effective steps
 
 
 def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
@@ -335,7 +331,7 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     if not 0 < answer.num_steps <= MOST_STEPS or max(of_optimizers, default=0) > MOST_STEPS:
         raise ValueError(f"it says that it took {answer.num_steps} steps, of optimizers {steps}")
     effective = answer.effective_steps
-    if counts_steps and not (effective is not None and 0 < effective <= MOST_STEPS):
+    if counts_steps and not (effective is not None and LEAST_STEPS <= effective <= MOST_STEPS):
         raise ValueError(f"its update adds up {effective} gradients")
     for name, metric in answer.metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
