@@ -53,7 +53,7 @@ CAPS = {
     "data": (6748, 30),
     "engines": (3846, 19),
     "experiments": (2731, 12),
-    "federation": (11460, 59),
+    "federation": (11435, 59),
     "flower": (8436, 38),
     "kernels": (1635, 11),
     "models": (1470, 8),

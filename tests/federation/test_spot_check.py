@@ -67,17 +67,18 @@ def checked(monkeypatch):
 
     ``again`` has an entry for everyone who was trained again, at a look or at a closer one.
     """
-    looked, look, train = Looked(), SpotCheck.look, FitClients._train_again
+    looked, look, train = Looked(), SpotCheck.look, FitClients._train_alone
 
-    def train_again(self, work, model):
-        looked.again.append(work.client_id)
-        return train(self, work, model)
+    def train_alone(self, work, model, *, is_corrected=True):
+        if is_corrected:  # else it is a trial
+            looked.again.append(work.client_id)
+        return train(self, work, model, is_corrected=is_corrected)
 
     def note(self, work, found, start):
         looked.append((work.round_index, work.client_id))
         look(self, work, found, start)
 
-    monkeypatch.setattr(FitClients, "_train_again", train_again)
+    monkeypatch.setattr(FitClients, "_train_alone", train_alone)
     monkeypatch.setattr(SpotCheck, "look", note)
     return looked
 

@@ -94,7 +94,7 @@ class Sites(FitClients):
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self.stages_ahead = stages.after(self._transport)
+        _, self.stages_ahead = stages.around(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
         self._sums = None if hidden is None else hidden.aggregator.over_sites
