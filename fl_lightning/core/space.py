@@ -150,11 +150,8 @@ class Space:
                 _put(tensor, index, view)
 
     def _flat_views(self) -> list[Tensor]:
-        """Return the live tensors as vectors, in the tensors' memory if they are contiguous.
-
-        Such vectors are kept: making one takes longer than checking that the tensor still has its memory,
-        which no other tensor can get as long as the vector exists.
-        """
+        """Return the live tensors as vectors, which are kept until a tensor gets other memory."""
+        # a kept vector keeps its memory as well, so that no other tensor can get the same address
         places = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.is_contiguous, self._tensors)]
         if places != self._flat[0] or not all(places[len(self._tensors) :]):
             self._flat = (places, [tensor.detach().reshape(-1) for tensor in self._tensors])

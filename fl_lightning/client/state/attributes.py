@@ -165,8 +165,8 @@ class Attributes:
         self._rest = [each for each in self._noted if not isinstance(each.read, type)]
         self._views = [n.value.values() if isinstance(n.value, dict) else n.value for n in whole]
         # names of attributes and of a module's parts do not change alone
-        dicts = (n for n in whole if n.write is _refill_dict)
-        self._views += [n.value for n in dicts if not n.path.endswith(_MEMBERS)]
+        dicts = (n for n in whole if n.write is _refill_dict and not n.path.endswith(_MEMBERS))
+        self._views += [n.value for n in dicts]
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
