@@ -30,7 +30,15 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 _EPOCHS, _STEPS_OF_AN_EPOCH = 4, 80  # in one place
 _SIDE, _ROUNDS, _CLIENTS, _STEPS, _BATCH = 16, 7, 3, 10, 32
 _ENAS = {"rule": SinglePath, "learn": Reward, "alpha_draws": 15}
-_GDAS = {"rule": partial(HardGumbel, 10.0, 10.0, others="all"), "warm_up": "all"}
+# Once weights have learned, gradients of single paths prefer skips and pools: weights stay random, and the mean decides.
+_GDAS: dict[str, Any] = {
+    "rule": partial(HardGumbel, 10.0, 10.0, others="all"),
+    "alpha_draws": 2,
+    "alpha_held": True,
+    "alpha_from": 0.0,
+    "architecture_optimizer": partial(torch.optim.SGD, lr=1.0),
+    "optimizer": partial(torch.optim.SGD, lr=0.0),
+}
 SEARCHES: dict[str, dict[str, Any]] = {
     "DARTS": {},
     "PC-DARTS": {"rule": PartialChannels},
@@ -90,19 +98,19 @@ def found(search: str, clients: str, images: Images, seed: int) -> Supernet:
     given = SEARCHES[search]
     if clients == "IID":
         given = given | _IID.get(search, {})
-    options = {name: value() if callable(value) else value for name, value in given.items()}
+    made = {name: given[name]() for name in ("rule", "learn") if name in given}
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=3e-4)
+    where = _MOVING if clients == "central" else _HELD
     module = Supernet(
         NASBench201(),
         num_classes=10,
         image_size=_SIDE,
         channels=8,
         cells=1,
-        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=3e-4),
         seed=seed,
-        **(_MOVING if clients == "central" else _HELD),
-        **options,
+        **({"optimizer": sgd} | where | given | made),
     )
-    where: dict[str, Any] = {"limit_train_batches": _STEPS_OF_AN_EPOCH, "max_epochs": _EPOCHS}
+    where = {"limit_train_batches": _STEPS_OF_AN_EPOCH, "max_epochs": _EPOCHS}
     if clients != "central":
         cohort = UniformCohort(fraction=_CLIENTS / 10)
         federation = Federation(cohort=cohort, local_steps=_STEPS, seed=seed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data import ImageFolder
 from fl_lightning.nas import NASBench201, SinglePath
 from fl_lightning.nas.cost import cost
+from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.relaxation import weights_of
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
@@ -131,12 +132,18 @@ def main() -> None:
     )
     draws = torch_generator(args.seed, "random cells")
     cells = list(dict.fromkeys(SPACE.sample(draws) for _ in range(args.num)))
-    sizes = {name: table.spearman(of, "cifar10") for name, of in ranked.sizes(cells).items()}
+    truth = [table.lookup(cell)["cifar10"] for cell in cells]
+
+    def ranks_of(scores: Mapping[str, Mapping[Architecture, float]]) -> dict[str, float]:
+        values = {name: [of[cell] for cell in cells] for name, of in scores.items()}
+        return {name: rank_correlation(given, truth) for name, given in values.items()}
+
+    sizes = ranks_of(ranked.sizes(cells))
     for done in ranked.training(args.steps):
         if done // max(1, args.steps // 10) not in args.rate:
             continue
         scores = ranked.rated(cells)
-        ranks = {name: table.spearman(of, "cifar10") for name, of in scores.items()}
+        ranks = ranks_of(scores)
         best = max(cells, key=lambda cell: scores["loss"][cell])
         result = {
             "seed": args.seed,

@@ -24,7 +24,7 @@ from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
-from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.messages import MaskedVector
 from fl_lightning.secure.protocol.messages import decode as decode_secure
 from fl_lightning.secure.protocol.server import SecureServer
@@ -147,8 +147,7 @@ def _masked(deltas: Sequence[Tensor]) -> list[Tensor]:
 def masked_messages(session: Session, vectors: Sequence[RingIntegers]) -> list[bytes]:
     """Return the bytes with which each client sends its vector, pads and all."""
     clients = [
-        SecureClient(session, place, vector, used=UsedRounds())
-        for place, vector in enumerate(vectors)
+        SecureClient(session, place, vector, used={}) for place, vector in enumerate(vectors)
     ]
     server = SecureServer(session)
     answers = [client.advertise() for client in clients]

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from fl_lightning.callbacks.local_models import LocalModels
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
     PERSONAL,
@@ -76,10 +76,8 @@ class ClientEvaluation(Callback):
         local_models: bool = False,
     ) -> None:
         super().__init__()
-        if every_n_rounds < 0:
-            raise ConfigurationError(f"every_n_rounds must not be negative, got {every_n_rounds}")
-        if max_clients < 1:
-            raise ConfigurationError(f"max_clients must be at least 1 client, got {max_clients}")
+        check_range("every_n_rounds", every_n_rounds, "at least 0")
+        check_range("max_clients", max_clients, "at least 1 client")
         self.every_n_rounds = every_n_rounds
         local = ", and metrics of their local models on the common test set" if local_models else ""
         self.unprotected = f"the metrics of clients on their held-out examples{local}"
@@ -225,8 +223,8 @@ def _why_not(
         return f"the clients hold out no {stage} examples (data.{option} is 0)"
     if data.is_foreign_checkpoint:
         return (
-            "the checkpoint was trained on another partition, perhaps on the examples that clients "
-            "hold out here (use the num_clients, partition, client_val_fraction, "
+            "the checkpoint was trained on another partition or centrally, perhaps on the examples that "
+            "clients hold out here (use the num_clients, partition, client_val_fraction, "
             "client_test_fraction and seed of the run that wrote it)"
         )
     return None

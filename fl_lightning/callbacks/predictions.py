@@ -63,26 +63,26 @@ class Predictions(Callback):
         process = f"_process_{trainer.global_rank}" if trainer.world_size > 1 else ""
         stem = Path(own_run_folder(trainer), f"predictions{process}")
         stem.parent.mkdir(parents=True, exist_ok=True)
-        loaders = [batches for _, batches in sorted(self._loaders.items())]
+        # one list per loader, empty if nothing was predicted for it
+        loaders = [self._loaders.get(number, []) for number in range(max(self._loaders) + 1)]
         every = [batch for batches in loaders for batch in batches]
         is_flat = all(isinstance(batch, Tensor) and batch.ndim in (1, 2) for batch in every)
         if is_flat and len({batch.shape[1:] for batch in every}) == 1:
             path = _free(stem, ".csv")
             with path.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows(_table(loaders))
+                csv.writer(file).writerows(_table(loaders, every[0]))
         else:
             path = _free(stem, ".pt")
             torch.save(loaders, path)
         self.path = path
 
 
-def _table(loaders: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
+def _table(loaders: Sequence[Sequence[Tensor]], first: Tensor) -> Iterator[list[Any]]:
+    count = first.shape[1:].numel()
+    names = [f"prediction_{n}" for n in range(count)] if count > 1 else ["prediction"]
+    yield ["loader", "row", *names]
     for loader, batches in enumerate(loaders):
         rows = [row for batch in batches for row in batch.reshape(len(batch), -1).tolist()]
-        if loader == 0 and rows:
-            count = len(rows[0])
-            names = [f"prediction_{n}" for n in range(count)] if count > 1 else ["prediction"]
-            yield ["loader", "row", *names]
         yield from ([loader, n, *row] for n, row in enumerate(rows))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.metrics import PER_EXAMPLE
 
 _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 
@@ -51,7 +52,8 @@ class LogCollector:
     def __init__(self) -> None:
         self.epoch_names: dict[str, str] = {}
         self.prog_bar: set[str] = set()
-        self._values: dict[str, list[tuple[Tensor | float, int]]] = {}  # with batch sizes
+        self._values: dict[str, list[tuple[Tensor | float, int]]] = {}  # with weights
+        self._sizes: dict[str, int] = {}  # examples of the steps that logged a name
         self._reductions: dict[str, str] = {}
         self.reductions: dict[str, str] = {}  # of clients' values, by name, where not the mean
         self._metrics: dict[str, Metric] = {}
@@ -137,6 +139,7 @@ class LogCollector:
             )
         number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         self._values.setdefault(name, []).append((number, batch_size or self.batch_size))
+        self._sizes[name] = self._sizes.get(name, 0) + self.batch_size
 
     def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
         reduction = getattr(reduce_fx, "__name__", reduce_fx)
@@ -154,16 +157,24 @@ class LogCollector:
             self.prog_bar.add(self.epoch_names[name])
 
     def collect(self) -> dict[str, Tensor]:
-        """Return one scalar per name, reduced over the steps since the last call, and clear the values."""
+        """Return one scalar per name, reduced over the steps since the last call, and clear the values.
+
+        A mean with another weight than the number of examples has a second scalar, see `PER_EXAMPLE`.
+        """
         values, self._values = self._values, {}
-        return {
-            self.epoch_names[name]: _reduced(self._reductions[name], logged)
-            for name, logged in values.items()
-        }
+        sizes, self._sizes = self._sizes, {}
+        found = {}
+        for name, logged in values.items():
+            found[self.epoch_names[name]] = _reduced(self._reductions[name], logged)
+            weight = sum(weight for _, weight in logged)
+            if weight != sizes[name] and self._reductions[name] in ("mean", "avg"):
+                found[self.epoch_names[name] + PER_EXAMPLE] = torch.tensor(weight / sizes[name])
+        return found
 
     def discard(self) -> None:
         """Discard the values logged since the last `collect`."""
         self._values.clear()
+        self._sizes.clear()
 
     def forget(self) -> None:
         """Discard all logged values and the list of torchmetrics objects, which keep their states."""

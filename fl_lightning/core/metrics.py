@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+# Suffix of a second metric: the weight that a module gave `log` as ``batch_size``, per example.
+PER_EXAMPLE = " per example"
+
 
 class _ByClient(NamedTuple):
-    """Values of one metric and numbers of examples, by client in increasing order."""
+    """Values of one metric and their weights, by client in increasing order."""
 
     clients: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
@@ -33,10 +37,10 @@ class _ByClient(NamedTuple):
 
 @dataclass
 class _Entries:
-    """Values of one metric as a list of vectors, with numbers of examples and clients."""
+    """Values of one metric as a list of vectors, with weights and clients."""
 
     values: list[Tensor] = field(default_factory=list)
-    num_examples: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)
     known: _ByClient | None = None  # cached until the next value
 
@@ -44,7 +48,7 @@ class _Entries:
         if self.known is None:
             clients = np.array(self.clients, np.int64)
             order = np.argsort(clients, kind="stable")
-            weights = np.array(self.num_examples, np.float64)
+            weights = np.array(self.weights, np.float64)
             values = _joined(self.values).numpy()
             self.known = _ByClient(clients[order], values[order], weights[order])
         return self.known
@@ -71,14 +75,21 @@ class ClientMeans:
     def add_rows(
         self,
         values: Mapping[str, Tensor],
-        num_examples: Sequence[int],
+        num_examples: Sequence[float],
         client_ids: Sequence[int],
     ) -> None:
-        """Add the values of m clients, in any order; each tensor has m elements."""
+        """Add the values of m clients, in any order; each tensor has m elements.
+
+        A client's weight is its number of examples, times the metric ``<name> per example`` if given.
+        """
         for name, value in values.items():
+            if name.endswith(PER_EXAMPLE):
+                continue
             entries = self._entries.setdefault(name, _Entries())
             entries.values.append(value)
-            entries.num_examples.extend(num_examples)
+            each = values.get(name + PER_EXAMPLE)
+            factors = [1] * len(num_examples) if each is None else each.reshape(-1).tolist()
+            entries.weights.extend(map(mul, num_examples, factors))
             entries.clients.extend(client_ids)
             entries.known = None
 
@@ -120,7 +131,7 @@ class ClientMeans:
         return {
             name: {
                 "values": _joined(entries.values),
-                "num_examples": list(entries.num_examples),
+                "weights": list(entries.weights),
                 "clients": list(entries.clients),
                 "reduction": self.reductions.get(name),
             }
@@ -131,7 +142,7 @@ class ClientMeans:
         """Replace all values by those from `state_dict`."""
         self._entries.clear()
         for name, entry in state.items():
-            self.add_rows({name: entry["values"]}, entry["num_examples"], entry["clients"])
+            self.add_rows({name: entry["values"]}, entry["weights"], entry["clients"])
             if entry.get("reduction"):
                 self.reductions[name] = entry["reduction"]
 
@@ -140,7 +151,7 @@ class ClientMeans:
         self.reductions |= other.reductions
         for name, entries in other._entries.items():
             values = _joined(entries.values)
-            self.add_rows({name: values}, entries.num_examples, entries.clients)
+            self.add_rows({name: values}, entries.weights, entries.clients)
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ IEEE TNNLS, section VI; label flip, Fang et al. 2020, Local Model Poisoning Atta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -25,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.data.shards import FlatShards
 
@@ -70,10 +69,7 @@ class QuarterTurns:
     num_groups: int = 4
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_groups <= 4:
-            raise ConfigurationError(
-                f"QuarterTurns: num_groups must be from 1 to 4, got {self.num_groups}"
-            )
+        check_range("QuarterTurns: num_groups", self.num_groups, "from 1 to 4")
 
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
@@ -114,11 +110,8 @@ class LabelPermutation:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2 or self.num_groups < 1:
-            raise ConfigurationError(
-                "LabelPermutation: num_classes must be at least 2 and num_groups at least 1, got "
-                f"{self.num_classes} and {self.num_groups}"
-            )
+        check_range("LabelPermutation: num_classes", self.num_classes, "at least 2")
+        check_range("LabelPermutation: num_groups", self.num_groups, "at least 1")
 
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
@@ -175,10 +168,7 @@ class LabelFlip:
 
     def __post_init__(self) -> None:
         _check_share(self, self.share)
-        if self.num_classes < 2:
-            raise ConfigurationError(
-                f"LabelFlip: num_classes must be at least 2, got {self.num_classes}"
-            )
+        check_range("LabelFlip: num_classes", self.num_classes, "at least 2")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs unchanged, and the flipped labels."""
@@ -217,12 +207,9 @@ class Trigger:
 
     def __post_init__(self) -> None:
         _check_share(self, self.share)
-        if self.size < 1:
-            raise ConfigurationError(f"Trigger: size must be at least 1 pixel, got {self.size}")
-        if self.target < 0:
-            raise ConfigurationError(f"Trigger: target must be a class, got {self.target}")
-        if not math.isfinite(self.value):
-            raise ConfigurationError(f"Trigger: value must be a finite number, got {self.value}")
+        check_range("Trigger: size", self.size, "at least 1 pixel")
+        check_range("Trigger: target", self.target, "at least 0", ": it is a class")
+        check_range("Trigger: value", self.value, "a finite number")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images with the patch, and the target class as labels."""
@@ -237,11 +224,8 @@ class Trigger:
 
 
 def _check_share(poison: object, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise ConfigurationError(
-            f"{type(poison).__name__}: share must be in [0, 1], got {share}: it is the part of an "
-            "attacker's examples that is changed"
-        )
+    advice = ": it is the part of an attacker's examples that is changed"
+    check_range(f"{type(poison).__name__}: share", share, "in [0, 1]", advice)
 
 
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:

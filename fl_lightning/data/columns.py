@@ -146,10 +146,10 @@ def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
             value = np.asarray(_part(dataset[index], name))
             if value.ndim > 1:
                 raise TypeError(f"an array of shape {value.shape}")
-            values.append(value)
-        return _on_the_host(np.stack(values), option)
+            values.append(value[()])  # a scalar as such, so that a missing one is seen
     except (TypeError, ValueError, LookupError, StopIteration) as error:
         raise ConfigurationError(_refusal(dataset, name, option)) from error
+    return _on_the_host(values, option)
 
 
 def _part(item: Any, name: str | None) -> Any:
@@ -180,17 +180,44 @@ def _refusal(dataset: Any, name: str | None, option: str) -> str:
     )
 
 
-def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
+def column_of(values: Any) -> npt.NDArray[Any]:
+    """Convert a column to an array of numbers or strings, or of objects if values are missing.
+
+    Example:
+        >>> column_of(["b", "a"]), column_of([1, 2])
+        (array(['b', 'a'], dtype='<U1'), array([1, 2]))
+    """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-    elif not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
+    if isinstance(values, (list, tuple)) and any(map(is_missing, values)):
+        return np.array(values, dtype=object)
+    array = np.asarray(values)
+    if array.dtype == object and not any(map(is_missing, array.ravel())):  # e.g. strings in a table
+        array = np.asarray(array.tolist())
+    return array
+
+
+def is_missing(value: Any) -> bool:
+    """True if a value is None, not a finite number, or a missing value of pandas or NumPy."""
+    if isinstance(value, (float, np.floating)):
+        return not np.isfinite(value)
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
+    if not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
         values = list(values)
     try:
-        array = np.asarray(values)
-        if array.dtype == object:  # e.g. strings in a table
-            array = np.asarray(array.tolist())
+        array = column_of(values)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
+    if array.dtype.kind in "OmM" and (missing := sum(map(is_missing, array.ravel()))):
+        raise ConfigurationError(
+            f"{option}: {missing} of {len(array)} values are missing (None or nan): leave these "
+            "examples out of the data, or give them a value"
+        )
     if not array.ndim or array.dtype.kind not in "biufSUMm":
         kinds = sorted({type(value).__name__ for value in np.atleast_1d(array).ravel()[:1000]})
         raise ConfigurationError(

@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.client_examples import (
     ExampleTransform,
@@ -57,6 +57,7 @@ from fl_lightning.data.training_set import (
 )
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
+_CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
 
 # Methods that Lightning calls on a data module only if they are overridden; the source's are used.
 _HANDED_THROUGH = (
@@ -142,7 +143,9 @@ class FederatedDataModule(ForwardingDataModule):
                 "FederatedDataModule: give its source"
             )
         super().__init__(source)
-        _check(num_clients, batch_size, bins)
+        check_range("bins", bins, "at least 2", ": null divides by the labels")
+        check_range("num_clients", num_clients, "at least 1")
+        check_range("batch_size", batch_size, "at least 1 example")
         check_fractions(client_val_fraction, client_test_fraction, search_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
@@ -157,6 +160,7 @@ class FederatedDataModule(ForwardingDataModule):
         self._rounds: Any = None
         self._poison: tuple[Tensor, Poison] | None = None  # attacker of each example, or -1
         self._trained_partition: str | None = None  # fingerprint in an evaluated checkpoint
+        self._is_central = False  # whether training reads all examples, including held-out ones
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
@@ -191,11 +195,12 @@ class FederatedDataModule(ForwardingDataModule):
             return self._rounds
         if self.search_fraction or self.example_transforms:
             return self._pooled_loader()
+        self._is_central = True
         return self._transformed(self.source.train_dataloader())
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' training examples, for a central run."""
-        examples = torch.from_numpy(self.clients.indices)
+        examples = self.train_indices
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
         sampler: Sampler[int] = RandomSampler(places)
@@ -215,6 +220,7 @@ class FederatedDataModule(ForwardingDataModule):
         """Set the groups of clients that `train_dataloader` returns; None for central training."""
         self._rounds = rounds
         self._trained_partition = None
+        self._is_central = self._is_central and rounds is None
 
     @property
     def trains_in_rounds(self) -> bool:
@@ -244,9 +250,11 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def train_indices(self) -> Tensor:
-        """The examples that are divided among the clients, shape (M,)."""
-        chosen = self._drawn.indices
-        return torch.arange(self._num_stored) if chosen is None else chosen
+        """Examples that a central run trains on, shape (M,)."""
+        if self.search_fraction or self.example_transforms:
+            return torch.from_numpy(self.clients.indices).long()
+        drawn = self._drawn.indices
+        return torch.arange(self._num_stored) if drawn is None else drawn
 
     @property
     def _num_stored(self) -> int:
@@ -297,9 +305,17 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _roles(self) -> Roles:
+        drawn = self._drawn.indices
+        holds_out = self.client_val_fraction or self.client_test_fraction
+        if drawn is not None and holds_out and len(drawn.unique()) < len(drawn):
+            raise ConfigurationError(
+                "client_val_fraction and client_test_fraction need a sampler that draws each example once, "
+                f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would hold out "
+                "examples that it also trains on. Draw by weights (WeightedRandomSampler) instead"
+            )
         shards = divide(
             self.train_dataset,
-            self._drawn.indices,
+            drawn,
             self.partition,
             self.num_clients,
             lambda: self._classes,
@@ -354,7 +370,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def is_foreign_checkpoint(self) -> bool:
-        """True if the evaluated checkpoint was trained on another partition, so held-out examples may overlap."""
+        """True if the evaluated checkpoint may have been trained on examples that are held out here."""
         return self._trained_partition not in (None, self.fingerprint)
 
     @cached_property
@@ -463,12 +479,13 @@ class FederatedDataModule(ForwardingDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that must not change when a run is resumed."""
-        return {"partition": self.fingerprint, "source": self.source.state_dict()}
+        partition = _CENTRAL if self._is_central else self.fingerprint
+        return {"partition": partition, "source": self.source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ConfigurationError if training resumes with another partition than the checkpoint's."""
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and state_dict["partition"] != self.fingerprint:
+        if fitting and state_dict["partition"] not in (_CENTRAL, self.fingerprint):
             raise ConfigurationError(
                 "the checkpoint was trained on another partition "
                 f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume "
@@ -478,12 +495,3 @@ class FederatedDataModule(ForwardingDataModule):
             )
         self._trained_partition = None if fitting else state_dict["partition"]
         self.source.load_state_dict(state_dict["source"])
-
-
-def _check(num_clients: int | None, batch_size: int | None, bins: int | None) -> None:
-    if bins is not None and bins < 2:
-        raise ConfigurationError(f"bins must be at least 2, got {bins}: null divides by the labels")
-    if num_clients is not None and num_clients < 1:
-        raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
-    if batch_size is not None and batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.modules import sent
 
 MAX_EXAMPLES_READ = 1024  # examples read at a time, for statistics
@@ -128,10 +128,7 @@ class FederatedNormalize:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ConfigurationError(
-                f"FederatedNormalize: eps must be at least 0 and finite, got {self.eps}"
-            )
+        check_range("FederatedNormalize: eps", self.eps, "at least 0 and finite")
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
         """Return the function that normalises."""

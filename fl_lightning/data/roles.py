@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.partition import Partition
@@ -74,6 +74,7 @@ class Roles:
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
         learning, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
+
         train, searched = learning, FlatShards.of([])
         if search:
             train, searched = learning.hold_out(search, numpy_generator(seed, "search half"))
@@ -109,12 +110,9 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
             f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of a client's "
             "examples that train the architecture's choices and not the weights"
         )
-    for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
-        if not 0 <= fraction < 1:
-            raise ConfigurationError(
-                f"{name} must be in [0, 1), got {fraction}: "
-                "it is the share of its examples that a client never trains on"
-            )
+    advice = ": it is the share of its examples that a client never trains on"
+    check_range("client_val_fraction", validation, "in [0, 1)", advice)
+    check_range("client_test_fraction", test, "in [0, 1)", advice)
     if validation + test > _MOST_HELD_OUT:
         raise ConfigurationError(
             f"client_val_fraction and client_test_fraction must be at most {_MOST_HELD_OUT} together, got "

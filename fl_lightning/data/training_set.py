@@ -51,9 +51,10 @@ def check_loader(loader: Any, method: str) -> None:
             f"({type(loader).__name__}): a client draws from one. Put their data sets into one, e.g. a "
             "ConcatDataset, or one whose items hold an example of each"
         )
-    is_loader = isinstance(loader, DataLoader)
-    if not is_loader or isinstance(loader.dataset, IterableDataset) or not _is_map(loader.dataset):
-        found = type(loader.dataset if is_loader else loader).__name__
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not is_map:
+        found = type(loader if dataset is None else dataset).__name__
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set (with __len__ and "
             f"__getitem__), got {found}: its examples are divided among the clients by index"
@@ -68,10 +69,6 @@ def check_loader(loader: Any, method: str) -> None:
             f"{method} returns a {type(loader).__name__}, whose own __iter__ clients do not use: return a "
             "DataLoader, and move the code of __iter__ to collate_fn or on_after_batch_transfer"
         )
-
-
-def _is_map(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 _WAY_OUT = "or set data.ignore_sampler to true: then every client shuffles all of its examples"

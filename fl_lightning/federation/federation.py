@@ -18,7 +18,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
-from fl_lightning.federation.loop import begin_next_round, renumber_groups
+from fl_lightning.federation.loop import begin_round_anew, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import Calendar, begin, prepare, take_over
@@ -63,7 +63,7 @@ class Federation(Options, Callback):
     rounds: FitRounds | None = None
     _calendar: Calendar
     _cleanup: ExitStack | None = None
-    _groups_before = 0
+    _groups_before, _is_inside = 0, False  # of a checkpoint: groups of a round, whether one is open
     _saved: dict[str, Any] | None = None
     _personal_state: dict[str, Any] | None = None
 
@@ -85,7 +85,7 @@ class Federation(Options, Callback):
         earlier = list(before.stages) if before and before.run.module is pl_module else []
         self.rounds = begin(trainer, self, self._calendar)
         num_groups = len(self._calendar.groups)
-        self._groups_before = saved.get("groups", num_groups)
+        self._groups_before, self._is_inside = saved.get("groups", num_groups), saved.get("inside")
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None
@@ -95,7 +95,7 @@ class Federation(Options, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resume from a checkpoint, also of a run whose rounds had another number of groups."""
-        begin_next_round(trainer)
+        begin_round_anew(trainer, self._is_inside)
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
         assert self.rounds is not None

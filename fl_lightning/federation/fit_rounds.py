@@ -70,37 +70,38 @@ class FitRounds:
         """Record of the open round; between rounds, of the last one."""
         return self._round.record
 
-    def train_group(self, group: ClientGroup) -> None:
-        """Train a group of clients of the current round and aggregate their updates.
+    def train_group(self, group: ClientGroup) -> bool:
+        """Train a group of clients of the current round; after the last group step the server.
 
-        Afterwards the module holds the global model again, also after an error.
+        Afterwards the module holds the global model, also after an error.
+
+        Returns:
+            Whether the server has stepped.
 
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Several
                 processes all raise it, when they exchange results.
         """
-        began, clients, parts = time.perf_counter(), self.clients, [group]
+        began, clients = time.perf_counter(), self.clients
         is_last = self.run.trainer.is_last_batch
         if not self._is_under_way:
             self._begin(group)
-            parts = [*self.run.groups.earlier, group]  # a round resumed in the middle begins anew
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, self.run.ranks)
                 if self._exchange.failure is None:
-                    for part in parts:
-                        self._round.train(part.ids)
-                    clients.warn_of_rehearsal(self._round.record)
+                    self._round.train(group.ids)
                 if is_last:
                     self.run.local.check_constants()
         except (ClientFailure, ConfigurationError) as failure:
             self._exchange.fail(failure)
         finally:
             clients.restore(self.server.model)
-        if not is_last:
-            self.run.groups.advance()
         self._round.record.seconds += time.perf_counter() - began
+        if is_last:
+            self._close()
+        return is_last
 
     def _begin(self, group: ClientGroup) -> None:
         run, number = self.run, self.run.trainer.current_epoch
@@ -117,7 +118,7 @@ class FitRounds:
         self._round.open(number)
         self._is_under_way = True
 
-    def close_round(self) -> None:
+    def _close(self) -> None:
         """Step the server and put the new model into the module.
 
         Raises:
@@ -127,8 +128,16 @@ class FitRounds:
         began, run = time.perf_counter(), self.run
         if run.ranks.size > 1:
             self._round.record, began = self._exchange.merge(self._round.record, self.server)
-        self._round.step()
         record = self._round.record
+        # before the step, as metrics of the module may fail
+        with self.clients.metrics_kept_apart():
+            record.pooled = run.collector.collect_metrics()
+        if self.clients.rehearsal.failures:
+            self.clients.rehearsal.warn_of_failures(record)
+        self._round.step()
+        self._is_under_way = False
+        run.local.end_round(self.server.model)
+        run.groups.finish()  # only now: a round that failed is not done
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
             run.groups.population.note(  # for cohorts that choose by what it has shown of clients
@@ -137,11 +146,6 @@ class FitRounds:
                 losses=record.means.by_client("train/loss"),
                 durations=record.durations,
             )
-        with self.clients.metrics_kept_apart():
-            record.pooled = run.collector.collect_metrics()
-        self._is_under_way = False
-        run.local.end_round(self.server.model)
-        run.groups.advance()  # only now: a round that failed is no finished one
         record.seconds += time.perf_counter() - began
         self._round.close()
 
@@ -192,7 +196,7 @@ class FitRounds:
         number, options, groups = self.run.trainer.current_epoch, self.options, self.run.groups
         if groups.fewest > 1 and (num_left_out := groups.num_left_out(number)):
             yield (
-                f"round {number}: a cohort of {num_left_out} is too small for "
+                f"round {number + 1}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
                 f"{groups.fewest} clients or more: nobody trains, the model stays as it is"
             )
@@ -211,7 +215,7 @@ class FitRounds:
         if idle:
             noise = "; the noise of privacy is all that is left" if options.privacy else ""
             yield (
-                f"round {number}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
+                f"round {number + 1}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
                 "Have the schedule reach 0 after the last round"
             )
 

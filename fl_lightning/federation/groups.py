@@ -1,8 +1,8 @@
 """The "train dataloader" of a federated run: the groups of clients that make up a round.
 
-Lightning's training epoch is one pass over the groups, each group a batch. Lightning saves the position
-with its loops. A round that was interrupted is trained again from its first client, with the same
-result. Each of several processes has its own share of the cohort, in the same number of groups.
+Lightning's training epoch is one pass over the groups, each group a batch. Lightning saves with
+its loops whether the round is done. A round that was interrupted is trained again from its first client,
+with the same result. Each of several processes has its own share of the cohort, in as many groups.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class RoundGroups:
         population: the clients to draw from, with their losses and durations of past rounds.
         seed: root seed of the draws.
         fewest: as given.
-        earlier: groups of the current round that Lightning skips, if the run was resumed inside the round.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -133,22 +132,33 @@ class RoundGroups:
         if num_ranks > 1:
             self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
         self._round = 0
-        self._position = 0
+        self._is_done = False
         self._present: list[ClientGroup] = []
-        self.earlier: list[ClientGroup] = []
         self.sampler = self  # where Lightning looks for `set_epoch`
 
     def __len__(self) -> int:
         return self._num_groups
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next round; the position is kept if that is the current round."""
+        """Set the next round, which is not done yet unless it is the current one."""
         if epoch != self._round:
-            self._round, self._position = epoch, 0
+            self._round, self._is_done = epoch, False
 
     def _drawn(self, round_index: int) -> ClientIds:
+        """Draw a cohort, and raise if its ids are invalid or repeated: they would count twice."""
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
-        check_cohort(ids, self.population, type(self._sampler).__name__)
+        sampler = f"federation.cohort: {type(self._sampler).__name__}"
+        is_whole = not len(ids) or (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer))
+        if not is_whole or len(np.unique(ids)) < len(ids):
+            raise ConfigurationError(
+                f"{sampler}.sample must return distinct client ids, an array of whole "
+                f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
+            )
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.population.num_clients):
+            raise ConfigurationError(
+                f"{sampler}.sample must return ids from 0 to "
+                f"{self.population.num_clients - 1}, got {ids.min()} to {ids.max()}"
+            )
         return ids[: limited(len(ids), self._limit)] if self._is_limited else ids
 
     def num_left_out(self, round_index: int) -> int:
@@ -169,45 +179,24 @@ class RoundGroups:
 
     def __iter__(self) -> Iterator[ClientGroup]:
         self._present = self.groups(self._round)
-        self.earlier = self._present[: self._position]
-        yield from self._present[self._position :]
+        yield from () if self._is_done else self._present
 
     @property
     def whole(self) -> ClientGroup:
         """All clients that this process trains in the current round."""
         return ClientGroup(client for group in self._present for client in group)
 
-    def advance(self) -> None:
-        """Count a group as done; other groups are yielded again after resuming."""
-        self._position += 1
+    def finish(self) -> None:
+        """Note that the round is done; only then its groups are not yielded again after resuming."""
+        self._is_done = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return round and position."""
-        return {"round": self._round, "position": self._position, "groups": self._num_groups}
+        """Return the round, and whether it is done."""
+        return {"round": self._round, "is_done": self._is_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore round and position."""
-        is_done = state["position"] == state.get("groups", self._num_groups)
-        self._round = state["round"]
-        self._position = self._num_groups if is_done else state["position"]
-
-
-def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Raise if ids of a cohort are invalid or repeated: a repeated client would count twice."""
-    if not len(ids):
-        return
-    is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-    if not is_whole or len(np.unique(ids)) < len(ids):
-        raise ConfigurationError(
-            f"federation.cohort: {sampler}.sample must return distinct client ids, an array of whole "
-            f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
-        )
-    first, last = ids.min(), ids.max()
-    if first < 0 or last >= len(population.num_examples):
-        raise ConfigurationError(
-            f"federation.cohort: {sampler}.sample must return ids from 0 to "
-            f"{population.num_clients - 1}, got {first} to {last}"
-        )
+        """Restore the state from `state_dict`."""
+        self._round, self._is_done = state["round"], state["is_done"]
 
 
 def limited(count: int, limit: float) -> int:

@@ -149,13 +149,15 @@ class EvaluationLogs:
 
     Args:
         module: the module, whose ``log`` and ``log_dict`` are shadowed.
+        is_shared: True if each process evaluates a part of the examples; if False, nothing is reduced.
 
     Attributes:
         batch: the batch of the current step; None between steps.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, *, is_shared: bool = True) -> None:
         self.batch: Any = None
+        self._is_shared = is_shared
         self._module = module
         self._log = module.log
         self._log_dict = module.log_dict
@@ -174,8 +176,7 @@ class EvaluationLogs:
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; the arguments are those of `LightningModule.log`."""
-        if not options.get("on_step"):
-            options.setdefault("sync_dist", True)
+        self._reduce(options)
         if self.batch is not None:
             size = options.get("batch_size") or extract_batch_size(self.batch)
             # Lightning divides a whole number of examples by the number of processes and rounds down
@@ -184,9 +185,14 @@ class EvaluationLogs:
 
     def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         """Log several values; Lightning's ``log_dict`` gives `log` each with every option."""
-        if not options.get("on_step"):
-            options.setdefault("sync_dist", True)
+        self._reduce(options)
         self._log_dict(dictionary, *args, **options)
+
+    def _reduce(self, options: dict[str, Any]) -> None:
+        if not self._is_shared:
+            options["sync_dist"] = False
+        elif not options.get("on_step"):
+            options.setdefault("sync_dist", True)
 
 
 RESULTS = "results.json"

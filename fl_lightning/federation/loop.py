@@ -19,7 +19,6 @@ and its like of both loops), and ``_data_fetcher``, which begins anew in every r
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from typing import Any, Protocol
 
@@ -48,11 +47,8 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 class Rounds(Protocol):
     """The rounds that the loop drives."""
 
-    def train_group(self, group: ClientGroup) -> None:
-        """Train a group of clients and aggregate their updates."""
-
-    def close_round(self) -> None:
-        """Step the server."""
+    def train_group(self, group: ClientGroup) -> bool:
+        """Train a group of clients; after the round's last group step the server, and return True."""
 
 
 class FederatedLoop(_AutomaticOptimization):
@@ -67,7 +63,7 @@ class FederatedLoop(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
     ) -> dict[str, Any]:
         """Train one group and, if it is the round's last, step the server."""
-        if _trained(self.trainer, self._rounds, kwargs):
+        if self._rounds.train_group(next(iter(kwargs.values()))):
             self.optim_progress.optimizer.step.increment_ready()
             self.optim_progress.optimizer.step.increment_completed()
         return {}
@@ -86,19 +82,10 @@ class FederatedManualLoop(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train one group and, if it is the round's last, step the server."""
-        if _trained(self.trainer, self._rounds, kwargs):
+        if self._rounds.train_group(next(iter(kwargs.values()))):
             self.optim_step_progress.increment_ready()
             self.optim_step_progress.increment_completed()
         return {}
-
-
-def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) -> bool:
-    """Train a group and, if it is the round's last, step the server; return whether it was."""
-    rounds.train_group(next(iter(kwargs.values())))
-    if not trainer.is_last_batch:
-        return False
-    rounds.close_round()
-    return True
 
 
 def install(trainer: Trainer, rounds: Rounds) -> None:
@@ -116,8 +103,6 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
         manual_loop = FederatedManualLoop(trainer, rounds)
         manual_loop.optim_step_progress = by_hand.optim_step_progress
         epoch_loop.manual_optimization = manual_loop
-        # a warning about single steps: a federation's checkpoint holds the round's global model
-        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -185,20 +170,22 @@ def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
             setattr(current, name, present - 1)
 
 
-def begin_next_round(trainer: Trainer) -> None:
-    """Make the first round after resuming between rounds start like any other round.
+def begin_round_anew(trainer: Trainer, is_inside: bool) -> None:
+    """Make the first round after resuming train all of its groups.
 
+    A round inside which the checkpoint was saved begins anew, in whatever groups.
     From a checkpoint at the end of a round's last group, Lightning counts the round as done but would
     skip ``on_train_epoch_start`` of the next one. From a checkpoint inside that hook, it would take the
     groups of the previous round for those of the new one, and train no client.
 
     Args:
         trainer: a Trainer whose progress has been restored.
+        is_inside: whether the checkpoint was saved inside a round.
     """
     rounds = trainer.fit_loop
     groups = rounds.epoch_loop
     is_last = groups.restarted_on_train_batch_end and groups.batch_progress.is_last_batch
-    if rounds.restarted_mid_epoch and is_last:
-        rounds.reset_restart_stage()
-    elif rounds.restarted_on_epoch_start:
+    if is_inside or rounds.restarted_on_epoch_start:
         groups.restarting = False
+    elif rounds.restarted_mid_epoch and is_last:
+        rounds.reset_restart_stage()

@@ -51,8 +51,15 @@ class WorkPlan:
         self._drop_last = data.drop_last
         self._weights = data.weights_of if data.draws_by_weight else None
 
-    def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
-        """Return the work of clients, each in its own round; a client without examples has no step."""
+    def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
+        """Return the work of clients in a round; a client without examples has no step.
+
+        Args:
+            clients: ids of the clients.
+            rounds: the round, or the round of each client.
+        """
+        if isinstance(rounds, int):
+            rounds = [rounds] * len(clients)
         indices, num_examples = self._clients.take(clients)
         amount = self._local_work
         num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each

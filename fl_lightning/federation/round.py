@@ -21,6 +21,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
 from fl_lightning.server.server import Server
@@ -33,15 +34,14 @@ class Clients(Protocol):
     """The clients' side of a round.
 
     Attributes:
+        plan: draws the work of clients in a round.
         stages_ahead: stages that process each update after `train` yields it.
         collector: collects the values that clients log.
     """
 
+    plan: WorkPlan
     stages_ahead: Stages
     collector: LogCollector
-
-    def work_of(self, clients: Sequence[int]) -> GroupWork:
-        """Return the local work of clients in the current round."""
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction
@@ -102,7 +102,7 @@ class Round:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
         record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
-        work = self.clients.work_of(cohort)
+        work = self.clients.plan.of(cohort, self.server.round_index)
         for stage in self.stages.having["work"]:  # whose updates will arrive
             work = stage.work(work, record)
         starts = self.stages.down(self.server.model, work)  # the models they receive
@@ -127,7 +127,7 @@ class Round:
 
     def raise_or_skip(self, failure: ClientFailure) -> None:
         """Record a client's failure if failures are skipped; else raise it."""
-        located = f"round {self.server.round_index}, {failure}"
+        located = f"round {self.server.round_index + 1}, {failure}"
         if not self._skips_failures:
             failure.args = (located,)
             raise failure
@@ -144,22 +144,22 @@ class Round:
             rank_zero_warn(f"skipped: {record.skipped[client]}")
         if record.finished and self.server.num_replies < self._min_replies:
             raise RoundFailure(
-                f"round {self.server.round_index}: {self.server.num_replies} of {len(record.finished)} "
+                f"round {self.server.round_index + 1}: {self.server.num_replies} of {len(record.finished)} "
                 f"clients sent a valid update, min_replies is {self._min_replies}"
             )
         for stage in self.stages.having["settle"]:
             stage.settle(self.record, self._processes)
-        self.memory.commit()
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
         record.update_norm = float(self.server.close_round(change))
         if has_replies and not record.update_norm and not record.means.names:
             raise RoundFailure(
-                f"round {self.server.round_index}: no client has a loss, and the model has not moved: "
+                f"round {self.server.round_index + 1}: no client has a loss, and the model has not moved: "
                 "have training_step return the loss of a batch; None skips the batch"
             )
         for stage in having["stepped"]:
             stage.stepped(self.server.model.params)
+        self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
 
     def close(self) -> None:
         """Close the round in all stages, after the server step."""

@@ -157,10 +157,6 @@ class SimpleFederation:
             self.round_index += 1
         return self.round.server.model
 
-    def work_of(self, clients: Sequence[int]) -> GroupWork:
-        """Return the local work of clients in the current round."""
-        return self.plan.of(clients, [self.round_index] * len(clients))
-
     def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
         """Raise: the gradient of a whole shard needs a Trainer."""
         raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")

@@ -7,6 +7,7 @@ In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -280,6 +281,11 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     counts_of(trainer).planned_batches = 0
     trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
     install(trainer, rounds)
+    cleanup.enter_context(warnings.catch_warnings())
+    # schedules step once a round, also where no client of this process has stepped the optimizer
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    # a warning about single steps: a federation's checkpoint holds the round's global model
+    warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:

@@ -10,7 +10,7 @@ A site's options override the server's, as a later ``--config`` overrides an ear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.flower.class_paths import FROM_SERVER, own_names
@@ -87,25 +87,6 @@ def without_callbacks(own: Mapping[str, Any]) -> dict[str, Any]:
         return dict(own)
     kept = {n: value for n, value in trainer.items() if n.removesuffix("+") != CALLBACKS}
     return {**own, "trainer": kept}
-
-
-def not_shared(configuration: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that a site does not accept from the server.
-
-    Example:
-        >>> not_shared({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})
-        ['data', 'trainer.logger']
-    """
-    return sorted(_not_shared(configuration))
-
-
-def _not_shared(configuration: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in configuration.items():
-        if name not in SHARED:
-            yield str(name)
-        elif name == "trainer":
-            names = value if isinstance(value, Mapping) else []
-            yield from (f"trainer.{each}" for each in names if each not in SHARED_TRAINER)
 
 
 def laid_over(lower: Any, upper: Any) -> Any:

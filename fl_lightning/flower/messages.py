@@ -45,22 +45,6 @@ from fl_lightning.flower.documents import (
     read_document,
 )
 
-__all__ = [
-    "CATEGORIES",
-    "KINDS",
-    "Answer",
-    "ClientAnswer",
-    "Failure",
-    "Kind",
-    "MessageError",
-    "Order",
-    "OrderRefused",
-    "category_of",
-    "check_site",
-    "digest",
-    "package_version",
-]
-
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _PLACE = re.compile(r"stage/[^/]+/.+", re.DOTALL)
 CATEGORIES = {

@@ -32,7 +32,7 @@ from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
-from fl_lightning.flower.messages import Order, OrderRefused
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.updates.message import Agreement, Message, decode, encode
 from fl_lightning.updates.payload import Dense
@@ -82,12 +82,19 @@ class Packing:
         )
         return as_tensor(encode(message)), float(arrival.error)
 
-    def opened_update(self, data: Tensor | None, client: int, round_index: int) -> ClientUpdate:
-        """Return the update of a client.
+    def opened_update(
+        self, data: Tensor | None, answer: ClientAnswer, round_index: int
+    ) -> ClientUpdate:
+        """Decode the update of a client.
+
+        Args:
+            data: bytes of the update, uint8 of shape (n,).
+            answer: answer of the client, whose numbers of examples and steps were checked.
+            round_index: round of the order.
 
         Raises:
-            MessageError: if there are none.
-            MessageError: for bytes that are not one of this client, this round and this space.
+            MessageError: if there are no bytes, or if they are not an update of this client, this round,
+                this space and these numbers.
         """
         agreement = Agreement(
             kind="update",
@@ -98,13 +105,21 @@ class Packing:
             transforms=self._path.names,
         )
         message = decode(bytes_of(data), agreement)
-        if message.client_id != client:
-            raise MessageError(f"the update is of client {message.client_id}, not of {client}")
+        found = message.client_id, message.num_examples, message.num_steps
+        if found != (answer.client, answer.num_examples, answer.num_steps):
+            raise MessageError(
+                f"the update is of client, examples and steps {found}, the answer of "
+                f"{(answer.client, answer.num_examples, answer.num_steps)}"
+            )
         delta = self._path.opened(
-            message.params, round_index=round_index, client_id=client, like=self._like
+            message.params, round_index=round_index, client_id=answer.client, like=self._like
         )
         self._check(delta)
-        return replace(self._placed(message.to_update()), delta=delta.to(self._space.device))
+        update, device = message.to_update(), self._space.device
+        update = replace(update, buffers=update.buffers.to(device), delta=delta.to(device))
+        if not bool(update.norm.isfinite()):  # as clients check it: no sum of updates overflows
+            raise MessageError("the update has numbers that are too large")
+        return update
 
     def model(self, model: GlobalModel, round_index: int) -> Tensor:
         """Return the bytes of a model, uint8 of shape (n,), compressed as configured."""
@@ -169,9 +184,6 @@ class Packing:
         self._check(params)
         device = self._space.device
         return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
-
-    def _placed(self, update: ClientUpdate) -> ClientUpdate:
-        return replace(update, buffers=update.buffers.to(self._space.device))
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:
@@ -333,6 +345,9 @@ def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> 
             told = found[state]
             if told is None or (told.shape, told.dtype) != (value.shape, value.dtype):
                 raise ValueError(f"the state {state} of its metric {name} does not fit")
+            # the state of a metric without examples may be infinite, as that of a smallest value
+            if not bool((told.isfinite() | (told == value.cpu())).all()):
+                raise ValueError(f"the state {state} of its metric {name} is not finite")
         states[place] = found  # type: ignore[assignment]
     return MetricSums(logged, states)
 

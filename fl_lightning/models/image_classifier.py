@@ -22,9 +22,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.models.checkpoints import load_backbone
-from fl_lightning.models.cnn import LeNet, McMahanCNN
+from fl_lightning.models.cnn import SmallCNN
 from fl_lightning.models.networks import build_network, freeze
 from fl_lightning.models.schedule import Schedule, scheduled
 
@@ -89,12 +89,27 @@ class ImageClassifier(LightningModule):
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
-        _check(num_classes, drop_rate, label_smoothing, pretrained and checkpoint_path is not None)
-        _check_sizes(in_chans, image_size, freeze_blocks)
+        raise_together(
+            lambda: check_range("num_classes", num_classes, "at least 2"),
+            lambda: check_range("drop_rate", drop_rate, "in [0, 1)"),
+            lambda: check_range("label_smoothing", label_smoothing, "in [0, 1)"),
+            lambda: check_range("in_chans", in_chans, "at least 1 channel"),
+            lambda: check_range("image_size", image_size, f"from 1 to {MOST_PIXELS} pixels"),
+            lambda: check_range("freeze_blocks", freeze_blocks, "at least 0"),
+        )
+        if pretrained and checkpoint_path is not None:
+            raise ConfigurationError(
+                "pretrained and checkpoint_path name two sources of weights, give one"
+            )
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
-            _check_own(pretrained, drop_rate, network_kwargs)
+            only_by_name: dict[str, Any] = {"pretrained": pretrained, "drop_rate": drop_rate}
+            only_by_name |= {"network_kwargs": network_kwargs}
+            if given := [name for name, value in only_by_name.items() if value]:
+                raise ConfigurationError(
+                    f"{', '.join(given)}: for networks by name; pass it to your own network itself"
+                )
             self.network = network
         else:
             self.network = build_network(network, pretrained, image_size, arguments)
@@ -116,7 +131,7 @@ class ImageClassifier(LightningModule):
         """Return the inputs of the classifier for a batch, shape (B, …)."""
         network: Any = self.network
         images = batch[0]
-        if isinstance(network, LeNet | McMahanCNN):
+        if isinstance(network, SmallCNN):
             features: Tensor = network.features(images)
         else:
             features = network.forward_head(network.forward_features(images), pre_logits=True)
@@ -141,7 +156,7 @@ class ImageClassifier(LightningModule):
         size = self._image_size
         # other networks of timm accept images of any size
         embedding = getattr(self.network, "patch_embed", None)
-        is_fixed = isinstance(self.network, LeNet | McMahanCNN) or getattr(
+        is_fixed = isinstance(self.network, SmallCNN) or getattr(
             embedding, "strict_img_size", False
         )
         if size is not None and is_fixed and tuple(images.shape[2:]) != (size, size):
@@ -189,39 +204,6 @@ class ImageClassifier(LightningModule):
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sources: bool) -> None:
-    rules = {
-        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-        f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
-        f"label_smoothing must be in [0, 1), got {label_smoothing}": 0 <= label_smoothing < 1,
-        "pretrained and checkpoint_path name two sources of weights, give one": not two_sources,
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise ConfigurationError("; ".join(broken))
-
-
-def _check_own(
-    pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
-) -> None:
-    """Raise ConfigurationError for options that a given network module cannot use."""
-    given = {"pretrained": pretrained, "drop_rate": drop_rate, "network_kwargs": network_kwargs}
-    if named := [name for name, value in given.items() if value]:
-        raise ConfigurationError(
-            f"{', '.join(named)}: for networks by name; pass it to your own network itself"
-        )
-
-
-def _check_sizes(in_chans: int, image_size: int | None, freeze_blocks: int) -> None:
-    fits = image_size is None or 1 <= image_size <= MOST_PIXELS
-    rules = {
-        f"in_chans must be at least 1 channel, got {in_chans}": in_chans >= 1,
-        f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}": fits,
-        f"freeze_blocks must be at least 0, got {freeze_blocks}": freeze_blocks >= 0,
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise ConfigurationError("; ".join(broken))
 
 
 def _merge(named: dict[str, Any], network_kwargs: Mapping[str, Any]) -> dict[str, Any]:

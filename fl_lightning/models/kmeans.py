@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import check_seed, run_seed, torch_generator
 
 SCORES = "homogeneity", "completeness", "v_measure", "adjusted_rand"
@@ -73,9 +73,8 @@ class KMeans(LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, count in {"num_clusters": num_clusters, "num_features": num_features}.items():
-            if count < 1:
-                raise ConfigurationError(f"KMeans: {name} must be at least 1, got {count}")
+        check_range("KMeans: num_clusters", num_clusters, "at least 1")
+        check_range("KMeans: num_features", num_features, "at least 1")
         check_seed("KMeans", seed)
         generator = torch_generator(run_seed(seed), "k-means start")
         self.centroids = nn.Parameter(torch.randn(num_clusters, num_features, generator=generator))

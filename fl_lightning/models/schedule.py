@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,7 +27,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 
 Kind = Literal["constant", "cosine", "step", "exponential"]
 
@@ -60,21 +61,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rules = {
-            "warmup_rounds": (self.warmup_rounds >= 0, "be at least 0"),
-            "step_every": (self.step_every >= 1, "be at least 1 round"),
-            "step_factor": (0 < self.step_factor <= 1, "be in (0, 1]"),
-            "final_factor": (0 <= self.final_factor <= 1, "be in [0, 1]"),
+            "warmup_rounds": "at least 0",
+            "step_every": "at least 1 round",
+            "step_factor": "in (0, 1]",
+            "final_factor": "in [0, 1]",
         }
-        broken = [
-            f"{name} must {rule}, got {getattr(self, name)!r}"
-            for name, (holds, rule) in rules.items()
-            if not holds
-        ]
-        if broken:
-            raise ConfigurationError(
-                f"schedule: {'; '.join(broken)}. Its values are factors of the optimizer's lr, "
-                "its times are rounds."
+        advice = ". Values of a schedule are factors of the optimizer's lr, times are rounds."
+        raise_together(
+            *(
+                partial(check_range, f"schedule: {name}", getattr(self, name), allowed, advice)
+                for name, allowed in rules.items()
             )
+        )
 
     def factor(self, round: int, num_rounds: int) -> float:
         """Return the factor of the learning rate in a round.

@@ -1,4 +1,4 @@
-"""Pictures of a search: a cell as a graph, architecture parameters as bars, a Pareto front.
+"""Pictures of cells as graphs, and the networks on a Pareto front.
 
 Nodes of a graph stand in a row. Edges between neighbours are straight. Other edges are arcs: above the row
 from even nodes, below it from odd nodes, and higher the longer they are. So no edge passes through a node,
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import CellSpace
@@ -73,82 +72,6 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     return figure
 
 
-def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Figure:
-    """Draw the probabilities of the operations of each edge: one stacked bar of length one per edge.
-
-    Args:
-        space: space of cells.
-        probabilities: shape (num_rows, num_operations); each row sums to one.
-        title: title of the figure.
-
-    Raises:
-        ValueError: if the shape does not fit the space, or a probability is not finite.
-    """
-    from matplotlib.figure import Figure
-
-    space.check_alpha(probabilities)
-    values = probabilities.detach().double().cpu().numpy()
-    rows = space.rows
-    kinds = list(dict.fromkeys(row.cell for row in rows))
-    most = max(sum(row.cell == kind for row in rows) for kind in kinds)
-    figure = Figure(figsize=(1.0 + 4.6 * len(kinds), 1.3 + 0.3 * most), layout="constrained")
-    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
-    for panel, kind in zip(panels, kinds, strict=True):
-        inside = [number for number, row in enumerate(rows) if row.cell == kind]
-        names = [_edge_name(space, number) for number in inside]
-        left = np.zeros(len(inside))
-        for operation, name in enumerate(space.operations):
-            width = values[inside, operation]
-            panel.barh(names, width, left=left, label=name, color=_color(space, name))
-            left += width
-        panel.invert_yaxis()
-        panel.set(xlim=(0, max(1.0, left.max())), xlabel="weight")
-        panel.spines[["top", "right"]].set_visible(False)
-        if len(kinds) > 1:
-            panel.set_title(_title(kind), loc="left", fontsize=10)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(len(labels), 3 + len(kinds) // 2),
-        frameon=False,
-        fontsize="small",
-    )
-    if title:
-        figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def front_figure(
-    costs: Sequence[float], scores: Sequence[float], *, cost: str, score: str, title: str = ""
-) -> Figure:
-    """Draw the cost and score of networks, and their Pareto front.
-
-    Args:
-        costs: cost of each network.
-        scores: score of each network, higher is better.
-        cost: label of the cost axis, with the unit.
-        score: label of the score axis.
-        title: title of the figure.
-    """
-    from matplotlib.figure import Figure
-
-    best = on_front(costs, scores)
-    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
-    panel = figure.subplots()
-    panel.scatter(costs, scores, s=14, color="#9db7cf", label="searched")
-    front = np.array([(costs[number], scores[number]) for number in best]).reshape(-1, 2)
-    panel.plot(*front.T, "o-", color="#0072b2", markersize=5, drawstyle="steps-post", label="front")
-    panel.set(xlabel=cost, ylabel=score)
-    panel.xaxis.set_major_formatter(lambda value, _: _short(value))
-    panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize="small", loc="lower right")
-    if title:
-        panel.set_title(title, fontsize=10)
-    return figure
-
-
 def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
     """Return the indices of the networks on the Pareto front of cost and score, cheapest first.
 
@@ -166,14 +89,6 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
 def _title(kind: str) -> str:
     """Return the title of a kind of cell, e.g. "normal cell" or "stage 1"."""
     return kind if kind.startswith("stage") else f"{kind} cell"
-
-
-def _short(value: float) -> str:
-    """Return the short form of a number on an axis, e.g. "250 k" or "1.5 M"."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
 
 
 def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
@@ -291,9 +206,3 @@ def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: Sequence[Edge])
 
 def _color(space: CellSpace, operation: str) -> str:
     return COLORS.get(operation, _OTHERS[sum(map(ord, operation)) % len(_OTHERS)])
-
-
-def _edge_name(space: CellSpace, number: int) -> str:
-    row = space.rows[number]
-    names = [f"${name}$" if "_" in name else name for name in space.node_names(row.cell)]
-    return f"{names[row.source]}→{names[row.target]}"

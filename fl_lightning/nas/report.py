@@ -9,6 +9,7 @@ Written at the end, in the folder of the run:
     cell.png, cell.svg      the architecture as a graph
     architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
+    sections/search.html    the section of report.html: architecture, probabilities and cost over rounds
 
 The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
 if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
@@ -39,6 +40,10 @@ from fl_lightning.nas.checks import (
 )
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
+from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.reports.charts import Chart, Panel, draw, inline, series
+from fl_lightning.reports.page import FRAGMENTS, Page
+from fl_lightning.reports.panels import Line, curves, table_map
 
 # α has not decided above this share of the largest entropy, or, from so many steps of α on, below so many
 # standard errors
@@ -57,14 +62,16 @@ class SearchReport(Callback):
     def __init__(self) -> None:
         self._signal = GradientSignal()
         self._best_accuracy: float | None = None
+        self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics of α's gradients."""
-        return self._signal.state_dict()
+        """Return the statistics of α's gradients, and the probabilities after each round."""
+        return {**self._signal.state_dict(), "shares": dict(self._shares)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the statistics of α's gradients."""
+        """Restore the state of `state_dict`."""
         self._signal.load_state_dict(state_dict)
+        self._shares = dict(state_dict["shares"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the run, and add the stage by which the server steps α in a federation."""
@@ -120,6 +127,7 @@ class SearchReport(Callback):
             return
         module: Any = pl_module
         shares = module.shares
+        self._shares[trainer.current_epoch + 1] = shares.cpu()
         values = {
             "search/entropy": _entropy(shares),
             "search/expected_flops": module.costs.expected(shares, "flops"),
@@ -139,20 +147,12 @@ class SearchReport(Callback):
         """Draw the current cell and the probabilities for TensorBoard, about twenty times in a run."""
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
-        if trainer.is_global_zero and trainer.current_epoch % every == 0:
-            self._draw(trainer, module, module.shares)
-
-    def _draw(self, trainer: Trainer, module: Any, shares: Tensor) -> None:
         step = trainer.current_epoch
-        cell = module.architecture
+        if not trainer.is_global_zero or step % every:
+            return
+        cell, chart = module.architecture, Chart("map", "", _map(module.space, module.shares))
         log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
-        probabilities = shares.cpu()
-        log_figure(
-            trainer,
-            "search/probabilities",
-            lambda: pictures.alpha_figure(module.space, probabilities),
-            step=step,
-        )
+        log_figure(trainer, "search/probabilities", lambda: draw([chart])[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:
         """Return the line that names the found architecture, or says that α has not decided."""
@@ -190,14 +190,17 @@ class SearchReport(Callback):
         folder = Path(run_folder(trainer))
         found = module.architecture
         cost = module.costs.of(module.space.operations_of(found))
-        rank_zero_info(self._verdict(module, trainer.current_epoch - 1))
-        rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
+        verdict = self._verdict(module, trainer.current_epoch - 1)
+        facts = [f"{cost.flops:,} multiply-adds, {cost.params:,} parameters"]
         if isinstance(module.measure, LatencyTable):
-            rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
+            facts.append(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
+        for line in (verdict, *facts):
+            rank_zero_info(line)
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        pictures.save(pictures.cell_figure(found), folder / "cell")
+        _, drawn = pictures.save(pictures.cell_figure(found), folder / "cell")
+        self._write_section(folder, module, drawn.read_text(), f"{verdict}. {', '.join(facts)}.")
         content = retraining(
             found, module.shape, image_size=module.image_size, run=_configuration(folder)
         )
@@ -205,6 +208,44 @@ class SearchReport(Callback):
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
+
+    def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:
+        """Write the section of the report: the cell, and probabilities and costs over rounds."""
+        page, space, rounds = Page("search"), module.space, list(self._shares)
+        page.heading("Architecture search")
+        page.text(text)
+        page.include(f'<div style="background:#fff;max-width:44rem">{inline(drawn, "cell")}</div>')
+        last, over = self._shares[rounds[-1]], [*self._shares.values()]
+        means = torch.stack(over).mean(1).T.tolist()  # over edges, by operation
+        lines = [
+            Line(rounds, values, name, colour=series(number))
+            for number, (name, values) in enumerate(zip(space.operations, means, strict=True))
+        ]
+        entropy = [float(_entropy(shares)) for shares in over]
+        flops = [float(module.costs.expected(shares, "flops")) for shares in over]
+        panels = {
+            "probabilities after the last round": _map(space, last),
+            "mean probability over edges": curves(lines, from_zero=True),
+            "entropy (nats per edge)": curves([Line(rounds, entropy)]),
+            "expected multiply-adds": curves([Line(rounds, flops)]),
+        }
+        page.charts(
+            [
+                Chart(f"search-{number}", title, panel, names_are_long=number == 0)
+                for number, (title, panel) in enumerate(panels.items())
+            ],
+            folder / "figures",
+        )
+        path = folder / FRAGMENTS / "search.html"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page.fragment(), encoding="utf-8")
+
+
+def _map(space: CellSpace, shares: Tensor) -> Panel:
+    """Return a panel of the probabilities of all operations, with a row per edge."""
+    edges = [f"{row.cell} {row}" for row in space.rows]
+    values = shares.double().cpu().numpy()
+    return table_map(values, x="operation", y="edge", columns=space.operations, rows=edges)
 
 
 def _entropy(shares: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fl_lightning.reports.charts import Chart, style_variables, write_chart
 
+FRAGMENTS = "sections"  # folder of a run, with parts that other callbacks add to the report
+
 
 @dataclass
 class Page:
@@ -75,6 +77,14 @@ class Page:
     def verbatim(self, text: str, fold: str) -> None:
         """Add preformatted text in a fold with a label."""
         self._parts.append(_folded(fold, f"<pre>{escape(text)}</pre>"))
+
+    def include(self, fragment: str) -> None:
+        """Add HTML, e.g. the `fragment` of another page."""
+        self._parts.append(fragment)
+
+    def fragment(self) -> str:
+        """Return the HTML of all parts, without title and style."""
+        return "".join(self._parts)
 
     def html(self) -> str:
         """Return the HTML of the page."""

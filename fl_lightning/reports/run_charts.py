@@ -80,12 +80,7 @@ def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Se
 
 
 def _file(title: str) -> str:
-    """Return a file name for a title.
-
-    Example:
-        >>> _file("clients/val_loss, last")
-        'clients_val_loss_last'
-    """
+    """Return a file name for a title."""
     return re.sub(r"\W+", "_", title).strip("_").lower()
 
 
@@ -202,12 +197,7 @@ def _participants(history: History) -> Section:
 
 
 def _in_words(counts: Iterable[float], what: str) -> str:
-    """Describe how many clients have each count; of more than 6 different counts only the range.
-
-    Example:
-        >>> _in_words([1.0, 3.0, 3.0], "took part in {} rounds")
-        '1 client took part in 1 round, 2 took part in 3 rounds'
-    """
+    """Describe how many clients have each count; of more than 6 different counts only the range."""
     found = sorted(Counter(int(count) for count in counts).items())
     if len(found) > 6:
         return f"{sum(n for _, n in found):,} clients {what.format(f'{found[0][0]} to {found[-1][0]}')}"

@@ -24,7 +24,7 @@ from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, 
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
-from fl_lightning.reports.page import Page
+from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, read_table, run_sections
 
@@ -163,9 +163,7 @@ class RunReport(Callback):
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
-        told = (
-            detail() if self.waits_for_test else {}
-        )  # the command prints the path of all files then
+        told = detail() if self.waits_for_test else {}  # that command prints the paths itself
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
 
     def _keep_provenance(self, **more: str) -> None:
@@ -237,6 +235,8 @@ def write_report(folder: str | Path) -> Path:
     page = Page(title, f"{last} {unit} · {folder}")
     page.facts(_provenance(folder))
     page.tiles(_facts(history, once))
+    for fragment in sorted((folder / FRAGMENTS).glob("*.html")):
+        page.include(fragment.read_text(encoding="utf-8"))
     for section in run_sections(folder, history):
         page.heading(section.title)
         page.text(section.caption)

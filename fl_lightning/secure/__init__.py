@@ -1,12 +1,12 @@
-"""Means of updates that the server cannot read: secure sums, encryption. Needs extras.
+"""Means of updates that the server cannot read, by secure sums or encryption. Needs extras.
 
 A secure sum from bottom to top: integers of updates (`ring`, `sum_quantiser`); secrets (`entropy`); the
-protocol, its keys and messages (`protocol`); in one process (`simulation`); a sum a round (`secure_sum`).
-Beside it `encryption`, with CKKS and Paillier.
+protocol, its keys and messages (`protocol`); the protocol in one process (`simulation`); a sum per round
+(`secure_sum`). `encryption` has CKKS and Paillier.
 
-What a secure sum hides: every vector, from a server and from fewer clients than the threshold
-together. What it shows: the sum, and who took part. What it does not stop: a client that adds
-nonsense, and what can be told from the sum itself, against which noise is added.
+A secure sum hides every vector from the server, even if the server colludes with fewer clients than the
+threshold. It shows the sum, and which clients took part. It does not stop a client that sends a wrong
+vector, nor conclusions from the sum itself, against which noise is added.
 """
 
 try:

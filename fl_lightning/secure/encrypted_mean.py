@@ -2,11 +2,11 @@
 
     mean = Dec(Σ_k a_k Enc(Δ_k)) / Σ_k a_k        a_k = min(n_k, max_examples) / (m max_examples)
 
-m: clients of the largest cohort, so that the a_k sum to at most 1 before all of them are known. The
-server is given the mean to step on; of an update it sees what is not encrypted. Where clients are at sites,
-these encrypt and one of them opens the sum, see `sum_at_sites`. Scheme and limits:
+m: size of the largest cohort, so that the a_k sum to at most 1 before all are known. The server gets the mean;
+of single updates, it sees the coordinates that are not encrypted. Over a network, sites encrypt, and one of them
+decrypts the sum, see `sum_at_sites`. Scheme and limits:
 `fl_lightning.secure.encryption.ckks`; encrypting a part: Jin et al. 2023 (2303.10837), section 3.
-Differs: most sensitive is what has moved most so far, which needs no client's data.
+Differs: the most sensitive coordinates are those that have moved most so far, which needs no client's data.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _DEGREE = 8192
 
 @final
 class CKKSRound:
-    """One round with CKKS: clients multiply an update by its share of the most examples.
+    """One simulated round with CKKS: clients multiply updates by their share of the most examples.
 
     Args:
-        layout: which coordinates are encrypted.
-        keys: of the run.
-        most_examples: that there may be in a round.
+        layout: encrypted coordinates.
+        keys: keys of the run.
+        most_examples: largest possible number of examples in a round.
     """
 
     def __init__(self, layout: CKKSLayout, keys: CKKSKeys, most_examples: int) -> None:
@@ -77,11 +77,11 @@ class CKKSRound:
     def plus(
         self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
     ) -> EncryptedUpdate:
-        """Return the server's sum with one more update in it, which has its examples in it already."""
+        """Add an encrypted update, already multiplied by its share, to the sum; None for an empty sum."""
         return self._server.plus(total, sent)
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Decrypt the sum, divided by the examples of all, float64."""
+        """Decrypt the sum, and divide it by the number of examples; returns float64."""
         return self._client.open(total, self._senders) * (self._most / num_examples)
 
 
@@ -90,8 +90,8 @@ class EncryptedSum:
     """Options of an encrypted sum over sites.
 
     Attributes:
-        degree: N of CKKS.
-        scheme: of the encryption.
+        degree: ring degree N of CKKS.
+        scheme: name of the encryption scheme.
     """
 
     degree: int
@@ -102,24 +102,24 @@ class EncryptedSum:
 class EncryptedMean(HiddenUpdates):
     """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
 
-    All clients have the key, the server has not: no client may work with it. What is opened has noise of
-    the system's, about 1e-9 of a whole share, which differs from run to run. Paillier's sums are exact
-    but for rounding, and thousands of times slower: for small vectors, as a mask's dense part.
+    All clients have the key and the server does not: a client that colludes with the server reveals all
+    updates. Decrypted sums of CKKS have random noise of about 1e-9 of a whole share. Sums of Paillier are
+    exact but for rounding, and thousands of times slower: for small vectors, such as those of a sparse mask.
 
     Args:
-        fraction: in (0, 1], of the coordinates that are encrypted: those whose means have moved
-            most so far, in the first round all. The others travel in clear.
-        max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
-        degree: N of CKKS, a power of two; N / 2 numbers go into one ciphertext.
-        paillier: the options of Paillier, in place of CKKS; None for CKKS.
+        fraction: fraction of the coordinates that are encrypted, in (0, 1]: those whose means have moved
+            most so far, in the first round all. The others are sent in clear.
+        max_examples: largest weight of a client, ≥ 1; 1 weights all clients equally.
+        degree: ring degree N of CKKS, a power of two; a ciphertext has N / 2 numbers.
+        paillier: options of Paillier, to use it instead of CKKS; None for CKKS.
 
     Raises:
         ConfigurationError: if an option is outside its range; from `begin`, with several processes;
-            before training, if Paillier would take longer than it may.
+            before training, if Paillier would take longer than its ``max_seconds``.
 
     Attributes:
-        protection_cost: see `Protected`.
-        terms: of the run.
+        protection_cost: cost of the last closed round; empty while a round is open.
+        terms: facts about the run.
         memory: Σ |mean| of every coordinate, with a ``fraction`` below 1.
 
     Example:
@@ -162,7 +162,7 @@ class EncryptedMean(HiddenUpdates):
 
     @property
     def over_sites(self) -> EncryptedMean | None:
-        """Itself with CKKS and all coordinates: which ones go in clear would be the server's choice."""
+        """This aggregator with CKKS and ``fraction`` 1, else None: a server must not choose clear coordinates."""
         return self if self.paillier is None and self.fraction == 1 else None
 
     @property
@@ -176,7 +176,7 @@ class EncryptedMean(HiddenUpdates):
         )
 
     def begin(self, terms: Terms) -> None:
-        """Learn about the run, and make its keys.
+        """Prepare for a run with these facts, and make its keys.
 
         Raises:
             ConfigurationError: if several processes would have keys of their own.
@@ -197,14 +197,14 @@ class EncryptedMean(HiddenUpdates):
 
     @cached_property
     def _keys(self) -> CKKSKeys:
-        """Those of the simulated clients: sites have their own."""
+        """Keys of simulated clients; sites have their own."""
         return generate_keys(self._parameters)
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Bytes that a client sends and receives.
+        """Return the bytes that a client sends and receives.
 
         Raises:
-            ConfigurationError: if encrypting so many numbers takes longer than is allowed.
+            ConfigurationError: if Paillier would take longer than its ``max_seconds``.
         """
         encrypted = max(1, round(self.fraction * size))
         if self._paillier is not None:
@@ -240,15 +240,15 @@ class EncryptedMean(HiddenUpdates):
         return CKKSLayout(len(self._like), selected, self._parameters, self._round_index)
 
     def add(self, update: ClientUpdate) -> None:
-        """Encrypt one update, send it, and add it up.
+        """Encrypt one update, and add it to the sum.
 
         Raises:
-            ConfigurationError: if it is under a mask of the client's own.
+            ConfigurationError: if the update has a mask of the client's own.
             RoundFailure: if a number is too large for the scheme.
         """
         counted, began = min(update.num_examples, self.max_examples), time.process_time()
         self._counted[update.client_id] = counted
-        if self._adds_at_sites is not None:  # which has it at its site
+        if self._adds_at_sites is not None:  # the update is at its site
             return
         check_whole(update, "EncryptedMean")
         try:
@@ -268,10 +268,10 @@ class EncryptedMean(HiddenUpdates):
         return EncryptedSum(self._parameters.degree)
 
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Vector that a client adds to its site's sum: its update times its share.
+        """Return the vector that a client adds to the sum: its update times its share, float64.
 
         Raises:
-            ConfigurationError: if it is under a mask of the client's own.
+            ConfigurationError: if the update has a mask of the client's own.
         """
         check_whole(update, "EncryptedMean")
         share = min(update.num_examples, self.max_examples) / self._most
@@ -279,15 +279,15 @@ class EncryptedMean(HiddenUpdates):
         return values
 
     def close(self) -> Tensor:
-        """Return the mean, of the sum that a client decrypts.
+        """Return the mean, from the sum that a client decrypts.
 
         Raises:
-            RoundFailure: if so few updates arrived that their mean would show them.
+            RoundFailure: if too few updates have arrived to hide each of them in the mean.
         """
         if (sent := len(self._counted)) < FEWEST_CLIENTS:
             self._forget_contexts()
             raise RoundFailure(
-                f"round {self._round_index}: {sent} client sent an update, whose mean would show it "
+                f"round {self._round_index + 1}: {sent} client sent an update, whose mean would show it "
                 f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
             )
         mean = (

@@ -1,8 +1,8 @@
-"""Where a party's secrets come from: the operating system, or for simulations a seed.
+"""Sources of secrets: the operating system, or a seed for simulations.
 
-    bytes_i = ChaCha20(key = BLAKE2b(seed), counter) at positions that were not read before
+    bytes_i = ChaCha20(key = BLAKE2b(seed), counter), each position read once
 
-A seed of 63 bits makes a run repeatable and protects nothing: whoever knows it knows every secret.
+A seed makes a run repeatable and protects nothing: everybody who knows the seed knows all secrets.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def seeded_entropy(root: int, purpose: str, *ids: int) -> Entropy:
 
 
 def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
-    """Return a function that draws n numbers in [0, 1), of 53 bits, from a fresh ChaCha20 key.
+    """Return a function that draws n numbers in [0, 1), of 53 bits, from a new ChaCha20 key.
 
-    It stands in for `numpy.random.Generator.random` where draws must not be guessed.
+    It replaces `numpy.random.Generator.random` if nobody may predict the draws.
 
     Example:
         >>> draws = uniform_draws()(1000)
@@ -55,6 +55,6 @@ def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
 
 
 def keystream(key: bytes) -> Entropy:
-    """Return the stream of ChaCha20 under a key of 32 bytes, each part of it given once."""
+    """Return a function that returns the next bytes of ChaCha20 under a key of 32 bytes."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return lambda size: cipher.update(bytes(size))

@@ -1,11 +1,10 @@
-"""Distributed differential privacy over a secure sum: the server sees whole numbers with noise, summed.
+"""Distributed differential privacy over a secure sum: the server sees only a noisy sum of integers.
 
-    client: clip_S(Δ_k) → whole numbers + its share of the noise → modulo 2^b, padded
+    client: clip_S(Δ_k) → integers + a share of the noise → modulo 2^b, padded
     server: Σ modulo 2^b → from -2^(b-1) to 2^(b-1) → · step / m
 
-b is so large that no sum of the largest cohort wraps round: updates are bounded, and so is every
-share, whose table ends. With fewer vectors than have enough noise together there is no sum: clients
-refuse to unmask it. Source: Kairouz, Liu and Steinke 2021 (2102.06387), Algorithms 1 and 2, without
+b is large enough that no sum of the largest cohort overflows: updates are clipped, and shares of noise
+are bounded. Clients refuse to open a sum of too few vectors, whose noise would not be enough. Source: Kairouz, Liu and Steinke 2021 (2102.06387), Algorithms 1 and 2, without
 the rotation; shares of Agarwal, Kairouz and Liu 2021 (2110.04995).
 """
 
@@ -28,12 +27,12 @@ from fl_lightning.secure.secure_sum import HiddenIntegers, SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator, check_whole
 from fl_lightning.server.protected import NoiseShares, Terms
 
-# (bits, fewest vectors) -> the protocol
+# (bits, smallest number of vectors) -> the protocol
 MakeSum = Callable[[int, int], SecureSum]
 
 
 def to_ring(numbers: Integers, ring: Ring) -> RingIntegers:
-    """Return whole numbers modulo 2^bits.
+    """Return integers modulo 2^bits.
 
     Example:
         >>> to_ring(np.array([-1, 2]), Ring(4))
@@ -45,7 +44,7 @@ def to_ring(numbers: Integers, ring: Ring) -> RingIntegers:
 
 
 def from_ring(numbers: RingIntegers, ring: Ring) -> Integers:
-    """Return those from -2^(bits-1) to 2^(bits-1) - 1 that are the same modulo 2^bits.
+    """Return the integers from -2^(bits-1) to 2^(bits-1) - 1 that are equal modulo 2^bits.
 
     Example:
         >>> from_ring(np.array([15, 2, 8], np.uint8), Ring(4))
@@ -58,17 +57,17 @@ def from_ring(numbers: RingIntegers, ring: Ring) -> Integers:
 
 @final
 class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
-    """Folds clipped updates with shares of noise, of which the server sees only the sum.
+    """Sums clipped updates with shares of noise by a secure sum.
 
     Args:
-        shares: gives what clients send; asked for in every round.
+        shares: returns the mechanism of the current round, which makes clients' integers with noise.
         make_sum: makes the protocol.
-        terms: of the run.
-        bits: of the ring; None for the fewest that hold every sum.
+        terms: facts about the run.
+        bits: bits of the ring; None for the fewest that hold every sum.
 
     Attributes:
-        clip_norm: of the present round, set by whoever opens it.
-        num_unclipped: updates within it.
+        clip_norm: clipping norm of the current round, set before the round is opened.
+        num_unclipped: number of updates with a norm within it.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
         self._secure_sum = self._of_present_noise()
 
     def _of_present_noise(self) -> SecureSum:
-        """Return the protocol for the present noise.
+        """Return the protocol for the current noise.
 
         Raises:
             ConfigurationError: if a sum might not fit into the ring, or the cohort is too small.
@@ -123,7 +122,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
     @override
     def open(self, like: Tensor) -> None:
         self._unclipped = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._secure_sum = self._of_present_noise()  # a run that is resumed has other noise
+        self._secure_sum = self._of_present_noise()  # a resumed run may have other noise
         super().open(like)
 
     @override
@@ -144,7 +143,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
         [self._unclipped] = sums
 
     def close(self) -> Tensor:
-        """Return the noisy sum over the expected cohort; 0 where nobody was asked.
+        """Return the noisy sum divided by the expected size of the cohort; zeros for an empty cohort.
 
         Raises:
             RoundFailure: if too few clients are left for a sum, or for its noise.
@@ -167,7 +166,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {}  # a private round that is open is in no checkpoint
+        return {}  # checkpoints have no open private round
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

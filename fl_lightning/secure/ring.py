@@ -1,16 +1,15 @@
-"""Integers modulo R = 2^bits, in which pads are uniform and sums never lose anything.
+"""Integers modulo R = 2^bits: their packing, and a checksum of their sum.
 
-They are held in the narrowest unsigned dtype that has the bits, whose overflow is a sum modulo a
-multiple of R; they travel in exactly ``bits`` bits each: whole bytes as planes, the rest packed.
+The integers have the narrowest unsigned dtype with enough bits, whose overflow is a sum modulo a multiple of R.
+A message has exactly ``bits`` bits per integer: whole bytes as planes, the rest packed.
 
-A checksum of the sum, which travels under the pads as further coordinates of every vector.
+The checksum is sent as further coordinates of every vector, which have pads as well.
 
     y = (x_1, …, x_k, c_1, …, c_l)      c_j = Σ of the j-th of l equal parts of x  mod R,   R^l ≥ 2^64
 
-Sums of the vectors have sums of the checksums, so that the server checks the sum without seeing more
-than it. A pad that is wrong, or stays in the sum, fills all coordinates with numbers of which nobody
-knows anything: they fit by chance once in R^l. One changed coordinate never fits. Not found out is a
-client that adds another vector than it should, with a checksum that fits.
+The sum of the checksums is the checksum of the sum, so the server can check the sum without learning more. A
+wrong pad, or one that was not removed, makes all coordinates random: they fit by chance once in R^l. A change of
+one coordinate is always found. A client that adds a wrong vector with a fitting checksum is not found.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Ring:
     """The integers from 0 to 2^bits - 1.
 
     Args:
-        bits: from 1 to 64.
+        bits: number of bits, from 1 to 64.
 
     Raises:
-        ValueError: for other bits.
+        ValueError: if the number of bits is out of range.
 
     Example:
         >>> ring = Ring(20)
@@ -58,14 +57,14 @@ class Ring:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest unsigned one, little-endian."""
+        """Narrowest unsigned dtype with enough bits, little-endian."""
         return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if 8 * size >= self.bits))
 
     def checked(self, values: RingIntegers) -> RingIntegers:
-        """Return the integers in the ring's dtype.
+        """Convert integers to the ring's dtype.
 
         Raises:
-            ValueError: if this is no vector of integers from 0 to R - 1.
+            ValueError: if ``values`` is not a vector of integers from 0 to R - 1.
         """
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise ValueError(
@@ -78,20 +77,20 @@ class Ring:
         return values.astype(self.dtype, copy=False)
 
     def reduced(self, values: RingIntegers) -> RingIntegers:
-        """Return values of the ring's dtype modulo R; changed in place where they are not yet."""
+        """Reduce values of the ring's dtype modulo R, in place, and return them."""
         if self.bits < 8 * self.dtype.itemsize:
             values &= self.dtype.type(self.modulus - 1)
         return values
 
     def packed_size(self, count: int) -> int:
-        """Return the bytes that ``count`` integers fill."""
+        """Return the number of bytes of ``count`` packed integers."""
         return count * (self.bits // 8) + packed_size(count, self.bits % 8)
 
     def pack(self, values: RingIntegers) -> bytes:
-        """Return the integers' bytes.
+        """Pack integers into bytes.
 
         Args:
-            values: of the ring's dtype, each below R, shape (n,).
+            values: integers of the ring's dtype, each below R, shape (n,).
         """
         whole, rest = divmod(self.bits, 8)
         planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, self.dtype.itemsize)
@@ -100,10 +99,10 @@ class Ring:
         return planes[:, :whole].tobytes() + pack(planes[:, whole].copy(), rest).tobytes()
 
     def unpack(self, data: bytes | memoryview, count: int) -> RingIntegers:
-        """Return ``count`` integers.
+        """Unpack ``count`` integers from bytes.
 
         Raises:
-            MessageError: if these are not exactly the bytes of so many.
+            MessageError: if `pack` cannot have made the bytes from ``count`` integers.
         """
         if len(data) != self.packed_size(count):
             raise MessageError(
@@ -130,16 +129,16 @@ CHECK_BITS = 64
 
 
 def num_checks(ring: Ring) -> int:
-    """Return l, how many coordinates the checksum has."""
+    """Return l, the number of coordinates of the checksum."""
     return -(-CHECK_BITS // ring.bits)
 
 
 def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
-    """Return the values with their checksum behind them.
+    """Append the checksum to a vector.
 
     Args:
-        values: of the ring's dtype, shape (k,).
-        ring: of the integers.
+        values: integers of the ring's dtype, shape (k,).
+        ring: ring of the integers.
 
     Returns:
         Shape (k + l,), a copy.
@@ -153,7 +152,7 @@ def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
 
 
 def has_checksum(values: RingIntegers, ring: Ring) -> bool:
-    """Return whether values that came out of a sum, shape (k + l,), fit their checksum."""
+    """Return True if a sum, shape (k + l,), fits its checksum."""
     size = len(values) - num_checks(ring)
     return bool(np.array_equal(_checksum(values[:size], ring), values[size:]))
 

@@ -1,4 +1,4 @@
-"""The mean of updates of which the server learns only the sum: a secure sum every round.
+"""The mean of updates by a secure sum: the server learns only the sum.
 
     mean = (2c / L) Σ_k w_k q_k / Σ_k w_k - c        q_k: levels of Δ_k, w_k = min(n_k, max_examples)
 
@@ -27,10 +27,10 @@ from fl_lightning.server.protected import NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.sparsifiers import RandomK
 
-# clip, levels, max_examples, random_k: what a user who leaves them out has
+# defaults of clip, levels, max_examples and random_k
 _OWN_GRID = (1.0, None, 1024, None)
 ACCURACY = 1e-6  # of the mean, by default
-LEAST_LEVELS = 1 << 16  # if fewer fit into the ring, the user has to say so
+LEAST_LEVELS = 1 << 16  # fewer are used only if the user has asked for them
 
 
 @final
@@ -39,20 +39,19 @@ class SecureMean(HiddenIntegers):
 
     Args:
         clip: c > 0; coordinates of an update beyond ±c are moved there.
-        levels: L, so many steps from -c to c, to which coordinates are rounded at random. None for
-            so many that the mean is within 1e-6 of the plain one; where ``bits`` hold fewer, as
-            many as they hold, which is said before training.
-        max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
-        bits: of the ring in which is added, at most 64; None for the fewest that hold the sum of
-            the largest cohort.
-        random_k: which coordinates travel, at random, in a round the same of all clients.
-        threshold: from 1/2 to below 1: more than this share of a cohort must answer to the end.
-        sparse: who pads with whom in large cohorts; None for everyone with everyone.
-        active: whether the server may break the rules: 2/3 of a cohort must answer at least. None
-            for yes wherever that costs less than a fifth of the time: for vectors of 8 MB or more,
-            unless ``threshold`` is below 2/3 or ``sparse`` is given.
-        protocol: ``"run"`` runs it, every message; ``"count"`` gives the same mean and bytes
-            without: for experiments, because it protects nothing.
+        levels: L, the number of steps from -c to c to which coordinates are rounded at random. None for
+            enough that the mean is within 1e-6 of the plain one, or as many as ``bits`` hold; a message
+            before training says so.
+        max_examples: largest weight of a client, ≥ 1; 1 weights all clients equally.
+        bits: bits of the ring, at most 64; None for the fewest that hold the sum of the largest cohort.
+        random_k: random subset of the coordinates that is sent, the same of all clients in a round.
+        threshold: share of a cohort, from 1/2 to below 1: more clients must answer at every stage.
+        sparse: graph of the pairs of clients that share pads, for large cohorts; None for all pairs.
+        active: True for protection from a server that breaks the rules; the threshold is then at least
+            2/3. None to choose True if that costs less than a fifth of the time: for vectors of 8 MB or
+            more, unless ``threshold`` is below 2/3 or ``sparse`` is given.
+        protocol: ``"run"`` runs the protocol; ``"count"`` returns the same mean and numbers of bytes
+            without the protocol, which protects nothing and is for experiments.
 
     Raises:
         ConfigurationError: if an option is outside its range, or options contradict each other;
@@ -99,7 +98,7 @@ class SecureMean(HiddenIntegers):
     @property
     @override
     def noise_shares(self) -> SecureMean:
-        return self  # its protocol adds up any whole numbers
+        return self  # the protocol adds any integers
 
     @property
     @override
@@ -121,7 +120,7 @@ class SecureMean(HiddenIntegers):
     @override
     def begin(self, terms: Terms) -> None:
         self.terms = terms
-        self._run = new_run_id()  # also where a run goes on: with new keys, in a new protocol run
+        self._run = new_run_id()  # a resumed run begins a new protocol run, with new keys
         try:
             self._quantiser = (
                 self._fine_quantiser() if self.levels is None else self._given(self.levels)
@@ -142,7 +141,7 @@ class SecureMean(HiddenIntegers):
         )
 
     def _fine_quantiser(self) -> SumQuantiser:
-        self._given(LEAST_LEVELS)  # refuses what no levels could be found for
+        self._given(LEAST_LEVELS)  # raises if not even this many levels fit
         levels = fine_levels(
             num_clients=self.terms.most_clients,
             clip=self.clip,
@@ -157,8 +156,8 @@ class SecureMean(HiddenIntegers):
         """Return the protocol with these options.
 
         Args:
-            bits: of the ring.
-            min_survivors: with fewer vectors there is no sum; None for the threshold.
+            bits: bits of the ring.
+            min_survivors: smallest number of vectors in a sum; None for the threshold.
 
         Raises:
             ValueError: if an option is outside its range.
@@ -170,10 +169,10 @@ class SecureMean(HiddenIntegers):
         return self._secure_sum.session(num_clients, size=1).least_survivors
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> SecurePrivateSum:
-        """Return the same protocol for whole numbers with noise; to be called after `begin`.
+        """Return the same protocol for integers with noise; call it after `begin`.
 
         Args:
-            shares: gives what clients send.
+            shares: returns the mechanism that makes clients' integers with noise.
 
         Raises:
             ConfigurationError: if ``clip``, ``levels``, ``max_examples`` or ``random_k`` were

@@ -1,6 +1,6 @@
-"""A secure sum for every round of a federation: which session a round has, and how it ends.
+"""Secure sums, one per round: options of the protocol, and the base of aggregators that use it.
 
-The server learns nothing but the sum of one round's integers.
+The server learns only the sum of the integers of a round.
 Source: Bonawitz et al. 2017; the protocol is that of `fl_lightning.secure`.
 """
 
@@ -44,17 +44,17 @@ class SecureSum:
     """Adds clients' integers modulo 2^bits, so that the server learns their sum only.
 
     Args:
-        bits: of the ring, from 1 to 64; that of the quantiser whose integers are added.
-        threshold: from 1/2 to below 1: more than this share of a cohort must answer to the end.
-            With a sparse graph that says what it needs instead.
-        sparse: who pads with whom in large cohorts; None for everyone with everyone.
-        active: whether the server may break the rules: 2/3 of a cohort must answer at least. None
-            for yes wherever that costs less than a fifth of the time: for vectors of
+        bits: bits of the ring, from 1 to 64, as those of the quantiser.
+        threshold: share of a cohort, from 1/2 to below 1: more clients must answer at every stage.
+            Not used with a sparse graph, which has a threshold of its own.
+        sparse: graph of the pairs of clients that share pads, for large cohorts; None for all pairs.
+        active: True for protection from a server that breaks the rules; the threshold is then at least
+            2/3. None to choose True if that costs less than a fifth of the time: for vectors of
             ``ACTIVE_FROM`` bytes or more, unless ``threshold`` or ``sparse`` rules it out.
-        protocol: ``"run"`` runs it, every message; ``"count"`` returns the same sum and bytes
-            without, which protects nothing and is for experiments.
+        protocol: ``"run"`` runs the protocol; ``"count"`` returns the same sum and numbers of bytes
+            without the protocol, which protects nothing and is for experiments.
         run: id of the run; random, unless messages are to be repeated byte for byte.
-        min_survivors: with fewer vectors there is no sum, whatever the threshold allows.
+        min_survivors: smallest number of vectors in a sum, if that is more than the threshold.
 
     Raises:
         ValueError: if an option is outside its range, or options contradict each other.
@@ -100,13 +100,13 @@ class SecureSum:
     def session(
         self, num_clients: int, *, size: int, round_index: int = 0, graph_seed: int = 0
     ) -> Session:
-        """Session that a cohort agrees on.
+        """Return the session of a cohort.
 
         Args:
-            num_clients: of the cohort, ≥ 2.
-            size: numbers of a vector.
-            round_index: ≥ 0.
-            graph_seed: of who pads with whom.
+            num_clients: number of clients in the cohort, ≥ 2.
+            size: size of the vectors.
+            round_index: number of the round, ≥ 0.
+            graph_seed: seed of the sparse graph.
 
         Raises:
             ValueError: if there is no such session.
@@ -139,17 +139,17 @@ class SecureSum:
         round_index: int,
         seed: int | None = None,
     ) -> HiddenSum:
-        """Return the sum over those whose vector has arrived.
+        """Run the protocol in this process, and return the sum of the vectors.
 
         Args:
             updates: vectors by client, integers from 0 to 2^bits - 1, all of shape (k,), at least one.
-            missing: further clients of the cohort, who fall silent before their vector is due.
-            round_index: ≥ 0.
-            seed: makes every secret repeatable, for simulations, and with ``run`` every byte; None
-                for the system's entropy.
+            missing: further clients of the cohort, which drop out before they send a vector.
+            round_index: number of the round, ≥ 0.
+            seed: seed of all secrets, for simulations; with ``run`` all bytes are repeatable. None for
+                the system's entropy.
 
         Returns:
-            The outcome, with clients' ids where the protocol has places.
+            The sum, its clients and its cost, by the clients' ids.
 
         Raises:
             AbortedError: if too few clients are left.
@@ -185,7 +185,7 @@ class SecureSum:
         return HiddenSum(outcome.total, survivors, cost)
 
     def typical_bytes(self, k: int, n: int) -> tuple[int, int]:
-        """Bytes that one of n clients sends and receives for k numbers, if nobody drops out."""
+        """Return the bytes that each of n clients sends and receives for k numbers if none drops out."""
         session = self.session(n, size=k)
         nothing = np.broadcast_to(np.zeros(1, session.ring.dtype), (k,))
         cost = shortcut(session, dict.fromkeys(range(n), nothing)).cost
@@ -196,8 +196,8 @@ class HiddenUpdates(Aggregator):
     """Base of aggregators whose server sees no single update.
 
     Attributes:
-        protection_cost: of the last round that was closed; of nothing while one is open.
-        terms: of the run.
+        protection_cost: cost of the last closed round; empty while a round is open.
+        terms: facts about the run.
     """
 
     exchanges = True
@@ -212,7 +212,7 @@ class HiddenUpdates(Aggregator):
         return self
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Add vectors up at their sites from now on."""
+        """Sum vectors at their sites from now on, by the function ``adds``."""
         self._adds_at_sites = adds
 
     @override
@@ -240,14 +240,14 @@ class HiddenUpdates(Aggregator):
 
 
 class HiddenIntegers(HiddenUpdates):
-    """Adds up the integers of one round after the other; a subclass gives them their meaning.
+    """Base of aggregators that add up integers by a secure sum in every round.
 
-    Clients' vectors are taken in one after the other; who sends none has dropped out before it was due.
-    Kept are all vectors, because one may have to be left out, or only their sum where none can be.
+    Clients without an update have dropped out before they sent a vector. All vectors are kept until the sum,
+    because one may have to be left out; only their sum is kept if that cannot happen.
 
     Attributes:
-        clients: whose vectors are in the open round.
-        memory: nothing is kept from round to round.
+        clients: clients with a vector in the open round.
+        memory: empty.
     """
 
     exact = True
@@ -260,7 +260,7 @@ class HiddenIntegers(HiddenUpdates):
 
     @abstractmethod
     def begin(self, terms: Terms) -> None:
-        """Learn about the run.
+        """Prepare for a run with these facts.
 
         Raises:
             ConfigurationError: if a cohort is too small, or a sum too large.
@@ -268,12 +268,12 @@ class HiddenIntegers(HiddenUpdates):
 
     @property
     def over_sites(self) -> Self | None:
-        """The aggregator that sites run the protocol of; None if the protocol is only simulated."""
+        """This aggregator if sites can run its protocol; None if the protocol is only counted."""
         return self if self._secure_sum.protocol == "run" else None
 
     @property
     def agreed_sum(self) -> SecureSum:
-        """The protocol with these options."""
+        """Options of the protocol."""
         return self._secure_sum
 
     @abstractmethod
@@ -289,7 +289,7 @@ class HiddenIntegers(HiddenUpdates):
         return size
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Bytes that a client sends and receives, if nobody drops out."""
+        """Return the bytes that a client sends and receives if no client drops out."""
         secure_sum = self._secure_sum
         num_clients = max(num_clients, secure_sum.min_survivors or 0)
         return secure_sum.typical_bytes(self.sent_size(size), num_clients)
@@ -304,13 +304,13 @@ class HiddenIntegers(HiddenUpdates):
         self.protection_cost = ProtectionCost()
         self.clients: list[int] = []
         self._missing: list[int] = []
-        # every client's, or only their sum
+        # one vector per client, or their sum alone
         self._vectors: list[RingIntegers] = []
 
     @override
     def add(self, update: ClientUpdate) -> None:
         self.clients.append(update.client_id)
-        if self._adds_at_sites is not None:  # which has the vector at its site
+        if self._adds_at_sites is not None:  # the vector is at the site
             return
         vector = self.vector_of(update)
         if self._keeps_vectors or not self._vectors:
@@ -351,7 +351,7 @@ class HiddenIntegers(HiddenUpdates):
             outcome = self._summed()
         except (AbortedError, ValueError) as error:
             raise RoundFailure(
-                f"round {self._round_index}: the secure sum of {len(self.clients)} updates, with "
+                f"round {self._round_index + 1}: the secure sum of {len(self.clients)} updates, with "
                 f"{len(self._missing)} clients missing, gave nothing: {error}"
             ) from error
         self.protection_cost, self._vectors = outcome.cost, []

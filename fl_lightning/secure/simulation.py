@@ -1,11 +1,10 @@
-"""A whole secure sum in one process: the real protocol, every message as its bytes.
+"""A whole secure sum in one process: the real protocol, with every message as bytes.
 
-The same clients and server could talk over a network; here a client that has dropped, or refused,
-is not asked any more, and the bytes and seconds of everyone are noted.
+Clients and server are those of a network. A client that has dropped out or refused gets no further messages, and
+the bytes and seconds of every client are counted.
 
-`shortcut` has the outcome without the protocol: the same sum and the same bytes, for experiments of many
-rounds. Who survives and what everyone sends follow from sets alone, and the sum is the plain one modulo R.
-Nothing is protected there, nothing is even encrypted.
+`shortcut` returns the same sum and numbers of bytes without the protocol, for experiments of many rounds: both
+follow from the sets of clients and the plain sum modulo R. Nothing is protected or encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.secure.entropy import Entropy, system_entropy
-from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import KEY_SIZE, Directory, SigningKey
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
@@ -49,10 +48,10 @@ from fl_lightning.server.protected import ProtectionCost
 
 @dataclass(frozen=True, eq=False)
 class HiddenSum:
-    """How a sum of hidden vectors ended."""
+    """Result of a sum of hidden vectors."""
 
-    total: Any  # the sum over the survivors, shape (k,): integers of a ring, or float64
-    survivors: frozenset[int]  # those whose vectors are in it
+    total: Any  # sum of the survivors' vectors, shape (k,): integers of a ring, or float64
+    survivors: frozenset[int]  # clients with a vector in the sum
     cost: ProtectionCost
 
 
@@ -65,10 +64,10 @@ def simulate(
     """Run a secure sum.
 
     Args:
-        session: what all have agreed on.
-        vectors: each client's, by place; of the session's ring, shape (size,).
-        dropouts: the first stage at which a client is silent, by place.
-        entropy_of: where a client's secrets come from; None for the operating system.
+        session: settings of the sum.
+        vectors: vectors by place, of the session's ring, shape (size,).
+        dropouts: first stage at which a client is silent, by place.
+        entropy_of: returns the source of a client's secrets; None for the operating system.
 
     Raises:
         AbortedError: if too few clients are left.
@@ -107,7 +106,7 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
             began = time.process_time()
             try:
                 answer = clients[place].receive(data) if data else clients[place].advertise()
-            except RefusedError:  # with too few neighbours left; others hear nothing of it
+            except RefusedError:  # with too few neighbours left: the client drops out
                 first_silent[place] = stage
                 continue
             add_seconds(cost, "client_seconds", began)
@@ -122,13 +121,13 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
 
 
 def no_cost(clients: Iterable[int]) -> ProtectionCost:
-    """Return the cost of a sum that begins, in which clients are named that send nothing, too."""
+    """Return a cost of zero bytes for each client."""
     nothing = dict.fromkeys(clients, 0)
     return ProtectionCost(Counter(nothing), Counter(nothing))
 
 
 def add_seconds(cost: ProtectionCost, purpose: str, since: float) -> None:
-    """Add the CPU seconds of this process since then, see `time.process_time`."""
+    """Add the CPU seconds of this process since a `time.process_time` to a cost."""
     cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - since
 
 
@@ -146,7 +145,7 @@ def _parties(
             place,
             vectors[place],
             entropy=source,
-            used=UsedRounds(),  # of clients that take part once
+            used={},  # each client takes part once
             signing_key=signing.get(place),
             directory=directory,
         )
@@ -160,13 +159,13 @@ def shortcut(
     vectors: Mapping[int, RingIntegers],
     missing: Collection[int] = (),
 ) -> HiddenSum:
-    """Result of `simulate`, without seconds, if some clients send no vector.
+    """Return the result of `simulate`, without seconds, without running the protocol.
 
     Args:
-        session: what all have agreed on.
-        vectors: each client's, by place; of the session's ring, shape (size,). Those of missing clients
-            are not looked at.
-        missing: places of those who fall silent at `ProtocolStage.MASK`.
+        session: settings of the sum.
+        vectors: vectors by place, of the session's ring, shape (size,); those of missing clients are
+            ignored.
+        missing: places of the clients that drop out at `ProtocolStage.MASK`.
 
     Raises:
         AbortedError: if too few clients are left.
@@ -182,7 +181,9 @@ def shortcut(
     everyone = frozenset(range(session.num_clients))
     survivors = everyone.difference(missing)
     graph = neighbours(everyone, session.num_neighbours, session.graph_seed)
-    holders = {place: near | {place} for place, near in graph.items()}  # of shares of its secrets
+    holders = {
+        place: near | {place} for place, near in graph.items()
+    }  # clients that hold shares of its secrets
     total = np.zeros(session.size, session.ring.dtype)
     for place in survivors:
         if vectors[place].shape != total.shape:
@@ -192,7 +193,7 @@ def shortcut(
         total += session.ring.checked(vectors[place])
     if len(survivors) < session.least_survivors:
         raise AbortedError(f"{len(survivors)} clients of {session.least_survivors} are left")
-    # the others see too few to go on
+    # the other clients have too few neighbours left and refuse
     told = {p for p in survivors if len(holders[p] & survivors) >= session.threshold}
     for place, own in holders.items():
         is_needed = place in survivors or graph[place] & told
@@ -208,14 +209,14 @@ def shortcut(
     return HiddenSum(session.ring.reduced(total), survivors, cost)
 
 
-# a kind of message, and how many entries its tables have
+# a kind of message, and the number of entries of each table
 Sized = tuple[type[AnyMessage], *tuple[int, ...]]
 
 
 def _messages_of(
     session: Session, holders: Places, *, is_there: bool
 ) -> tuple[list[Sized], list[Sized]]:
-    """Messages that a client sends and gets before the last stage, with its vector or without."""
+    """Return the messages that a client sends and receives before the last stage."""
     near = len(holders) - 1
     up: list[Sized] = [(Advertisement,), (SealedShares, near, near + 1)]
     down: list[Sized] = [(Roster, near + 1), (Mailbox, near, near)]

@@ -1,13 +1,13 @@
-"""Updates as integers whose sum cannot overflow, and back from the sum.
+"""Conversion of updates to integers whose sum cannot overflow, and of the sum to a mean.
 
     q_i = ξ((x_i + c) L / 2c)       ξ(y) = ⌊y⌋ + 1 with probability y - ⌊y⌋, else ⌊y⌋;  |x_i| ≤ c
     sent: (w q_1, …, w q_k, w)      w = min(num_examples, max_examples)
     Σ w x ≈ (2c / L) Σ w q - c Σ w  n L max_examples < R = 2^bits, checked
 
-Each client's examples travel as one more coordinate, so that the server learns only their sum. The
+The number of examples of each client is one more coordinate, so the server learns only the total. The
 rounding is unbiased, the error of the mean below one step 2c / L. Source: Bonawitz et al. 2019
-(1912.00131), section 2; the form with two ends and a count is that of Flower's secure aggregation,
-which refuses no overflow.
+(1912.00131), section 2; the form with bounds ±c and a count is that of Flower's secure aggregation,
+which does not check for overflow.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fl_lightning.secure.entropy import Draws
 from fl_lightning.secure.ring import Ring, RingIntegers
 
 MOST_LEVELS = 1 << 48
-CHUNK = 1 << 14  # numbers at a time, so that what happens between the steps stays in the cache
+CHUNK = 1 << 14  # numbers at a time, whose intermediate results fit into the cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumQuantiser:
-    """Makes integers modulo 2^bits of updates, and an update of their sum.
+    """Converts updates to integers modulo 2^bits, and their sum to a mean.
 
     Args:
-        num_clients: the most whose vectors are added.
+        num_clients: largest number of vectors in a sum.
         clip: c > 0; numbers beyond ±c are moved there.
-        levels: L ≥ 1, steps from -c to c; an even number has zero among its levels.
-        max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
-        bits: of the ring, from 1 to 64.
+        levels: L ≥ 1, the number of steps from -c to c; with an even number, zero is a level.
+        max_examples: largest weight of a client, ≥ 1; 1 weights all clients equally.
+        bits: bits of the ring, from 1 to 64.
 
     Raises:
         ValueError: if an option is outside its range, or if a sum might not fit into the ring.
@@ -80,12 +80,12 @@ class SumQuantiser:
 
     @property
     def largest_sum(self) -> int:
-        """The largest that a coordinate's sum can become."""
+        """Largest possible sum of a coordinate."""
         return self.num_clients * self.levels * self.max_examples
 
     @property
     def ring(self) -> Ring:
-        """Where the integers live."""
+        """Ring of the integers."""
         return Ring(self.bits)
 
     @property
@@ -94,7 +94,7 @@ class SumQuantiser:
         return 2 * self.clip / self.levels
 
     def levels_of(self, delta: Tensor, draw: Draws) -> RingIntegers:
-        """Return the level of each number, uint64 from 0 to ``levels``, rounded at random.
+        """Round each number at random to a level, and return the levels, uint64 from 0 to ``levels``.
 
         Raises:
             ValueError: if a number is not finite.
@@ -114,12 +114,12 @@ class SumQuantiser:
         return levels
 
     def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> RingIntegers:
-        """Vector that a client adds to the sum, of the ring's dtype, shape (k + 1,).
+        """Return the vector that a client adds to the sum, of the ring's dtype, shape (k + 1,).
 
         Args:
-            delta: shape (k,).
-            num_examples: of this client, ≥ 1; what is beyond ``max_examples`` does not count.
-            draw: n numbers in [0, 1): a seeded generator's ``random``, or `uniform_draws`.
+            delta: update, shape (k,).
+            num_examples: number of examples of the client, ≥ 1; at most ``max_examples`` count.
+            draw: draws n numbers in [0, 1): the ``random`` of a seeded generator, or `uniform_draws`.
 
         Raises:
             ValueError: if a number is not finite, or there are no examples.
@@ -132,13 +132,13 @@ class SumQuantiser:
         return sent.astype(self.ring.dtype)
 
     def mean(self, total: RingIntegers) -> Tensor:
-        """Return Σ w x / Σ w, float64 of shape (k,).
+        """Return the mean Σ w x / Σ w, float64 of shape (k,).
 
         Args:
             total: sum of at most ``num_clients`` encoded vectors, shape (k + 1,).
 
         Raises:
-            ValueError: if it is no such sum.
+            ValueError: if ``total`` cannot be such a sum.
         """
         counted = int(total[-1]) if len(total) else 0
         if not 1 <= counted <= self.num_clients * self.max_examples:
@@ -161,15 +161,15 @@ class SumQuantiser:
 def fine_levels(
     *, num_clients: int, clip: float, max_examples: int, bits: int, accuracy: float, least: int
 ) -> int:
-    """Return enough levels for means within ``accuracy``, at most those that the ring holds.
+    """Return the number of levels for means within ``accuracy``, or the most that the ring holds.
 
     Args:
-        num_clients: the most whose vectors are added.
+        num_clients: largest number of vectors in a sum.
         clip: c.
-        max_examples: the most that one client counts for.
-        bits: of the ring.
-        accuracy: of the mean; half of it is left to float32.
-        least: so many at least, whether they fit or not.
+        max_examples: largest weight of a client.
+        bits: bits of the ring.
+        accuracy: largest error of the mean; half of it is left to float32.
+        least: smallest number of levels, whether it fits or not.
 
     Returns:
         A power of two.

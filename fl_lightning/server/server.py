@@ -10,7 +10,7 @@ the server's values.
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
@@ -172,8 +172,8 @@ class Server:
     def close_round(self, change: PseudoGradient | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm, a scalar.
 
-        Without updates the model stays, unless the aggregator is private: it must not show that no
-        client replied.
+        Without updates the model stays, unless the aggregator is private and must not show that. If the
+        step raises, the server is as before, and its round is open.
 
         Args:
             change: maps the aggregate to the pseudo-gradient; the identity if None.
@@ -181,37 +181,38 @@ class Server:
         Raises:
             RoundFailure: if the new model is not finite.
         """
-        self.is_open = False
-        norm = (
-            self._step(change)
-            if self.num_replies or self._aggregator.is_private
-            else torch.zeros(())
-        )
-        if self._schedule is not None:
-            with warnings.catch_warnings():  # the first round may have had no reply
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        before, state = self.model.params.clone(), copy.deepcopy(self.state_dict())
+        norm = torch.zeros(())
+        try:
+            if self.num_replies or self._aggregator.is_private:
+                norm = self._step(change, before)
+            if self._schedule is not None:
                 self._schedule.step()
+        except BaseException:  # also an interruption, after which a checkpoint may follow
+            self.model.params.copy_(before)
+            self.load_state_dict(state)
+            raise
+        self.is_open = False
         return norm
 
-    def _step(self, change: PseudoGradient | None) -> Tensor:
+    def _step(self, change: PseudoGradient | None, before: Tensor) -> Tensor:
         aggregate = self._aggregator.close()
         untouched, own = self._aggregator.untouched, self._aggregator.buffers
         pseudo_gradient = aggregate if change is None else change(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
-        kept = self.model.params[untouched]
-        self._descend(pseudo_gradient)
-        self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
-        if not self._aggregator.is_private:
-            self._buffers.copy_(self._mean_buffers.value() if own is None else own)
-        norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         params = self.model.params
+        self._descend(pseudo_gradient)
+        params[untouched] = before[untouched]  # neither momentum nor decay moves what no client may
+        norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         if not (params.sum().isfinite() or params.isfinite().all()):  # a sum may overflow
             raise RoundFailure(
-                f"round {self.round_index}: after the server's step the model holds NaN or infinite "
+                f"round {self.round_index + 1}: after the server's step the model holds NaN or infinite "
                 f"numbers. It descended a pseudo-gradient of norm {float(norm):.4g}: lower the learning "
                 "rate of server_optimizer or of the clients"
             )
+        if not self._aggregator.is_private:
+            self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         return norm
 
     def _descend(self, gradient: Tensor) -> None:
@@ -244,7 +245,6 @@ class Server:
         if self._schedule is not None and "schedule" in state:
             self._schedule.load_state_dict(state["schedule"])
         self._aggregator.memory = state.get("memory", {})
-        self.is_open = False
 
     def round_state(self) -> dict[str, Any]:
         """Return the state of the open round; its tensors are live, so copy them to keep them."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
 
 # Examples of one owner: features (n, D) and labels (n,), integers below the number of classes.
@@ -88,11 +88,8 @@ class HeadFit(ABC):
     logits: Logits = module_logits
 
     def __post_init__(self) -> None:
-        if not 0 < self.regularisation < float("inf"):
-            raise ConfigurationError(
-                f"regularisation must be above 0 and finite, got {self.regularisation}: without it the head "
-                "of separable or collinear features has no unique solution. 1e-6 is next to none."
-            )
+        advice = ": without it the head of separable or collinear features has no unique solution"
+        check_range("regularisation", self.regularisation, "above 0 and finite", advice)
 
     @abstractmethod
     def fit(
@@ -204,10 +201,8 @@ class LinearHead(HeadFit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_iterations < 1:
-            raise ConfigurationError(f"max_iterations must be ≥ 1, got {self.max_iterations}")
-        if not 0 < self.tolerance < float("inf"):
-            raise ConfigurationError(f"tolerance must be above 0 and finite, got {self.tolerance}")
+        check_range("max_iterations", self.max_iterations, "at least 1")
+        check_range("tolerance", self.tolerance, "above 0 and finite")
 
     @override
     def fit(
@@ -294,10 +289,7 @@ class RidgeHead(HeadFit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigurationError(
-                f"temperature must be above 0 and finite, got {self.temperature}"
-            )
+        check_range("temperature", self.temperature, "above 0 and finite")
 
     @override
     def fit(

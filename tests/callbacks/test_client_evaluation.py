@@ -200,6 +200,12 @@ def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_pat
     [reported] = trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
     assert reported["test/loss"] > 0
     assert "the checkpoint was trained on another partition" in caplog.text
+    caplog.clear()
+    central = toy_trainer(max_epochs=1)  # which trains on everything that clients hold out
+    central.fit(module, datamodule=toy_data(**OPTIONS))
+    central.save_checkpoint(path)
+    trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
+    assert "on another partition or centrally" in caplog.text
     assert not [*tmp_path.rglob("clients_*.csv")]
     trainer.test(module, toy_data(client_test_fraction=0.3), verbose=False)
     assert len(table(trainer, "test")) == 6

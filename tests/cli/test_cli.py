@@ -130,7 +130,7 @@ def test_a_client_that_fails_is_one_sentence_under_what_its_module_raised(
     run = ["fit", "--config", str(Path(__file__).with_name("small_run.yaml"))]
     run += ["--trainer.devices", devices, "--federation.engine", "sequential"]
     said = fails(capsys, *run, "--model.optimizer.lr", "1e30")
-    assert re.fullmatch(r"fl-lightning: round 0, client \d: its training loss is (nan|inf).*", said)
+    assert re.fullmatch(r"fl-lightning: round 1, client \d: its training loss is (nan|inf).*", said)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as exit_:

@@ -50,7 +50,8 @@ def test_a_batch_size_given_to_log_counts():
     collector.batch_size = 100
     collector.log("x", 1.0, batch_size=1)
     collector.log("x", 5.0, batch_size=3)
-    assert collector.collect() == {"x": torch.tensor(4.0)}
+    per_example = torch.tensor(4 / 200)
+    assert collector.collect() == {"x": torch.tensor(4.0), "x per example": per_example}
 
 
 def test_values_are_detached_and_half_precision_is_widened():

@@ -92,7 +92,7 @@ def test_a_state_does_not_change_afterwards():
     means = filled([({"loss": 1.0}, 1)])
     state = means.state_dict()
     add(means, {"loss": 3.0}, 1)
-    assert state["loss"]["num_examples"] == [1]
+    assert state["loss"]["weights"] == [1]
     assert state["loss"]["values"].tolist() == [1.0]
 
 

@@ -158,7 +158,7 @@ class TestBins:
 
     @pytest.mark.parametrize(
         "labels",
-        [["a"] * 24, np.eye(3)[CLASSES] * 2, [np.nan, *range(23)]],
+        [["a"] * 24, np.eye(3)[CLASSES] * 2, np.array([np.nan, *range(23)])],
         ids=["strings", "rows", "nan"],
     )
     def test_refuse_what_is_not_one_number_each(self, labels):

@@ -248,17 +248,29 @@ class TestRefuses:
     )
     def test_items_without_a_label(self, item):
         with pytest.raises(
-            ConfigurationError, match=r"labels of Items|numbers or strings, one per"
+            ConfigurationError,
+            match=r"labels of Items|numbers or strings, one per|12 of 12 values are missing",
         ):
             read_column(Items(lambda _: item), None)
 
     def test_labels_of_different_lengths(self):
-        with pytest.raises(ConfigurationError, match="cannot tell the labels of Items"):
+        with pytest.raises(ConfigurationError, match="values must be of one shape"):
             read_column(Items(lambda i: (X[i], torch.ones(i))), None)
 
-    def test_none_among_strings(self):
-        with pytest.raises(ConfigurationError, match="one per example, got NoneType, str"):
-            read_column([1, 2], ["a", None])
+    @pytest.mark.parametrize("missing", [None, float("nan"), np.datetime64("NaT"), "pandas"])
+    def test_missing_values(self, missing):
+        if missing == "pandas":
+            missing = pytest.importorskip("pandas").NA
+        names = np.array(["bo", missing, missing] * 4, dtype=object)
+        # "nan" would be an owner like any other
+        refusal = r"^data\.labels: 8 of 12 values are missing"
+        for values in (names, list(names), tuple(names), lambda dataset: names):
+            with pytest.raises(ConfigurationError, match=refusal):
+                read_column(Pairs(), values)
+        with pytest.raises(ConfigurationError, match=refusal):
+            read_column(Table({"who": list(names)}), "who")
+        with pytest.raises(ConfigurationError, match=refusal):
+            read_column(Items(lambda i: {"who": names[i]}), "who")
 
 
 class TestInAFederation:
@@ -280,6 +292,13 @@ class TestInAFederation:
         natural = NaturalPartition(attribute=column)
         assert self.owned(table, natural, num_clients=None) == wanted
         assert self.owned(table, LabelShards(classes_per_client=1), labels=column) == wanted
+
+    @pytest.mark.parametrize(
+        "owners", [["bo", None] * 6, np.array(["2026-01-01", "NaT"] * 6, "M8[D]"), [1, np.nan] * 6]
+    )
+    def test_a_missing_owner_is_no_client(self, owners):
+        with pytest.raises(ConfigurationError, match=r"attribute: 6 of 12 values are missing"):
+            self.owned(Pairs(), NaturalPartition(owners), num_clients=None)
 
     def test_another_number_of_clients_than_owners(self):
         natural = NaturalPartition(attribute=WRITERS)

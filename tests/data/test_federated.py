@@ -6,7 +6,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from toys import LoaderData, ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
@@ -91,6 +97,13 @@ class TestShards:
             assert not set(train.tolist()) & set(held.tolist())
             assert len(held) == max(1, round(0.25 * len(whole)))
         assert [len(held) for held in plain.held_out] == [0] * 6
+
+    def test_examples_that_are_drawn_twice_are_not_held_out(self):
+        loader = DataLoader(range(4), batch_size=2, sampler=SubsetRandomSampler([0, 0, 1, 2, 3]))
+        options = {"num_clients": 1, "labels": [0, 1, 0, 1]}
+        assert len(federated(loader, **options).clients[0]) == 5
+        with pytest.raises(ConfigurationError, match="5 draws of 4 examples: a client would hold"):
+            _ = federated(loader, client_val_fraction=0.2, seed=1, **options).clients
 
 
 class TestFingerprint:

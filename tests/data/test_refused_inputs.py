@@ -63,9 +63,10 @@ def parquet():
     return buffer.getvalue()
 
 
-def picture(kind="PNG"):
+def picture(kind="PNG", pixels=None):
     buffer = io.BytesIO()
-    Image.fromarray(RNG.integers(0, 256, (16, 16, 3), np.uint8)).save(buffer, kind)
+    pixels = RNG.integers(0, 256, (16, 16, 3), np.uint8) if pixels is None else pixels
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -143,6 +144,7 @@ WHOLE = {
     "rows.xlsx": (lambda: b"PK", table, "a file must be .csv, .tsv or .parquet, got 'rows.xlsx'"),
     "ragged.csv": (lambda: b"a,y\n1,0\n1,2,3,4\n", table, "cannot be read"),
     "huge.png": (huge_picture, images, "0.png cannot be read as an image .*decompression bomb"),
+    "16 bits.png": (lambda: picture(pixels=np.full((16, 16), 40_000, np.uint16)), images, r"0.png has pixels of more than 8 bits \(mode I;16"),
     "text.png": (lambda: b"a picture", images, "0.png cannot be read as an image"),
 }  # fmt: skip
 

@@ -10,8 +10,8 @@ from torch.utils.data import RandomSampler
 
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
-from fl_lightning.data.columns import read_column
-from fl_lightning.data.sources.rows import Targets, TensorRows, column_of
+from fl_lightning.data.columns import column_of, read_column
+from fl_lightning.data.sources.rows import Targets, TensorRows
 
 
 def ready(source):

@@ -159,7 +159,7 @@ class TestByWeight:
     def order(self, data, rounds, local_work=None, clients=(0, 1, 2, 3)):
         plan = WorkPlan(data, local_work or LocalWork(None, 1, 1, seed=3))
         for round_index in rounds:
-            group = plan.of(clients, [round_index] * len(clients))
+            group = plan.of(clients, round_index)
             yield group
 
     def test_frequencies_are_the_normalised_weights(self):

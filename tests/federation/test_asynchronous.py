@@ -258,8 +258,6 @@ def test_a_client_without_examples_is_skipped_in_any_round():
     assert trainer.callback_metrics["round/skipped"] == 1
 
 
-# by PyTorch, where the first round of a process has no client
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     "rule",
     [FedBuff(concurrency=5, buffer_size=3), FedAsync(concurrency=3)],

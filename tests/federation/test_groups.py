@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import seed_everything
 from toys import SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
+from fl_lightning import Federation, PoissonCohort, UniformCohort
 from fl_lightning.models import LeNet
 
 DATA = {"batch_size": 4, "drop_last": True}
@@ -60,19 +60,19 @@ def test_the_model_does_not_depend_on_the_groups(cohort):
 
 def test_a_run_stopped_inside_a_round_trains_it_again_to_the_same_model(tmp_path):
     path, (expected, _) = tmp_path / "stopped.ckpt", fit(1, max_epochs=2)
-    for together, steps in [(1, 17), (3, 1), (3, 17), (5, 17), (5, 31)]:
+    for together, steps, then in [
+        (1, 17, 1),
+        (3, 1, 3),
+        (3, 17, 5),
+        (5, 17, 2),
+        (5, 31, 5),
+        (2, 31, 1),
+    ]:
         with pytest.raises(Stopped):
             fit(together, SaveOnException(path), stop_at=steps, max_epochs=2)
-        module, _ = fit(together, ckpt_path=path, max_epochs=2)
-        assert torch.equal(weights(module), weights(expected)), (together, steps)
-
-
-def test_inside_a_round_groups_must_stay_what_they_were(tmp_path):
-    path = tmp_path / "stopped.ckpt"
-    with pytest.raises(Stopped):
-        fit(2, SaveOnException(path), stop_at=7)
-    with pytest.raises(ConfigurationError, match="another number of groups"):
-        fit(4, ckpt_path=path)
+        module, trainer = fit(then, ckpt_path=path, max_epochs=2)
+        assert torch.equal(weights(module), weights(expected)), (together, steps, then)
+        assert (trainer.global_step, trainer.current_epoch) == (2, 2)
 
 
 @pytest.mark.parametrize(("network", "num_groups"), [(torch.nn.Linear(4, 3), 1), (LeNet(3), 6)])

@@ -247,7 +247,6 @@ def uninterrupted(tmp_path_factory):
     return runs, options
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(("kind", "moment"), MOMENTS)
 def test_resumes_anywhere_to_the_same_bits(uninterrupted, kind, moment):
     runs, options = uninterrupted

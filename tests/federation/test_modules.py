@@ -1,7 +1,5 @@
 """Users' own modules: what works, with the same result, and what is refused."""
 
-import warnings
-
 import pytest
 import torch
 import torchmetrics
@@ -265,9 +263,49 @@ def test_a_module_that_never_returns_a_loss_ends_the_first_round():
             return None
 
     with pytest.raises(
-        RoundFailure, match="round 0: no client has a loss, and the model has not moved"
+        RoundFailure, match="round 1: no client has a loss, and the model has not moved"
     ):
         fit(Silent(), federation=Federation(local_steps=2))
+
+
+class ByTokens(ToyModule):
+    """Logs means over tokens, of which some examples have many, and means over batches."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        counts = 1 + 99 * (y == 0)
+        share = (x[:, 0] * counts).sum() / counts.sum()
+        self.log("per_token", share, batch_size=int(counts.sum()))
+        return F.cross_entropy(self.net(x), y)
+
+
+class ByBatches(ToyModule):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("per_batch", x.mean(), batch_size=1)
+        return F.cross_entropy(self.net(x), y)
+
+
+def test_a_logged_mean_is_weighted_by_its_batch_size_over_clients_as_in_one_place():
+    data = toy_data(3, batch_size=4)
+    federation = Federation(local_epochs=1)
+    trainer, _ = fit(ByTokens(), federation=federation, data=data, max_epochs=1)
+    x, y = data.source.train.tensors
+    counts = 1 + 99 * (y == 0)
+    expected = (x[:, 0] * counts).sum() / counts.sum()
+    torch.testing.assert_close(trainer.callback_metrics["per_token"], expected)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_a_logged_mean_over_batches_counts_all_batches_alike(engine):
+    federation = Federation(local_epochs=1, engine=engine)
+    data = toy_data(3, num_examples=61, batch_size=4)
+    trainer, _ = fit(ByBatches(), federation=federation, data=data, max_epochs=1)
+    plan = federation.rounds.run.plan
+    batches = [b for work in plan.of([0, 1, 2], [0] * 3) for b, _ in plan.batches(work)]
+    assert len({len(x) for x, _ in batches}) > 1
+    expected = torch.stack([x.mean() for x, _ in batches]).mean()
+    torch.testing.assert_close(trainer.callback_metrics["per_batch"], expected)
 
 
 def test_frozen_parameters_neither_move_nor_travel():
@@ -336,9 +374,7 @@ def test_fp16_scaler_starts_every_client_from_the_same_scale():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         federation = Federation(cohort=Ordered(order), local_epochs=3, seed=0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
-            fit(module, federation=federation, plugins=[plugin])
+        fit(module, federation=federation, plugins=[plugin])
         assert scaler.get_scale() < 2.0**30
         ends.append(weights(module))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)

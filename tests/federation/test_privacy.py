@@ -296,9 +296,6 @@ class Cohorts(Callback):
         self.seen.append(ids)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler:UserWarning"
-)  # of an empty cohort
 @pytest.mark.parametrize("cohort", [PoissonCohort(fraction=0.5), UniformCohort(size=3)])
 def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -326,9 +323,6 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
     assert facts(trainer)["privacy/epsilon"] == facts(once)["privacy/epsilon"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler:UserWarning"
-)  # of an empty cohort
 def test_where_cohorts_are_known_both_epsilons_are_told(caplog):
     caplog.set_level("INFO")
     cohort = PoissonCohort(fraction=0.5)
@@ -348,9 +342,6 @@ def test_where_cohorts_are_known_both_epsilons_are_told(caplog):
         assert "privacy/epsilon_unamplified" not in facts(trainer)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler:UserWarning"
-)  # of an empty cohort
 def test_a_model_that_trains_again_in_another_trainer_counts_on(caplog):
     caplog.set_level("INFO")
     options = {"privacy": private(secure_noise=True), "cohort": PoissonCohort(fraction=0.5)}

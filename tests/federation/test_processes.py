@@ -125,6 +125,32 @@ class Counting(ToyModule):
         self.log_dict({"val/of_several": F.cross_entropy(self.net(x), y)})
 
 
+class AtTheEnd(Counting):
+    """Computes values that are no means over examples at the end of validation and test."""
+
+    losses: list
+
+    def _note(self, batch, batch_idx):
+        x, y = batch
+        self.losses = [] if batch_idx == 0 else self.losses
+        self.losses.append(F.cross_entropy(self.net(x), y, reduction="none"))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self._note(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        self._note(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        losses = torch.cat(self.losses)
+        self.log_dict({"val/worst": losses.max(), "val/count": float(len(losses))})
+
+    def on_test_epoch_end(self):
+        self.log("test/worst", torch.cat(self.losses).max())
+
+
 def some_data(**options):
     return toy_data(num_examples=61, batch_size=4, drop_last=True, **options)
 
@@ -167,7 +193,6 @@ COHORTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(
     ("cohort", "exact"), [*((name, True) for name in COHORTS), ("several each", False)]
 )
@@ -245,6 +270,18 @@ class TestEvaluation:
         expected = float(evaluator.callback_metrics["val/loss"])
         assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
 
+    def test_values_of_all_examples_are_those_of_one_process(self):
+        def evaluated(devices):
+            module, trainer = fit(devices, AtTheEnd, max_epochs=1)
+            validated = dict(trainer.callback_metrics)
+            return validated | trainer.test(module, datamodule=some_data(), verbose=False)[0]
+
+        one, two = evaluated(1), evaluated(2)
+        assert {"val/worst", "test/worst", "val/examples", "val/object"} <= set(one)
+        assert float(two["val/examples"]) == float(two["val/count"]) == 61
+        for name in (name for name in one if name.startswith(("val/", "test/"))):
+            assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-5), name
+
     def test_a_fitted_trainer_goes_on_to_test(self):
         module, trainer = fit(2, ToyModule)
         found = trainer.test(module, datamodule=toy_data(num_examples=61), verbose=False)
@@ -290,7 +327,7 @@ class TestFailures:
     @pytest.mark.parametrize("client", [0, 5])
     def test_a_client_failing_anywhere_is_named(self, client):
         data = toy_data()
-        with pytest.raises(ClientFailure, match=f"round 0, client {client}: KeyError") as caught:
+        with pytest.raises(ClientFailure, match=f"round 1, client {client}: KeyError") as caught:
             fit(2, sabotaged(data, [client], "raise"), data, cohort=None)
         assert caught.value.client_id == client
         assert "no such thing" in str(caught.value.__cause__)
@@ -314,7 +351,7 @@ class TestFailures:
         assert trainer.callback_metrics["round/cohort_size"] == 6
         torch.testing.assert_close(weights(module), weights(expected), rtol=2e-6, atol=1e-6)
         for client in (1, 4):
-            assert said.count(f"skipped: round 0, client {client}: its training loss") == 1
+            assert said.count(f"skipped: round 1, client {client}: its training loss") == 1
 
     @pytest.mark.filterwarnings("ignore:skipped")
     def test_replies_are_counted_over_all(self):
@@ -416,7 +453,11 @@ class TestResuming:
             assert trainer.callback_metrics[name] == metrics[name], name
 
     @pytest.mark.parametrize(
-        ("devices", "moment"), [(1, "0-end"), (3, "0-end"), (3, "1-validation"), (1, "1-group1")]
+        ("devices", "moment"),
+        [
+            *((1, "0-end"), (3, "0-end"), (3, "1-validation"), (1, "1-group1")),
+            *((1, "1-group0"), (3, "1-group0")),  # inside a round, which begins anew
+        ],
     )
     def test_with_another_number_of_processes(self, uninterrupted, devices, moment):
         folder, expected, _ = uninterrupted
@@ -439,11 +480,6 @@ class TestResuming:
         module, _ = fit(2, ToyModule, data, ckpt_path=tmp_path / "inside.ckpt", cohort=None)
         expected, _ = fit(2, ToyModule, data, cohort=None)
         assert torch.equal(weights(module), weights(expected))
-
-    def test_inside_a_round_with_another_number_is_refused(self, uninterrupted):
-        folder, *_ = uninterrupted
-        with pytest.raises(ConfigurationError, match="another number of processes"):
-            fit(3, ckpt_path=folder / "1-group0.ckpt")
 
     def test_the_checkpoint_is_of_the_rounds_start(self, uninterrupted):
         folder, *_ = uninterrupted
@@ -537,7 +573,7 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
         assert process.exitcode == 0
         assert torch.equal(torch.load(tmp_path / f"weights_{rank}"), weights(expected))
         failure = (tmp_path / f"failure_{rank}").read_text()
-        assert failure == "round 0, client 0: KeyError: 'no such thing'"
+        assert failure == "round 1, client 0: KeyError: 'no such thing'"
 
 
 def test_every_client_is_in_one_share():

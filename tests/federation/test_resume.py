@@ -3,11 +3,20 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torchmetrics import SumMetric
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    FedDyn,
+    Federation,
+    PoissonCohort,
+    Scaffold,
+    UniformCohort,
+)
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
+from fl_lightning.updates import ErrorFeedback, TopK
 
 
 def run(
@@ -17,6 +26,7 @@ def run(
     server_optimizer=None,
     seed=4,
     kind=ToyModule,
+    federated=None,
     **options,
 ):
     seed_everything(0, verbose=False)
@@ -27,6 +37,7 @@ def run(
         server_optimizer=server_optimizer,
         clients_per_group=1,
         seed=seed,
+        **(federated or {}),
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=4, **options)
     trainer.fit(module, datamodule=toy_data(batch_size=4, drop_last=True), ckpt_path=ckpt_path)
@@ -117,6 +128,71 @@ def test_a_metric_among_the_weights_counts_every_client_once(tmp_path, moment):
     run(ckpt_path=tmp_path / f"{moment}.ckpt", kind=CountsExamples, callbacks=[Notes()])
     assert seen
     assert all(value == expected[number] for number, value in seen)
+
+
+class Failing:
+    """Fails when called for the n-th time, from 0."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self):
+        self.left -= 1
+        if self.left == -1:
+            raise ZeroDivisionError("in the server's step")
+
+
+def failing_server(number):
+    fail = Failing(number)
+
+    class Breaks(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            fail()
+
+    return lambda params: Breaks(params, lr=0.7, momentum=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*no last checkpoint")
+@pytest.mark.parametrize(
+    ("part", "federated"),
+    [
+        ("server", {"correction": Scaffold()}),
+        ("server", {"correction": FedDyn(0.1), "updates": [ErrorFeedback([TopK(0.5)])]}),
+        ("metric", {"correction": Scaffold()}),
+    ],
+)
+def test_a_round_whose_end_fails_leaves_no_trace(tmp_path, part, federated):
+    """Neither memories nor their mean nor the server's momentum are ahead of the saved model."""
+
+    def fit(number, *callbacks, **options):
+        fail = Failing(number if part == "metric" else 99)
+
+        class Sum(SumMetric):
+            def compute(self):
+                fail()
+                return super().compute()
+
+        class Counts(CountsExamples):
+            def __init__(self, **arguments):
+                super().__init__(**arguments)
+                self.seen = Sum()
+                self.seen.persistent(True)
+
+        server = failing_server(number + 1 if part == "server" else 99)  # it is tried once before
+        return run(
+            kind=Counts,
+            callbacks=callbacks,
+            server_optimizer=server,
+            federated=federated,
+            **options,
+        )[0]
+
+    saves = OnExceptionCheckpoint(tmp_path, "failed")
+    with pytest.raises(ZeroDivisionError, match="in the server's step"):
+        fit(1, saves, enable_checkpointing=True)
+    resumed = fit(99, ckpt_path=tmp_path / "failed.ckpt")
+    assert torch.equal(weights(resumed), weights(fit(99)))
 
 
 class DrawsBetweenRounds(ToyModule):

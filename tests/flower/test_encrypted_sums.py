@@ -19,6 +19,7 @@ from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.server import sums as server_sums
 from fl_lightning.flower.server.greeting import SiteFacts
 from fl_lightning.flower.server.sums import EncryptedOverSites
+from fl_lightning.flower.site.sums import MOST_OPENINGS
 from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,
@@ -117,6 +118,15 @@ def test_a_site_that_was_started_again_goes_on(tmp_path):
     assert (again.total - expected(sites)).abs().max() < 6 * FLOOD
 
 
+def test_one_sum_is_not_opened_until_the_mean_of_its_noise_is_gone(tmp_path):
+    sites = Sites(tmp_path)
+    opened = [added(sites)[0].total for _ in range(MOST_OPENINGS)]
+    assert len({tuple(each.tolist()) for each in opened}) == MOST_OPENINGS
+    sites.start("a")
+    with pytest.raises(RoundFailure, match="site a has not opened the encrypted sum"):
+        added(sites)
+
+
 def fails_at(sites, name, stage):
     def before(site, asked):
         if site == name and asked.options["stage"] == stage:
@@ -169,7 +179,7 @@ def test_too_few_clients_are_not_added(tmp_path):
 def test_a_sum_that_nobody_opens_fails_with_a_sentence(tmp_path):
     sites = Sites(tmp_path, fewest_in_secure_sum=6)
     fails_at(sites, "b", "encrypt")
-    with pytest.raises(RoundFailure, match=r"round 0: site a has not opened .* does not allow"):
+    with pytest.raises(RoundFailure, match=r"round 1: site a has not opened .* does not allow"):
         added(sites)
 
 

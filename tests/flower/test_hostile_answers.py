@@ -1,17 +1,26 @@
 """Answers in the right form that say what no site could mean: the server does without them, and goes on."""
 
 import sys
+import warnings
 from dataclasses import fields, replace
 
 import pytest
 import torch
+import torchmetrics
 from flower.made_up_messages import NUMBERS
 from flower.site_processes import configuration, last, over_network, three_sites
 from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
 
+from fl_lightning.cli.network.server import run_server
+from fl_lightning.core.container import as_tensor, bytes_of, read, write
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError
+from fl_lightning.data import Digits, FederatedDataModule
 from fl_lightning.flower.documents import document_of, read_document
-from fl_lightning.flower.messages import Answer, MessageError
+from fl_lightning.flower.messages import Answer
+from fl_lightning.flower.packing import told_sums
+from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import SiteFacts, facts_of
 from fl_lightning.flower.transport.channel import Lost
 
@@ -84,6 +93,37 @@ def of_payloads():
     yield "nothing in it", changed(lambda payload: payload[:0])
     yield "other bytes", changed(lambda payload: torch.zeros_like(payload))
     yield "twice", changed(lambda payload: torch.cat([payload, payload]))
+    yield (
+        "the weight of a billion examples",
+        changed(lambda payload: with_numbers(payload, 2, 10**9)),
+    )
+    yield "numbers of 1e30", changed(of_large_numbers)
+    yield "a billion steps", changed(lambda payload: with_numbers(payload, 3, 10**9))
+
+
+def with_numbers(payload, at, number):
+    """Return an update that says another number of examples or steps than its answer."""
+    fields, tensors = read(bytes_of(payload), "update")
+    tensors["numbers"][at] = number
+    return as_tensor(write("update", fields, tensors))
+
+
+def of_large_numbers(payload):
+    """Return an update whose sum with others overflows."""
+    fields, tensors = read(bytes_of(payload), "update")
+    large = {n: torch.full_like(t, 1e30) for n, t in tensors.items() if t.is_floating_point()}
+    return as_tensor(write("update", fields, tensors | large))
+
+
+def of_losses():
+    for loss in (torch.nan, torch.inf):
+        metrics = {"train/loss": torch.tensor(loss)}
+        yield (
+            f"a loss of {loss}",
+            lambda answer, metrics=metrics: replace(
+                answer, clients=tuple(replace(each, metrics=metrics) for each in answer.clients)
+            ),
+        )
 
 
 def of_clients():
@@ -97,7 +137,7 @@ def of_clients():
             yield f"{field} {value}", changed(**{field: value})
     for steps in ((), (1, 2, 3), None):
         yield f"optimizer_steps {steps}", changed(optimizer_steps=steps)
-    for steps in (0.0, 1e308, None):
+    for steps in (0.0, 1e-300, 1e308, None):
         yield f"effective_steps {steps}", changed(effective_steps=steps)
     for name, numbers in NUMBERS.items():
         if numbers.numel():
@@ -134,10 +174,10 @@ LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
 
 
 USED = {  # lies that could be true
-    *("num_steps 1", "optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
+    *("optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
     *("optimizer_steps (1, 2, 3)", "optimizer_steps None", "a loss of bf16", "a loss of bool"),
     *("a loss of one number", "a loss of a scalar", "a loss of a table", "a loss of bytes"),
-    *("a loss of infinite", "no metrics", "strange metrics", "facts", "no facts"),
+    *("no metrics", "strange metrics", "facts", "no facts"),
 }
 
 
@@ -148,7 +188,7 @@ def is_refused(lie):
 @pytest.mark.parametrize(
     ("options", "lies"),
     [
-        pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads()], id="tensors"),
+        pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads(), *of_losses()], id="tensors"),
         pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
         pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
     ],
@@ -193,6 +233,34 @@ def facts():
         sum_key="",
         most_bytes=1000,
     )
+
+
+def test_a_site_that_claims_a_billion_examples_a_client_costs_no_memory():
+    data = FederatedDataModule(Digits(batch_size=32), num_clients=100)
+    sizes = dict.fromkeys(range(100), 10**9)
+    none = dict.fromkeys(range(100), 0)
+    held = {"validation": none, "test": none}
+    elsewhere = DataElsewhere(
+        data, num_examples=sizes, held_out=held, batch_size=32, drop_last=False
+    )
+    assert elsewhere.clients.num_examples.tolist() == [10**9] * 100
+    assert elsewhere.clients.starts[-1] == 10**11
+    assert elsewhere.clients.indices.strides == (0,)
+
+
+class Largest(torchmetrics.MaxMetric):
+    """Its state is -inf without examples, which a site may report."""
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_states_of_metrics_that_are_not_finite_are_refused(value):
+    module = torch.nn.ModuleDict({"sum": torchmetrics.SumMetric(), "largest": Largest()})
+    for place, state in (("sum", "sum_value"), ("largest", "max_value")):
+        logged, name = [["x", "x", place]], f"stage/metrics/{place}/{state}"
+        none = module[place].metric_state[state].clone()
+        assert told_sums(logged, {name: none}, module).states == {place: {state: none}}
+        with pytest.raises(ValueError, match=f"state {state} of its metric x is not finite"):
+            told_sums(logged, {name: torch.full_like(none, value)}, module)
 
 
 def test_what_a_site_says_of_itself_comes_back_as_it_was():
@@ -278,3 +346,29 @@ def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name
         with pytest.raises(ConfigurationError, match="calibration: client 2 at site b: "):
             over_network(sites, config, tmp_path, channel=channel)
     assert channel.lies == []
+
+
+def test_a_site_decides_neither_how_metrics_are_reduced_nor_what_the_server_measures(tmp_path):
+    def summed(answer):
+        told = {"train/loss": "sum", "train/examples": "sum"}
+        own = {"val/best": torch.tensor(1.0), "privacy/epsilon": torch.tensor(0.0)}
+        clients = [replace(each, metrics={**each.metrics, **own}) for each in answer.clients]
+        options = {**answer.options, "reductions": told}
+        return replace(answer, options=options, clients=tuple(clients))
+
+    config, losses = configuration(**SKIPPING, trainer__max_epochs=1), []
+    with three_sites(config) as sites:
+        for lies in ([], [("sum", summed)]):
+            words = [f"--trainer.default_root_dir={tmp_path}/{len(lies)}"]
+            asking = Correspondence(Lying(sites, "train", lies), deadline=400.0)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                trainer = run_server(config, words, asking, wanted=3)
+            losses.append(float(trainer.callback_metrics["train/loss"]))
+            found = [
+                str(each.message) for each in said if "reduces train/loss" in str(each.message)
+            ]
+            assert len(found) >= len(lies)
+            assert "privacy/epsilon" not in trainer.callback_metrics
+            assert "val/best" not in trainer.callback_metrics
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

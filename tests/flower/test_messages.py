@@ -9,12 +9,12 @@ from flower.made_up_messages import LIMIT, answers, any_answer, any_order, order
 from forged import canonical, fields_of, with_text
 from hypothesis import given, settings
 
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.messages import (
     CATEGORIES,
     Answer,
     ClientAnswer,
     Failure,
-    MessageError,
     Order,
     digest,
     package_version,

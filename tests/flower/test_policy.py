@@ -9,7 +9,7 @@ from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.class_paths import DEFAULT, FROM_SERVER, checked
-from fl_lightning.flower.layers import not_shared, shared_part
+from fl_lightning.flower.layers import shared_part
 from fl_lightning.flower.policy import Policy, Refused, read_policy
 from fl_lightning.flower.site.ledger import PrivacyBudget
 
@@ -325,14 +325,6 @@ def test_a_site_sets_its_own_options_and_the_server_the_shared_ones():
             "precision": "bf16-mixed",
         },
     }
-    assert not_shared(shared) == [
-        "ckpt_path",
-        "data",
-        "trainer.accelerator",
-        "trainer.callbacks+",
-        "trainer.default_root_dir",
-        "trainer.logger",
-    ]
 
 
 def test_what_is_left_of_the_shared_configuration_is_checked():

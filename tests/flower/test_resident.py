@@ -10,13 +10,22 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.supervision import Program, Supervisor
-from fl_lightning.flower.transport.channel import LoopbackChannel, Lost, ask, bind_socket, status
+from fl_lightning.flower.transport.channel import (
+    ANSWER,
+    LoopbackChannel,
+    Lost,
+    ask,
+    bind_socket,
+    receive,
+    status,
+)
 from fl_lightning.flower.transport.resident import Resident
 
 RESIDENT = [sys.executable, "-m", "fl_lightning.flower.transport.resident"]
@@ -95,16 +104,24 @@ def test_a_socket_left_behind_is_replaced(folder, resident):
     assert ask(resident(), b"x", 20) == b"x"
 
 
-def test_the_same_order_again_is_not_worked_on_again(resident):
-    calls = []
+@pytest.mark.parametrize("order", [b"x", bytes(50_000_000)], ids=["answering", "reading"])
+def test_a_process_that_hangs_in_the_middle_of_a_frame_is_silent(folder, order):
+    """It sends half an answer, or reads half an order."""
+    listening = bind_socket(folder / "a")
 
-    def count(order):
-        calls.append(order)
-        return str(len(calls)).encode()
+    def hang():
+        connection = Connection(listening.accept()[0].detach())
+        receive(connection) if len(order) == 1 else connection.recv_bytes()
+        os.write(
+            connection.fileno(), (1).to_bytes(4, "big") + ANSWER + (9).to_bytes(4, "big") + b"h"
+        )
+        time.sleep(20)
 
-    path = resident(count)
-    assert [ask(path, order, 20) for order in (b"x", b"x", b"y", b"y")] == [b"1", b"1", b"2", b"2"]
-    assert calls == [b"x", b"y"]
+    threading.Thread(target=hang, daemon=True).start()
+    began = time.monotonic()
+    assert ask(folder / "a", order, 15, silence=0.3) == Lost("its process is silent")
+    assert time.monotonic() - began < 5
+    listening.close()
 
 
 def test_one_order_at_a_time_and_two_askers_of_one_share_its_work(resident):

@@ -159,6 +159,25 @@ def test_checkpoints_hold_adapters_alone_and_runs_resume_to_the_bit(tmp_path):
         fit(other, 3, tmp_path, path)
 
 
+def test_tied_weights_of_the_base_are_not_in_checkpoints():
+    tied = {**LLAMA, "tie_word_embeddings": True}
+    saved, fresh = CausalLM(tied, adapter=ADAPTER), CausalLM(tied, adapter=ADAPTER)
+    checkpoint = {"state_dict": saved.state_dict()}
+    saved.on_save_checkpoint(checkpoint)
+    assert checkpoint["state_dict"]
+    assert all("lora_" in name for name in checkpoint["state_dict"])
+    fresh.on_load_checkpoint(checkpoint)
+    fresh.load_state_dict(checkpoint["state_dict"])
+
+
+def test_no_a_trains_under_freeze_a_not_even_of_embeddings():
+    adapter = {"r": 2, "target_modules": ["embed_tokens", "q_proj"]}
+    module = CausalLM(LLAMA, adapter=adapter, freeze_a=True)
+    trains = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert len(trains) == 1 + LLAMA["num_hidden_layers"]
+    assert all("lora_B" in name or "lora_embedding_B" in name for name in trains)
+
+
 def test_an_exported_adapter_gives_the_same_logits_in_plain_peft(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -162,7 +162,7 @@ def test_what_cannot_work_is_refused(arguments, message):
 
 
 def test_all_faults_are_told_at_once():
-    with pytest.raises(ConfigurationError, match=r"num_classes.*drop_rate.*label_smoothing"):
+    with pytest.raises(ConfigurationError, match=r"(?s)num_classes.*drop_rate.*label_smoothing"):
         tiny_vit(num_classes=0, drop_rate=2.0, label_smoothing=2.0)
 
 

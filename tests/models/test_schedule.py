@@ -94,7 +94,7 @@ def test_factors_are_positive_and_at_most_one_and_fall_after_the_warmup(
 
 
 def test_all_faults_are_told_at_once():
-    with pytest.raises(ConfigurationError, match=r"warmup_rounds.*step_every"):
+    with pytest.raises(ConfigurationError, match=r"(?s)warmup_rounds.*step_every"):
         Schedule(warmup_rounds=-1, step_every=0)
 
 

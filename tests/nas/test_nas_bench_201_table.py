@@ -5,6 +5,7 @@ import pytest
 from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 
@@ -36,21 +37,6 @@ def test_a_cell_is_looked_up_by_value_or_by_string(table):
     expected = {"cifar10": 54.5, "cifar100": 61.0, "imagenet16_120": 31.0}
     assert table.lookup(CELLS[1]) == table.lookup(SPACE.parse(CELLS[1])) == expected
     assert len(table) == 5
-
-
-def test_spearman_is_the_correlation_of_ranks_where_equals_share_theirs(table):
-    scores = {SPACE.parse(cell): score for cell, score in zip(CELLS, (1, 5, 5, 7, 2), strict=True)}
-    ours, truth = np.array([1, 3.5, 3.5, 5, 2]), np.array([1, 3, 4.5, 4.5, 2])
-    assert table.spearman(scores) == pytest.approx(np.corrcoef(ours, truth)[0, 1], abs=1e-12)
-
-
-def test_a_correlation_that_does_not_exist_is_an_error(table):
-    with pytest.raises(ValueError, match="two cells of different score"):
-        table.spearman({SPACE.parse(cell): 1.0 for cell in CELLS})
-    with pytest.raises(ValueError, match="two cells of different score"):
-        table.spearman({})
-    with pytest.raises(ValueError, match="not finite"):
-        table.spearman({SPACE.parse(CELLS[0]): float("nan"), SPACE.parse(CELLS[1]): 1.0})
 
 
 def test_cells_that_the_table_lacks_are_refused(table):
@@ -146,8 +132,7 @@ def test_what_is_known_of_all_cells(truth):
 @pytest.mark.slow
 def test_what_is_known_of_correlations(truth):
     def between(one, other):
-        scores = dict(zip(truth.rows, truth.accuracies[one], strict=True))
-        return truth.spearman(scores, other)
+        return rank_correlation(truth.accuracies[one], truth.accuracies[other])
 
     assert between("cifar10", "cifar100") == pytest.approx(0.980, abs=6e-4)
     assert between("cifar10", "imagenet16_120") == pytest.approx(0.959, abs=6e-4)

@@ -277,7 +277,6 @@ SHORT = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,5 +1,6 @@
 """Pictures of searches: what they show, and that it can be read."""
 
+import math
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -8,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.pictures import (
     COLUMN_WIDTH,
     NODE_RADIUS,
-    alpha_figure,
     cell_figure,
-    front_figure,
     on_front,
     save,
 )
+from fl_lightning.nas.search.findings import front_panel
+from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
 from fl_lightning.nas.spaces.space import Decision, SearchSpace
@@ -100,23 +102,6 @@ def test_no_edge_passes_through_a_node(space):
                     assert distance.min() > 2 * NODE_RADIUS
 
 
-def test_bars_are_as_long_as_the_weights():
-    weights = torch.rand(28, 8).softmax(1)
-    figure = alpha_figure(DARTS_SPACE, weights)
-    for panel, part in zip(figure.axes, weights.split(14), strict=True):
-        widths = torch.tensor([[bar.get_width() for bar in bars] for bars in panel.containers])
-        assert torch.allclose(widths.T.float(), part, atol=1e-6)
-        starts = torch.tensor([[bar.get_x() for bar in bars] for bars in panel.containers])
-        assert torch.allclose(starts.T.float(), part.cumsum(1) - part, atol=1e-6)
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert tuple(names) == DARTS_SPACE.operations
-
-
-def test_bars_of_another_space_are_refused():
-    with pytest.raises(ValueError, match=r"of shape \(6, 5\), got \(28, 8\)"):
-        alpha_figure(BENCH, torch.rand(28, 8))
-
-
 def test_the_front_holds_whom_nobody_beats():
     generator = np.random.default_rng(0)
     costs, scores = generator.integers(0, 20, (2, 60)).tolist()
@@ -132,12 +117,22 @@ def test_the_front_holds_whom_nobody_beats():
     assert [costs[n] for n in front] == sorted(costs[n] for n in front)
 
 
-def test_a_front_is_drawn_over_all_that_was_searched():
-    figure = front_figure([3, 1, 2], [0.9, 0.5, 0.4], cost="MFLOPs", score="accuracy")
-    panel = figure.axes[0]
+def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
+    """The useless network, of score -∞, is left out; the bound on another cost as well."""
+    cells = sampled(BENCH, 4)
+    values = [(3, 0.9), (1, 0.5), (2, 0.4), (1, -math.inf)]
+    found = [Evaluated(c, score, {"flops": x}) for c, (x, score) in zip(cells, values, strict=True)]
+    constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
+    panel = Figure().subplots()
+    tooltips = front_panel(
+        SearchResult(tuple(found)), measure="flops", score="synflow", constraints=constraints
+    )(panel)
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
-    assert (panel.get_xlabel(), panel.get_ylabel()) == ("MFLOPs", "accuracy")
+    assert [line.get_xdata() for line in panel.lines[1:]] == [[3.5, 3.5]]
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("multiply-adds", "synflow")
+    assert [(t.x, t.y) for t in tooltips] == values[:3]
+    assert all(str(c) in t.text for c, t in zip(cells[:3], tooltips, strict=True))
 
 
 def test_files_are_pictures_and_the_same_each_time(tmp_path):

@@ -1,5 +1,6 @@
 """Every search in configs/nas runs a round over a space, over clients and without, and retrains."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_every_search_runs_a_round(space, method, over):
     names = {path.name for path in Path("runs").rglob("*")}
     assert {"cell.png", "cell.svg", "retrain.yaml"} <= names
     assert any(name.endswith(".ckpt") for name in names)
+
+
+def test_the_report_shows_what_was_found():
+    options = {**SMALL, **OVER_CLIENTS, "--report": "true", "--trainer.max_epochs": "2"}
+    run(CONFIGS / "nas" / "space" / "nas_bench_201.yaml", CONFIGS / "nas" / "darts.yaml", **options)
+    [page] = [path.read_text() for path in Path("runs").rglob("report.html")]
+    [section] = [path.read_text() for path in Path("runs").rglob("sections/search.html")]
+    assert section in page
+    cell = yaml.safe_load(next(Path("runs").rglob("architecture.yaml")).read_text())["architecture"]
+    assert f"{cell}" in section
+    assert "multiply-adds" in section
+    probabilities = re.findall(r"edge cell (\d→\d), operation (\w+): ([\d.]+)", section)
+    assert len(probabilities) == 30
+    assert sum(float(share) for *_, share in probabilities) == pytest.approx(6, abs=1e-2)
+    assert [float(x) for x in re.findall(r"none, round (\d)", section)] == [1, 2]
 
 
 def test_a_method_is_a_small_diff_that_says_how_to_run_it():

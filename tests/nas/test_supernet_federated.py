@@ -192,7 +192,6 @@ def test_a_search_taken_up_anywhere_ends_in_the_same_bits(kind, tmp_path):
         assert torch.equal(weights(again), weights(whole)), moment
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("kind", ["darts", "gdas", "state at clients"])
 def test_two_processes_are_one(kind):
     exact = {"aggregator": Mean(exact=True)}

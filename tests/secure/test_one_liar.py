@@ -16,7 +16,7 @@ from test_secure_protocol import DIRECTORY, SIGNING, parties, plain_sum, session
 
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import seeded_entropy
-from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import AgreementKey, seal
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
@@ -180,7 +180,7 @@ class Play:
                 place,
                 self.vectors[place],
                 entropy=seeded_entropy(0, "test", place),
-                used=UsedRounds(),
+                used={},
                 signing_key=SIGNING[place],
                 directory=DIRECTORY,
             )

@@ -1,6 +1,7 @@
 """Masked optimizers: torch's arithmetic on active entries, and frozen ones that nothing reaches."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -409,6 +410,10 @@ def test_options_are_checked():
         SparseSGDM(parameters(), nesterov=True)
     with pytest.raises(ValueError, match="beta"):
         SparseAdamW(parameters(), betas=(1.0, 0.9))
+    for option in ("lr", "momentum", "weight_decay"):
+        for value in (math.inf, math.nan):
+            with pytest.raises(ValueError, match=f"{option} must be finite, got {value}"):
+                SparseSGDM(parameters(), **{"lr": 0.1, option: value})
 
 
 def test_no_gradient_where_nothing_may_move():

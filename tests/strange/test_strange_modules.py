@@ -83,7 +83,7 @@ def plan_of(row):
     """Return the work of all clients in a round."""
     plan = WorkPlan(data_of(row), LocalWork(None, row.local_epochs, 1, seed=0))
     everybody = list(range(len(row.shards)))
-    return lambda round_index: list(plan.of(everybody, [round_index] * len(everybody)))
+    return lambda round_index: list(plan.of(everybody, round_index))
 
 
 @cache

@@ -105,6 +105,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         group,
         front="The cost of the Pareto front; if null that of the first constraint, or flops.",
         export="The YAML file of the best network; <out>/best.yaml if null.",
+        sweep="Instead of scoring: a YAML file to write, with which fl-lightning sweep trains networks.",
     )
 
 
@@ -148,6 +149,10 @@ def search(
     given.score = given.score or ("synflow" if given.table is None else "accuracy")
     _check_sources(given)
     networks = networks_of(given)
+    if given.sweep is not None:
+        findings.write_sweep(given.sweep, networks.space, retraining_of(networks), given.seed)
+        print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
+        return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
 
 
@@ -180,11 +185,7 @@ def _search_trained(given: Any, trained: Trained) -> None:
 
 def retraining_of(networks: Networks, **options: Any) -> Retraining:
     """Return the function from an architecture to the configuration that trains it."""
-
-    def configuration(architecture: Architecture) -> dict[str, Any]:
-        return retraining(architecture, networks.options, image_size=networks.side, **options)
-
-    return configuration
+    return partial(retraining, shape=networks.options, image_size=networks.side, **options)
 
 
 def _search(
@@ -213,7 +214,7 @@ def _search(
     if given.export is not None:
         check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
-    _report(result, given, networks, measure, table, configuration)
+    _report(result, given, networks, measure, constraints, table, configuration)
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
@@ -235,12 +236,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
-    shape = {
-        "side": networks.side,
-        "in_channels": given.in_channels,
-        "num_classes": given.num_classes,
-        "seed": given.seed,
-    }
+    shape = {name: given[name] for name in ("side", "in_channels", "num_classes", "seed")}
     batch = (
         noise_batch(given.batch_size, **shape)
         if given.images is None
@@ -278,27 +274,28 @@ def _report(
     given: Any,
     networks: Networks,
     measure: str,
+    constraints: Sequence[Constraint],
     table: LatencyTable | None,
     configuration: Retraining,
 ) -> None:
     """Write tables, figures and the best network's configuration; print the Pareto front."""
     out = Path(given.out)
     best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
-    out.mkdir(parents=True, exist_ok=True)
     findings.write_evaluated(out / "evaluated.csv", result)
-    findings.draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
     found = configuration(best.architecture)
-    findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
+    text = findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
+    axes = {"measure": measure, "score": given.score, "constraints": constraints}
+    findings.write_page(out, result, best, configuration=text, **axes)
     print(markdown(*findings.front_rows(result, measure, given.score)))
-    is_all = len(result.evaluated) == result.budget
-    more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
+    is_all = len(result.evaluated) == given.budget
+    more = "" if is_all else f" of {given.budget}: no others were found within the constraints"
     print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
     print(f"          {given.score} {best.score:.6g}, {costs}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
-    print(f"results:  {out}/evaluated.csv, front.png, front.svg")
+    print(f"results:  {out}/report.html, evaluated.csv, front.png")
     data = [] if "data" in found else ["--config YOURS.yaml"]  # the search knew none
     print("next:     fl-lightning fit", *data, "--config", target)

@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
 from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
-from fl_lightning.nas.sub_networks.recalibration import training_batches
+from fl_lightning.nas.sub_networks.recalibration import TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
 # runs ``validate`` with words of the command line and an additional callback
@@ -162,7 +162,10 @@ def _networks(module: Any) -> Networks:
 
 def _training_batches(trainer: Trainer, module: OneShot | Supernet) -> Iterator[Any]:
     most = module.recalibration_examples
-    return training_batches(trainer, max_examples=most, seed=module.seed) or iter(())
+    examples = TrainingExamples.of(trainer, max_examples=most, seed=module.seed)
+    if examples is None:
+        return iter(())
+    return (batch for owner in range(len(examples.indices)) for batch in examples.batches(owner))
 
 
 def _validation_batches(trainer: Trainer) -> Iterator[Any]:

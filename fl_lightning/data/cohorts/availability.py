@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
@@ -53,10 +53,8 @@ class Stretches:
     length: int = 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigurationError(f"Stretches: fraction must be in (0, 1], got {self.fraction}")
-        if self.length < 1:
-            raise ConfigurationError(f"Stretches: length must be at least 1, got {self.length}")
+        check_range("Stretches: fraction", self.fraction, "in (0, 1]")
+        check_range("Stretches: length", self.length, "at least 1")
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
         """Return True for available clients, bool of shape (num_clients,)."""
@@ -95,18 +93,17 @@ class Diurnal:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
+        raise_together(
+            lambda: check_range("Diurnal: mean", self.mean, "in (0, 1]"),
+            lambda: check_range("Diurnal: period", self.period, "greater than 0 rounds and finite"),
+            lambda: check_range("Diurnal: spread", self.spread, "in [0, 1]"),
+        )
         room = min(self.mean, 1 - self.mean)
-        rules = {
-            f"mean must be in (0, 1], got {self.mean}": 0 < self.mean <= 1,
-            f"amplitude must be in [0, {room:g}] so that probabilities stay in [0, 1], "
-            f"got {self.amplitude}": 0 <= self.amplitude <= room + 1e-12,
-            f"period must be greater than 0 rounds and finite, got {self.period}": 0
-            < self.period
-            < math.inf,
-            f"spread must be in [0, 1], got {self.spread}": 0 <= self.spread <= 1,
-        }
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise ConfigurationError("Diurnal: " + "; ".join(broken))
+        if not 0 <= self.amplitude <= room + 1e-12:  # rounding
+            raise ConfigurationError(
+                f"Diurnal: amplitude must be in [0, {room:g}] so that probabilities stay in [0, 1], "
+                f"got {self.amplitude}"
+            )
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
         """Return True for available clients, bool of shape (num_clients,)."""

@@ -14,7 +14,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.population import ClientIds, Population
@@ -129,12 +129,9 @@ def _place(cls: type, name: str) -> int:
     return next(place for place, parent in enumerate(cls.__mro__) if name in vars(parent))
 
 
-def _check_fraction(fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that is "
-            "sampled in a round. Use size for a number of clients."
-        )
+_FRACTION = (
+    ": it is the share of all clients that is sampled in a round. Use size for a number of clients."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +158,9 @@ class SizedCohort(Cohort):
                 f"{type(self).__name__} needs either fraction or size, got fraction={self.fraction} and "
                 f"size={self.size}"
             )
-        if self.fraction is not None:
-            _check_fraction(self.fraction)
-        for option in ("size", "min_size"):
-            if (given := getattr(self, option)) is not None and given < 1:
-                raise ConfigurationError(f"{option} must be at least 1 client, got {given}")
+        check_range("fraction", self.fraction, "in (0, 1]", _FRACTION)
+        check_range("size", self.size, "at least 1 client")
+        check_range("min_size", self.min_size, "at least 1 client")
         if self.max_size is not None and self.max_size < (self.size or self.min_size):
             raise ConfigurationError(
                 f"max_size must be at least size and min_size, {self.size or self.min_size}, got "
@@ -256,9 +251,8 @@ class PoissonCohort(Cohort):
     min_size: int = 0
 
     def __post_init__(self) -> None:
-        _check_fraction(self.fraction)
-        if self.min_size < 0:
-            raise ConfigurationError(f"min_size must not be negative, got {self.min_size}")
+        check_range("fraction", self.fraction, "in (0, 1]", _FRACTION)
+        check_range("min_size", self.min_size, "at least 0")
 
     @property
     def coin(self) -> float:

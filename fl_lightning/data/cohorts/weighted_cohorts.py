@@ -44,13 +44,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
@@ -86,10 +87,7 @@ class LossCohort(SizedCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_batches is not None and self.loss_batches < 1:
-            raise ConfigurationError(
-                f"loss_batches must be at least 1 batch, got {self.loss_batches}"
-            )
+        check_range("loss_batches", self.loss_batches, "at least 1 batch")
 
     @property
     @override
@@ -106,11 +104,9 @@ class LossCohort(SizedCohort):
 class ByLossCohort(LossCohort):
     """A fixed number of clients, drawn with probability proportional to exp(loss / temperature).
 
+    The size options are those of `UniformCohort`.
+
     Args:
-        fraction: share of all clients, in (0, 1]; or
-        size: number of clients, ≥ 1.
-        min_size: smallest number of clients if ``fraction`` gives fewer.
-        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         temperature: > 0, in units of the loss; a high temperature makes probabilities equal.
         losses: ``last_known``, from the last round of each client, or ``fresh``, of all clients on the
             current model, which costs a forward pass over all their examples.
@@ -127,11 +123,8 @@ class ByLossCohort(LossCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.temperature < np.inf:
-            raise ConfigurationError(
-                f"temperature must be greater than 0 and finite, got {self.temperature}: use UniformCohort "
-                "for equal probabilities"
-            )
+        advice = ": use UniformCohort for equal probabilities"
+        check_range("temperature", self.temperature, "greater than 0 and finite", advice)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
@@ -148,13 +141,10 @@ class ByLossCohort(LossCohort):
 class PowerOfChoiceCohort(LossCohort):
     """The m clients with the highest loss among d candidates drawn by size; ties at random.
 
-    An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`.
+    An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`. The size
+    options are those of `UniformCohort`.
 
     Args:
-        fraction: share of all clients, in (0, 1]; or
-        size: number of clients, m ≥ 1.
-        min_size: smallest number of clients if ``fraction`` gives fewer.
-        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         num_candidates: d, from m to the number of clients.
         losses: ``fresh``, of the candidates on the current model (a forward pass over their examples),
             or ``last_known``, which costs nothing.
@@ -176,11 +166,8 @@ class PowerOfChoiceCohort(LossCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_candidates < 1:
-            raise ConfigurationError(
-                f"num_candidates must be at least 1, got {self.num_candidates}: from the cohort's size to "
-                "the number of clients"
-            )
+        advice = ": from the cohort's size to the number of clients"
+        check_range("num_candidates", self.num_candidates, "at least 1", advice)
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""
@@ -308,11 +295,9 @@ class LeastRecentCohort(SizedCohort):
 class OortCohort(SizedCohort):
     """A fixed number of clients: some of high utility, and some that were never sampled.
 
+    The size options are those of `UniformCohort`.
+
     Args:
-        fraction: share of all clients, in (0, 1]; or
-        size: number of clients, ≥ 1.
-        min_size: smallest number of clients if ``fraction`` gives fewer.
-        max_size: largest number of clients if ``fraction`` gives more; None for no limit.
         exploration: ε in round 0, in [0, 1].
         exploration_decay: factor of ε from round to round, in (0, 1].
         min_exploration: smallest ε, in [0, 1].
@@ -339,20 +324,16 @@ class OortCohort(SizedCohort):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = [
-            f"{name} must be in [0, 1], got {getattr(self, name)}"
-            for name in ("exploration", "min_exploration")
-            if not 0 <= getattr(self, name) <= 1
-        ]
-        problems += [
-            f"{name} must be in (0, 1], got {getattr(self, name)}"
-            for name in ("exploration_decay", "duration_quantile", "cut_off", "clip_quantile")
-            if not 0 < getattr(self, name) <= 1
-        ]
-        if not 0 <= self.slowness < float("inf"):
-            problems.append(f"slowness must be at least 0 and finite, got {self.slowness}")
-        if problems:
-            raise ConfigurationError("OortCohort: " + "; ".join(problems))
+        allowed = {"exploration": "in [0, 1]", "min_exploration": "in [0, 1]"}
+        allowed |= {"exploration_decay": "in (0, 1]", "duration_quantile": "in (0, 1]"}
+        allowed |= {"cut_off": "in (0, 1]", "clip_quantile": "in (0, 1]"}
+        allowed |= {"slowness": "at least 0 and finite"}
+        raise_together(
+            *(
+                partial(check_range, f"OortCohort: {name}", getattr(self, name), rule)
+                for name, rule in allowed.items()
+            )
+        )
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""

@@ -16,12 +16,11 @@ from typing import final
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.partition import (
     Partition,
-    check_at_least,
     check_concentration,
     check_sizes,
     deal,
@@ -58,7 +57,7 @@ class DirichletPerClass(Partition):
 
     def __post_init__(self) -> None:
         check_concentration(self.alpha)
-        check_at_least("min_examples", self.min_examples, 1)
+        check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""

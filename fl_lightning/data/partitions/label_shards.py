@@ -35,12 +35,11 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix, hstack
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.partition import (
     Partition,
-    check_at_least,
     check_sizes,
     deal,
     shards_of,
@@ -73,7 +72,7 @@ class LabelShards(Partition):
     classes_per_client: int
 
     def __post_init__(self) -> None:
-        check_at_least("classes_per_client", self.classes_per_client, 1)
+        check_range("classes_per_client", self.classes_per_client, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
@@ -243,7 +242,7 @@ class McMahanShards(Partition):
     shards_per_client: int = 2
 
     def __post_init__(self) -> None:
-        check_at_least("shards_per_client", self.shards_per_client, 1)
+        check_range("shards_per_client", self.shards_per_client, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""

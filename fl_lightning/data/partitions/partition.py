@@ -32,7 +32,6 @@ source draws again, and may never end for a small alpha).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
@@ -40,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import Column, name_of
 from fl_lightning.data.shards import FlatShards
@@ -156,19 +155,12 @@ examples, 3, got 5: more clients than examples. Lower num_clients or use more da
             f"labels must have shape (N,), one per example, got shape {labels.shape}: "
             "pass one value per example"
         )
-    if num_clients < 1:
-        raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
+    check_range("num_clients", num_clients, "at least 1")
     if num_clients > len(labels):
         raise ConfigurationError(
             f"num_clients must be at most the number of examples, {len(labels)}, got "
             f"{num_clients}: more clients than examples. Lower num_clients or use more data"
         )
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise ConfigurationError if an integer is below ``least``."""
-    if value < least:
-        raise ConfigurationError(f"{name} must be at least {least}, got {value}")
 
 
 def check_concentration(alpha: float) -> None:
@@ -223,7 +215,7 @@ def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarr
 
 
 def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Split indices into those kept and those held out, both ascending.
+    """Split the indices of examples into kept and held-out indices, both ascending.
 
     Args:
         targets: the class of each example, shape (N,).
@@ -276,7 +268,7 @@ class DirichletSizes(Partition):
 
     def __post_init__(self) -> None:
         check_concentration(self.alpha)
-        check_at_least("min_examples", self.min_examples, 1)
+        check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
@@ -308,11 +300,9 @@ class PowerLawSizes(Partition):
     min_examples: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.exponent >= 0 and math.isfinite(self.exponent)):
-            raise ConfigurationError(
-                f"exponent must be at least 0 and finite, got {self.exponent}: 0 means equal sizes"
-            )
-        check_at_least("min_examples", self.min_examples, 1)
+        advice = ": 0 means equal sizes"
+        check_range("exponent", self.exponent, "at least 0 and finite", advice)
+        check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""

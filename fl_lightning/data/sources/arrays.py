@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, as_tensor, column_of
+from fl_lightning.data.columns import column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, as_tensor
 from fl_lightning.data.sources.source import Loaded, Source
 
 
@@ -73,7 +73,7 @@ class Arrays(Source):
                     f"Arrays: {name} must have one row for each of {len(inputs)} inputs, got "
                     f"{rows[0] if rows else 'a single value'}"
                 )
-        values = _on_the_host(found["targets"])
+        values = column_of(found["targets"])
         if values.ndim == 1:
             kind = Targets.of(values, self._target_type, "Arrays: targets")
             targets, class_names = kind.encode(values, "targets"), kind.class_names
@@ -81,12 +81,8 @@ class Arrays(Source):
             targets, class_names = as_tensor(found["targets"], "Arrays: targets"), ()
         owners, columns = found["clients"], {}
         if owners is not None:
-            columns["clients"] = partial(_on_the_host, owners)
+            columns["clients"] = partial(column_of, owners)
         return Loaded(TensorRows([inputs, targets], columns), class_names=class_names)
-
-
-def _on_the_host(values: Any) -> Any:
-    return column_of(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
 
 
 def _found(file: str | None, option: str, value: Any) -> Any:

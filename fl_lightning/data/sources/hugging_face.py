@@ -14,7 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
+from fl_lightning.data.columns import column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows
 from fl_lightning.data.sources.source import Loaded, Source
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -333,6 +334,11 @@ class HuggingFace(DatasetSource):
             raise self._error(
                 f"column {self._image!r} holds no images, but {type(image).__name__}: "
                 "cast it with dataset.cast_column(…, datasets.Image())"
+            )
+        if image.mode.startswith(("I", "F")):  # Pillow would clip larger numbers to 255
+            raise self._error(
+                f"column {self._image!r} has images of more than 8 bits per channel (mode {image.mode}): "
+                "convert them to 8 bits"
             )
         image = image.convert("L" if self._channels == 1 else "RGB")
         if self._image_size is not None:

@@ -118,12 +118,18 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
 
     def _read(self, name: str, class_names: tuple[str, ...]) -> ImageSet:
         folder = self.root / name
-        _require_same_classes(folder, _class_names(folder), class_names)
+        found = set(_class_names(folder))
+        missing, unknown = sorted(set(class_names) - found), sorted(found - set(class_names))
+        if missing or unknown:
+            raise ConfigurationError(
+                f"root: {folder} must have the classes of the training images; missing: {missing}, "
+                f"not among them: {unknown}. Add or remove these folders"
+            )
         paths, targets = [], []
         for target, class_name in enumerate(class_names):
-            found = _image_paths(folder / class_name)
-            paths += found
-            targets += [target] * len(found)
+            images = _image_paths(folder / class_name)
+            paths += images
+            targets += [target] * len(images)
         pipeline = self.training_pipeline(self.pipeline)
         return ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
 
@@ -140,16 +146,6 @@ def _class_names(folder: Path) -> tuple[str, ...]:
             "with one folder for each class"
         )
     return tuple(names)
-
-
-def _require_same_classes(folder: Path, found: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    if found != expected:
-        missing = sorted(set(expected) - set(found))
-        unknown = sorted(set(found) - set(expected))
-        raise ConfigurationError(
-            f"root: {folder} must have the classes of the training images; missing: {missing}, "
-            f"not among them: {unknown}. Add or remove these folders"
-        )
 
 
 def _image_paths(folder: Path) -> list[Path]:
@@ -202,11 +198,16 @@ def _decode(path: Path, image_size: int) -> np.ndarray:
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:
+            mode = image.mode
             rgb = image.convert("RGB")
     except _UNREADABLE as error:
         raise ConfigurationError(
             f"{path} cannot be read as an image ({error}): replace or remove the file"
         ) from error
+    if mode.startswith(("I", "F")):  # Pillow would clip larger numbers to 255
+        raise ConfigurationError(
+            f"{path} has pixels of more than 8 bits (mode {mode}): convert it to 8 bits per channel"
+        )
     if rgb.size != size:
         rgb = ImageOps.fit(rgb, size, Image.Resampling.BILINEAR)
     return np.asarray(rgb)

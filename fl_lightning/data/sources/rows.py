@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.columns import is_missing
 
 
 def as_tensor(values: Any, name: str) -> Tensor:
@@ -181,7 +182,7 @@ class Targets:
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], kind: TargetKind | None, name: str) -> Self:
-        """Determine the kind from the training values.
+        """Determine from the training values whether targets are classes or numbers.
 
         Args:
             values: shape (N,).
@@ -231,33 +232,8 @@ class Targets:
         return torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
 
 
-def column_of(values: Any) -> npt.NDArray[Any]:
-    """Convert a column to an array of numbers or strings, or of objects if values are missing.
-
-    Example:
-        >>> column_of(["b", "a"]), column_of([1, 2])
-        (array(['b', 'a'], dtype='<U1'), array([1, 2]))
-    """
-    if isinstance(values, list) and any(map(_is_missing, values)):
-        return np.array(values, dtype=object)
-    array = np.asarray(values)
-    if array.dtype == object and not any(map(_is_missing, array.ravel())):
-        array = np.asarray(array.tolist())
-    return array
-
-
-def _is_missing(value: Any) -> bool:
-    """True if a value is None, not a finite number, or pandas' missing value."""
-    if isinstance(value, (float, np.floating)):
-        return not np.isfinite(value)
-    return value is None or type(value).__name__ in ("NAType", "NaTType")
-
-
 def _check_present(values: npt.NDArray[Any], name: str) -> None:
-    if values.dtype.kind == "f":
-        num_missing = int((~np.isfinite(values)).sum())
-    else:
-        num_missing = sum(map(_is_missing, values.ravel())) if values.dtype == object else 0
+    num_missing = sum(map(is_missing, values.ravel())) if values.dtype.kind in "fO" else 0
     if num_missing:
         raise ConfigurationError(
             f"{name}: {num_missing} of {len(values)} examples have no finite target: leave them out of "

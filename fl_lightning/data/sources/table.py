@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows, column_of
+from fl_lightning.data.columns import column_of
+from fl_lightning.data.sources.rows import TargetKind, Targets, TensorRows
 from fl_lightning.data.sources.source import Loaded, Source
 
 if TYPE_CHECKING:

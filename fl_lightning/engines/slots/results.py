@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.metrics import PER_EXAMPLE
 from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates, check_finite
@@ -125,6 +126,10 @@ class SlotResults:
         work, count = self._work, len(clients)
         means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
         own = {"train/loss": means.pop(OWN_LOSS)}  # the module may log another train/loss
+        examples = sums[OWN_LOSS][:, 1]
+        for name in list(means):
+            if bool((sums[name][:, 1] != examples).any()):  # weighted by batch_size of `log`
+                means[name + PER_EXAMPLE] = sums[name][:, 1] / examples
         final = self._final_buffers
         return Updates(
             client_ids=work.client_ids[clients].tolist(),
@@ -132,8 +137,13 @@ class SlotResults:
             buffers=torch.cat(final) if final else self._start.buffers.expand(count, -1),
             num_examples=work.num_examples[clients].tolist(),
             num_steps=work.num_steps[clients].tolist(),
-            metrics=own | {self._names.get(name, name): v for name, v in means.items()},
+            metrics=own | {self._renamed(name): value for name, value in means.items()},
         )
+
+    def _renamed(self, name: str) -> str:
+        suffix = PER_EXAMPLE if name.endswith(PER_EXAMPLE) else ""
+        name = name.removesuffix(suffix)
+        return self._names.get(name, name) + suffix
 
     def _clear(self) -> None:
         self._clients, self._sums, self._final_buffers = [], [], []

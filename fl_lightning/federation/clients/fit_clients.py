@@ -13,7 +13,7 @@ from functools import partial
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.choice import EngineChooser
 from fl_lightning.federation.clients.in_slots import InSlots
@@ -23,7 +23,6 @@ from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round import Transaction
-from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 
@@ -38,6 +37,7 @@ class FitClients:
 
     Attributes:
         local: the sequential engine.
+        plan: draws the work of clients in a round.
         collector: collects the values that clients log.
         engine: chooses how clients train.
         rehearsal: finds the tensors besides weights that clients change.
@@ -54,7 +54,7 @@ class FitClients:
     def __init__(self, run: Run, options: Options, stages: Stages) -> None:
         self._run, self._options, self._stages = run, options, stages
         self.stages_ahead = stages
-        self._module, self._plan, self._scale = run.module, run.plan, run.scale
+        self._module, self.plan, self._scale = run.module, run.plan, run.scale
         self.local, self.collector, self.step = run.local, run.collector, run.step
         shared = metrics_of(run.module) if run.ranks.size > 1 else []
         self.metrics_kept_apart = partial(kept_apart, shared) if shared else nullcontext
@@ -67,7 +67,7 @@ class FitClients:
             options.spot_check,
             run.module,
             run.collector,
-            self._train_again,
+            self._train_alone,
             self.restore,
             run.trainer.precision,
         )
@@ -96,7 +96,7 @@ class FitClients:
         names = self.rehearsal.known
         if self.rehearsal.is_needed:
             with self.collector.listening_to(self._module), self.metrics_kept_apart():
-                found = self.rehearsal.changed_by(self.work_of(group))
+                found = self.rehearsal.changed_by(self.plan.of([*group], self._run.round_index))
             answers = [answer for answer in ranks.gather(found) if answer is not None]
             if not answers:
                 return False
@@ -104,25 +104,15 @@ class FitClients:
         self.local.settle_state(names)
         return True
 
-    def warn_of_rehearsal(self, record: RoundRecord) -> None:
-        """Warn of clients that have trained although their rehearsed steps failed."""
-        if self.rehearsal.failures:
-            ended = {*record.finished}.difference(record.skipped, record.lost)
-            self.rehearsal.warn_of_failures(ended)
-
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train, the same in all processes."""
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
-                self.engine.choose(model, self.work_of(group), self._try_one)
+                work = self.plan.of([*group], self._run.round_index)
+                self.engine.choose(model, work, partial(self._train_alone, is_corrected=False))
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:
             self.engine.load_state_dict(choice)
-
-    def work_of(self, clients: Iterable[int]) -> GroupWork:
-        """Return the local work of clients in the current round."""
-        chosen = list(clients)
-        return self._plan.of(chosen, [self._run.trainer.current_epoch] * len(chosen))
 
     def restore(self, model: GlobalModel) -> None:
         """Restore the global model, a fresh optimizer and the round's fp16 scale."""
@@ -155,15 +145,13 @@ class FitClients:
                     self.engine.fall_back(reason)
             yield from self._one_by_one.train(start, work)
 
-    def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
-        """Train a client, without a trace but in the module and its metrics."""
-        turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        return self._one_by_one.train_alone(turn)
-
-    def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
-        """Train a client of slots sequentially, without a trace but in the module."""
-        own = self._stages.own(work.client_id)
+    def _train_alone(
+        self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
+    ) -> Trained:
+        """Train a client sequentially, without a trace but in the module and its metrics."""
+        personal = self._stages.personal
+        own = None if personal is None else personal.own(work.client_id)
         own_start = self.local.own_start if own is None else own
-        turn = Turn(work, Start(model, model), counts=False)
+        turn = Turn(work, Start(model, model), counts=False, is_corrected=is_corrected)
         update = self._one_by_one.train_alone(turn)
         return Trained(update, self.local.kept, own_start)

@@ -7,7 +7,7 @@ state, as are those that torch's modules are known to change; the others are con
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -25,6 +25,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
@@ -89,9 +90,10 @@ class StateRehearsal:
                     self.failures[client.client_id] = error
         return None
 
-    def warn_of_failures(self, trained: Collection[int]) -> None:
+    def warn_of_failures(self, record: RoundRecord) -> None:
         """Warn of clients whose steps failed in the rehearsal, and not in training."""
-        for client in self.failures.keys() & trained:
+        ended = {*record.finished}.difference(record.skipped, record.lost)
+        for client in self.failures.keys() & ended:
             error = self.failures.pop(client)
             warnings.warn(
                 f"state: the first steps of client {client} raised {type(error).__name__}: {error}, when they were "

@@ -22,8 +22,15 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.metrics import kept_apart, metrics_of
+from fl_lightning.federation.hooks import overrides
 from fl_lightning.federation.logs import EvaluationLogs
 from fl_lightning.federation.processes.fork import ForkLauncher
+
+# Hooks in which modules and callbacks compute values of all examples.
+_ENDS = ("on_validation_epoch_end", "on_test_epoch_end")
+# Packages whose callbacks compute none, or exchange what they need.
+_KNOWN = ("fl_lightning.", "lightning.", "pytorch_lightning.")
 
 
 class FederatedStrategy(DDPStrategy):
@@ -44,6 +51,8 @@ class FederatedStrategy(DDPStrategy):
 
     _fork: ForkLauncher | None = None
     _logs: EvaluationLogs | None = None
+    _evaluates_all = False
+    _apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     @property
     @override
@@ -62,6 +71,8 @@ class FederatedStrategy(DDPStrategy):
         """Join the other processes."""
         # a warning about repeated examples, which `process_dataloader` avoids
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+        # where every process evaluates all examples
+        warnings.filterwarnings("ignore", message=r".*`self.log\(.*sync_dist=True\)` when logging")
         super().setup_environment()
 
     @override
@@ -96,16 +107,35 @@ class FederatedStrategy(DDPStrategy):
         for owner in (dataloader, batches):
             sampler = getattr(owner, "sampler", None)
             if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-                _without_padding(sampler)
+                self._evaluates_all |= _without_padding(sampler, whole=self._computes_at_the_end)
         return super().process_dataloader(dataloader)
+
+    @property
+    def _computes_at_the_end(self) -> bool:
+        """True if the module or a callback may compute a value of all examples, such as a quantile.
+
+        Such a value is no mean of the processes' values, so every process evaluates all examples.
+        """
+        module = self.lightning_module
+        assert module is not None
+        owners = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+        others = [o for o in owners if not type(o).__module__.startswith(_KNOWN)]
+        return any(overrides(owner, hook) for owner in others for hook in _ENDS)
 
     def on_validation_start(self) -> None:
         """Begin to reduce the values that the module logs."""
         assert self.lightning_module is not None
-        self._logs = EvaluationLogs(self.lightning_module).start()
+        self._logs = EvaluationLogs(
+            self.lightning_module, is_shared=not self._evaluates_all
+        ).start()
+        if self._evaluates_all:  # exchanged states would count each example once per process
+            self._apart = kept_apart(metrics_of(self.lightning_module))
+            self._apart.__enter__()
 
     def on_validation_end(self) -> None:
         """Restore the module's own logging."""
+        self._apart.__exit__(None, None, None)
+        self._apart = contextlib.nullcontext()
         if self._logs is not None:
             self._logs.stop()
 
@@ -140,17 +170,19 @@ class FederatedStrategy(DDPStrategy):
             self.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
-def _without_padding(sampler: DistributedSampler[object]) -> None:
-    """Set shares of unequal length; if some would be empty, all processes evaluate everything.
+def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> bool:
+    """Set shares of unequal length; returns True if all processes evaluate all examples.
 
-    A process without a batch would not know the names of the metrics to reduce; means over examples do
-    not change if all processes evaluate the same examples.
+    They do if ``whole``, or if a share would be empty: a process without a batch would not know the names
+    of the metrics to reduce. Means over examples stay the same.
     """
     num_examples = len(sampler.dataset)  # type: ignore[arg-type]
-    if num_examples < sampler.num_replicas:
+    whole = whole or num_examples < sampler.num_replicas
+    if whole:
         sampler.rank, sampler.num_replicas = 0, 1
     sampler.total_size = num_examples
     sampler.num_samples = len(range(sampler.rank, num_examples, sampler.num_replicas))
+    return whole
 
 
 StrategyRegistry.register(

@@ -56,6 +56,7 @@ class Corrector(Correcting, SpansNetwork):
     ) -> None:
         self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
+        self._next: Tensor | None = None  # the mean once the server has stepped
         self._change: Tensor | None = None  # of the state of the last client that trained
         self.learns, self.traits = correction.remembers, correction.traits
         if correction.changes_loss:
@@ -225,13 +226,18 @@ class Corrector(Correcting, SpansNetwork):
             *sums, count = added_up([*sums, count], processes.all_reduce)
             self._changes.load_sums(sums)
             self._num_changes = int(count)
+        self._next = self._mean
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
-            self._mean = change if self._mean is None else self._mean + change
+            self._next = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
         """Return the corrected descent direction of the server; to be called after `settle`."""
-        return self.correction.pseudo_gradient(aggregate, self._mean)
+        return self.correction.pseudo_gradient(aggregate, self._next)
+
+    def stepped(self, params: Tensor) -> None:
+        """Replace the mean of clients' states by that of this round."""
+        self._mean = self._next
 
     def place(self, space: Space, positions: Tensor | None) -> None:
         """Move client states to the new layout, with 0 in new coordinates.

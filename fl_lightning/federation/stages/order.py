@@ -42,7 +42,6 @@ RUN_KEYS: set[str | None] = {
         "record",
         "prog_bar",
         "metrics",
-        "ranks",
         "groups",
         "inside",
     ),

@@ -135,6 +135,7 @@ class PrivateRounds(PrivateStage):
         if self._privacy.clients_add_noise:
             self.ledger.count_round(round_index)
         self._round_index, self._facts = round_index, {}
+        self._next_norm = self._clip_norm
         self.aggregator.clip_norm = self._clip_norm
         if (mean := self._in_clear) is not None:
             mean.clips, mean.release = not self._at_sites, None
@@ -175,7 +176,7 @@ class PrivateRounds(PrivateStage):
         replies, wanted = self.aggregator.num_replies, self._mechanism.fewest_replies
         if replies < wanted:
             raise RoundFailure(
-                f"round {self._round_index}: {replies} clients replied, whose shares of noise are "
+                f"round {self._round_index + 1}: {replies} clients replied, whose shares of noise are "
                 f"too little together: federation.privacy.min_shares is {wanted}"
             )
 
@@ -210,7 +211,7 @@ class PrivateRounds(PrivateStage):
         return float(drawn) * _COUNT_STEP
 
     def _count_unclipped(self, like: Tensor) -> None:
-        """Note the fraction of clipped updates, and adapt the clip norm to it."""
+        """Note the fraction of clipped updates, and adapt the next clip norm to it."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
         if self._privacy.log_unprotected and not self._at_sites:
             self._facts["privacy/clip_fraction"] = 1 - unclipped / replies if replies else 0.0
@@ -220,7 +221,11 @@ class PrivateRounds(PrivateStage):
         noise = self._count_noise(stddev, like)
         share = 0.5 + (unclipped - 0.5 * replies + noise) / self._mechanism.expected
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
-        self._clip_norm = adaptive.next_norm(self._clip_norm, share)
+        self._next_norm = adaptive.next_norm(self._clip_norm, share)
+
+    def stepped(self, params: Tensor) -> None:
+        """Set the clip norm of the next round."""
+        self._clip_norm = self._next_norm
 
     def close(self, record: RoundRecord) -> None:
         """Record the privacy spent in a round; drop numbers that no noise protects."""

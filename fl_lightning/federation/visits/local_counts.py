@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -230,10 +229,8 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
     def advance(number: int) -> None:
         counts.moved_to = number  # the step that the hook sees in central training
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                for config in configs:
-                    module.lr_scheduler_step(config.scheduler, None)
+            for config in configs:
+                module.lr_scheduler_step(config.scheduler, None)
         finally:
             counts.moved_to = 0
 

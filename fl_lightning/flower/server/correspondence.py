@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.messages import (
     CATEGORIES,
     Answer,
     ClientAnswer,
-    MessageError,
     Order,
     digest,
 )

@@ -155,7 +155,6 @@ def _check_key(what: str, key: Any, digits: int) -> None:
         check_hex(what, key, digits)
 
 
-# of a client: the server makes room for all
 Examples = Annotated[int, partial(check_whole, most=10**9)]
 Positive = Annotated[int, partial(check_whole, least=1)]
 

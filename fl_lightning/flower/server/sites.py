@@ -6,6 +6,7 @@ simulation's. Stages up to `Transport` have processed an update at its site; lat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ from fl_lightning.federation import (
     Transport,
     Upload,
 )
-from fl_lightning.flower.messages import ClientAnswer, Kind, Order
+from fl_lightning.flower.messages import Answer, ClientAnswer, Kind, Order
 from fl_lightning.flower.packing import (
     OPTION,
     MetricSums,
@@ -89,10 +90,11 @@ class Sites(FitClients):
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
         self._masks: dict[str, str] = {}  # name of the mask that each site has
+        self._kinds: dict[str, Any] = {}  # reduction of each metric over clients; None for the mean
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self.stages_ahead = stages.after(self._transport)
+        _, self.stages_ahead = stages.around(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
         self._sums = None if hidden is None else hidden.aggregator.over_sites
@@ -183,13 +185,29 @@ class Sites(FitClients):
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
-        told = reply.answer.options.get("reductions")
-        kinds = told.items() if isinstance(told, dict) else ()
-        self.collector.reductions |= {n: kind for n, kind in kinds if kind in ("sum", "min", "max")}
+        self._note_reductions(reply.site, reply.answer)
         try:
-            sums[reply.site] = told_sums(logged, tensors, self._run.module)
+            told = told_sums(logged, tensors, self._run.module)
+            if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
+                raise ValueError(f"it logs {names[0]}, which the server measures itself")
+            sums[reply.site] = told
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
+
+    def _note_reductions(self, site: str, answer: Answer) -> None:
+        """Reduce a metric over clients by its sum, minimum or maximum if all sites report so."""
+        told = answer.options.get("reductions")
+        kinds = told if isinstance(told, dict) else {}
+        for name in sorted({name for client in answer.clients for name in client.metrics}):
+            kind = kinds.get(name)
+            if self._kinds.setdefault(name, kind) != kind:
+                rank_zero_warn(
+                    f"site {site} reduces {name} in another way than other sites: the mean is logged"
+                )
+                self._kinds[name] = None
+            self.collector.reductions.pop(name, None)
+            if (kind := self._kinds[name]) in ("sum", "min", "max"):
+                self.collector.reductions[name] = kind
 
     def _packing(self) -> Packing:
         num_up = 0 if self._stages.is_private else self.local.buffers.size
@@ -262,14 +280,14 @@ class Sites(FitClients):
     def _read(self, answer: ClientAnswer, part: Part, start: Start, packing: Packing) -> Upload:
         if self._sums is None:
             payload, began = part.tensors.get("payload"), part.reply.order.round
-            opened = packing.opened_update(payload, answer.client, began)
+            opened = packing.opened_update(payload, answer, began)
         else:  # without numbers, which are hidden
             nothing = torch.empty(0, dtype=self.local.space.dtype)
             given = answer.client, nothing, nothing, answer.num_examples, answer.num_steps
             opened = ClientUpdate(*given)
         update = replace(
             opened,
-            metrics=dict(answer.metrics),
+            metrics={n: v for n, v in answer.metrics.items() if not _OF_SERVER.match(n)},
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
@@ -279,19 +297,17 @@ class Sites(FitClients):
         if not self._transport.is_lossy:
             return Upload(start, arrived, arrived, part.bytes_up)
         made = Updates.of(replace(update))
-        norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
-        if norm is not None:
-            vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Upload(start, made, arrived, part.bytes_up, error)
+        facts = {n: torch.tensor(v, dtype=opened.delta.dtype) for n, v in answer.facts.items()}
+        if NORM in facts:
+            vars(next(iter(made)))["norm"] = facts[NORM]  # of what the client has sent, in full
+        return Upload(start, made, arrived, part.bytes_up, facts.get(ERROR))
 
 
-def _scalar(value: float | None, like: Tensor) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=like.dtype)
-
-
+# names of numbers that the server measures itself, which no client may replace
+_OF_SERVER = re.compile(r"(val|test|round|privacy)(/|_|$)")
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOST_STEPS = 2**40
+LEAST_STEPS, MOST_STEPS = 1e-6, 2**40  # updates are divided by effective steps
 
 
 def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
@@ -315,8 +331,10 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     if not 0 < answer.num_steps <= MOST_STEPS or max(of_optimizers, default=0) > MOST_STEPS:
         raise ValueError(f"it says that it took {answer.num_steps} steps, of optimizers {steps}")
     effective = answer.effective_steps
-    if counts_steps and not (effective is not None and 0 < effective <= MOST_STEPS):
+    if counts_steps and not (effective is not None and LEAST_STEPS <= effective <= MOST_STEPS):
         raise ValueError(f"its update adds up {effective} gradients")
     for name, metric in answer.metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
             raise ValueError(f"its metric {name} is of {metric.dtype}")
+        if name == "train/loss" and not bool(metric.isfinite()):  # aggregators weight by it
+            raise ValueError(f"its training loss is {float(metric)}")

@@ -28,11 +28,11 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import OPTION, told_mask
+from fl_lightning.flower.packing import OPTION, RunMask, hold_model, told_mask
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import RunAccount
-from fl_lightning.flower.site.memory import Calibrates, SiteMasks, SiteMemory
+from fl_lightning.flower.site.memory import Calibrates, PutsMasks, SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
@@ -64,7 +64,7 @@ class AtSite(Callback):
         self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
         self._num_rounds, self._account, self._calibrates = num_rounds, account, calibrates
         self._cleanup = ExitStack()
-        self._masks: SiteMasks | None = None
+        self._applier: PutsMasks | None = None
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,7 +94,7 @@ class AtSite(Callback):
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, run, self._cleanup)
         if greeting is not None:
-            self._follow_mask(greeting)
+            self._follow_mask(trainer, greeting)
 
     def _first_mask(self, trainer: Trainer) -> Order | None:
         """Follow orders to calibrate until one has a mask; apply the mask, and return this order.
@@ -103,34 +103,40 @@ class AtSite(Callback):
         """
         if self._calibrates is None:
             return None
-        self._masks = SiteMasks(trainer, self._calibrates)
+        self._applier = self._calibrates.mask_applier(trainer)
         while (order := self._desk.next_order()) is not None and order.kind == "calibrate":
-            self._calibrate(order)
+            self._calibrate(trainer, order)
         mask = None if order is None else told_mask(order)
         if order is None or mask is None:
             raise OrderRefused("stopped", "the run has ended before it had a mask")
-        self._masks.take(order, self._memory.mask or mask)
+        self._apply(trainer, order, self._memory.mask or mask)
         return order
 
-    def _calibrate(self, order: Order) -> None:
+    def _apply(self, trainer: Trainer, order: Order, mask: RunMask) -> None:
+        """Load the model of an order into the module, and apply a mask."""
+        assert self._applier is not None
+        hold_model(trainer.lightning_module, order.tensors)
+        self._applier.apply(mask.mask)
+
+    def _calibrate(self, trainer: Trainer, order: Order) -> None:
         """Answer an order to calibrate, unless scores would reveal hidden updates."""
         private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
         hides = private is not None and private.clients_add_noise
-        if self._masks is None or hides or aggregator.protection is not None:
+        if self._calibrates is None or hides or aggregator.protection is not None:
             raise OrderRefused(
                 "policy", "this run calibrates no mask on clients' examples in clear"
             )
-        self._desk.answer(self._masks.calibrated(order))
+        self._desk.answer(self._calibrates.answer(trainer, order))
 
-    def _follow_mask(self, order: Order) -> None:
+    def _follow_mask(self, trainer: Trainer, order: Order) -> None:
         """Apply the mask of an order, also to client state."""
         mask = told_mask(order)
-        if self._masks is None or mask is None:
+        if self._applier is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
         if mask != self._memory.mask:
             self._memory.check_mask(mask)
             self._memory.begin(replace(order, clients=tuple(sorted(self._policy.clients))))
-        self._masks.take(order, mask)
+        self._apply(trainer, order, mask)
         self._rounds.follow_mask()
         self._memory.follow_mask(mask)
         self._desk.answer(Done())
@@ -147,9 +153,9 @@ class AtSite(Callback):
             if order.kind == "evaluate":
                 self._evaluate(trainer, order)
             elif order.kind == "calibrate":
-                self._calibrate(order)
+                self._calibrate(trainer, order)
             else:
-                self._follow_mask(order)
+                self._follow_mask(trainer, order)
         self._order = order
         self._rounds.obey(order)
         if order is None:

@@ -214,3 +214,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         opened.flush()
         os.fsync(opened.fileno())
     partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # else the old file may be back after a power failure
+    finally:
+        os.close(folder)

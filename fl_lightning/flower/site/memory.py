@@ -1,4 +1,4 @@
-"""State that a site's clients keep between rounds, on the site's disk, and the mask of its module.
+"""State that a site's clients keep between rounds, on the site's disk.
 
 The new state of a client is valid once the server says that its update counted: orders have the last round in
 which each client counted, and state from a round that did not count is discarded. So a server that is killed and
@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.packing import RunMask, hold_model
+from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.ledger import whole_file
 from fl_lightning.sparsity.masks.mask import Mask
@@ -126,30 +126,3 @@ class Calibrates(Protocol):
 
     def answer(self, trainer: Trainer, order: Order) -> Done:
         """Return the results of an order's clients for a mask or a head."""
-
-
-class SiteMasks:
-    """The mask of a site's module.
-
-    Args:
-        trainer: Trainer with module and optimizer in place.
-        calibrates: calibration of the configuration.
-
-    Attributes:
-        mask: current mask; None before the first one.
-    """
-
-    def __init__(self, trainer: Trainer, calibrates: Calibrates) -> None:
-        self._trainer, self._calibrates = trainer, calibrates
-        self._applier = calibrates.mask_applier(trainer)
-        self.mask: RunMask | None = None
-
-    def calibrated(self, order: Order) -> Done:
-        """Return the results of an order's clients for a mask or a head."""
-        return self._calibrates.answer(self._trainer, order)
-
-    def take(self, order: Order, mask: RunMask) -> None:
-        """Load an order's model into the module, and apply a mask."""
-        hold_model(self._trainer.lightning_module, order.tensors)
-        self._applier.apply(mask.mask)
-        self.mask = mask

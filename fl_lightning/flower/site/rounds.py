@@ -81,7 +81,7 @@ class SiteRounds:
         self._sums, self._privacy = sums, privacy
         self._clients = FitClients(run, options, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self._ahead = stages.before(self._transport)
+        self._ahead, _ = stages.around(self._transport)
         for stage in stages:
             stage.place(run.local.space, None)
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
@@ -104,15 +104,17 @@ class SiteRounds:
         """Options of the configuration's hidden sums; empty if updates are sent in clear."""
         return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
-    def train_group(self, group: ClientGroup) -> None:
-        """Train the clients of the current order; the group from Lightning's loader is ignored."""
-        order = self._order
-        if order is None:
-            return
+    def train_group(self, group: ClientGroup) -> bool:
+        """Train the clients of the current order, if any; the group from Lightning's loader is ignored."""
+        if self._order is not None:
+            self._train(self._order)
+        return self.run.trainer.is_last_batch
+
+    def _train(self, order: Order) -> None:
         model = self._begin(order)
         try:
             with self._clients.metrics_kept_apart():
-                work = self._clients.work_of(order.clients)
+                work = self.run.plan.of(order.clients, self.run.round_index)
                 # nothing is undone: clients of a site train one after the other
                 for sent in self._clients.train(Start(model, model), work, nullcontext):
                     if isinstance(sent, Missing):
@@ -123,9 +125,6 @@ class SiteRounds:
             self.run.local.check_constants()
         finally:
             self._clients.restore(model)
-
-    def close_round(self) -> None:
-        """Do nothing: the server makes the step."""
 
     def hold(self, order: Order) -> None:
         """Load the model of an order into the module, for evaluation."""

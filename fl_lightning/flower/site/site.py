@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.yaml_files import load
 from fl_lightning.flower.messages import (
     Answer,
     Failure,
-    MessageError,
     Order,
     OrderRefused,
     category_of,

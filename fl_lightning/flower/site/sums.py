@@ -51,13 +51,14 @@ from fl_lightning.flower.sums import (
     trained_on,
 )
 from fl_lightning.secure.encryption.ckks import CKKSClient
-from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.messages import RevealRequest, decode
 from fl_lightning.secure.protocol.session import ProtocolStage
 from fl_lightning.secure.ring import RingIntegers
 
 log = logging.getLogger(__name__)
+MOST_OPENINGS = 16  # of a round's encrypted sum, which a killed server adds up again
 
 
 class SiteSums:
@@ -236,6 +237,7 @@ class SiteSums:
         values = client.open(total, senders)
         self._kept.begin(agreed.opener, "was encrypted for {} to open it")
         self._kept.open("this site", (each.client for each in senders))
+        self._kept.count_opening()
         return Done(tensors={OPENED: values})
 
 
@@ -267,7 +269,7 @@ class SiteVectors:
         round: round of the vectors; -1 if there are none.
         vectors: vectors by client.
         rules: options of the sum by the configuration, see `rules_of`.
-        used: rounds of the secure-sum protocol in which each client has taken part.
+        used: latest round in which each client has taken part in the secure-sum protocol, by its run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -275,7 +277,7 @@ class SiteVectors:
         self.round = -1
         self.vectors: dict[int, RingIntegers] = {}
         self.rules: Mapping[str, Any] = {}
-        self.used: defaultdict[int, UsedRounds] = defaultdict(UsedRounds)
+        self.used: defaultdict[int, dict[str, int]] = defaultdict(dict)
         self._told: dict[str, Any] = {"round": -1}
         if self._vectors_file.exists():
             with np.load(self._vectors_file, allow_pickle=False) as kept:
@@ -284,8 +286,7 @@ class SiteVectors:
                 self.vectors = {int(name): kept[name] for name in kept.files if name != "told"}
         if self._told_file.exists():
             self._told = json.loads(self._told_file.read_text())
-            for client, state in self._told.pop("used").items():
-                self.used[int(client)].load_state_dict(state)
+            self.used |= {int(client): used for client, used in self._told.pop("used").items()}
 
     def keep(
         self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
@@ -322,8 +323,18 @@ class SiteVectors:
             raise OrderRefused("sum", f"{who} opened the sum of {opened}, and is asked for {asked}")
         self.note()
 
+    def count_opening(self) -> None:
+        """Count a decrypted sum of the round, before it leaves.
+
+        Raises:
+            OrderRefused: if there were too many: their mean would have less noise than hides the key.
+        """
+        self._told["openings"] = self._told.get("openings", 0) + 1
+        if self._told["openings"] > MOST_OPENINGS:
+            raise OrderRefused("sum", f"{MOST_OPENINGS} sums of round {self.round} were opened")
+        self.note()
+
     def note(self) -> None:
         """Store the opened sums and the used rounds on disk, before a message leaves."""
-        used = {str(client): each.state_dict() for client, each in self.used.items()}
         with whole_file(self._told_file) as file:
-            file.write(json.dumps(self._told | {"used": used}).encode())
+            file.write(json.dumps(self._told | {"used": self.used}).encode())

@@ -16,6 +16,7 @@ import os
 import queue
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -118,8 +119,11 @@ def ask(
     for _ in range(2):
         try:
             with _connected(path, min(until, time.monotonic() + patience)) as connection:
+                limit_silence(connection, min(seconds, silence))
                 send(connection, ORDER, order)
                 return _answer(connection, until, silence)
+        except BlockingIOError:  # in the middle of a frame
+            return Lost("its process is silent")
         except TimeoutError:
             return Lost("no answer in time" if time.monotonic() >= until else "not there")
         except (EOFError, OSError):
@@ -135,9 +139,8 @@ def status(path: Path) -> dict[str, Any] | None:
     """
     try:
         with _connected(path, time.monotonic()) as connection:
+            limit_silence(connection, _STATUS_SECONDS)
             send(connection, STATUS, b"")
-            if not connection.poll(_STATUS_SECONDS):
-                raise TimeoutError("it says nothing")
             kind, content = receive(connection)
             told = json.loads(content) if kind == STATUS else None
     except (EOFError, OSError, ValueError) as error:
@@ -161,6 +164,14 @@ def _connected(path: Path, until: float) -> Connection:
             time.sleep(_PAUSE)
 
 
+def limit_silence(connection: Connection, seconds: float) -> None:
+    """Make reads and writes of a connection raise BlockingIOError after this time without a byte."""
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as plain:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            plain.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
 def _answer(connection: Connection, until: float, silence: float) -> bytes | Lost:
     """Wait for the answer, which comes after any number of `BUSY` messages."""
     while (left := until - time.monotonic()) > 0 and connection.poll(min(left, silence)):
@@ -182,14 +193,14 @@ def send(to: Connection, kind: bytes, content: bytes) -> None:
     to.send_bytes(content)
 
 
-def receive(source: Connection, largest: int = LARGEST) -> tuple[bytes, bytes]:
-    """Return the kind and content of a message; a content above ``largest`` bytes is not read.
+def receive(source: Connection) -> tuple[bytes, bytes]:
+    """Return the kind and content of a message; a content above `LARGEST` bytes is not read.
 
     Raises:
         EOFError: if the other side has closed the connection.
         OSError: if the other side does not send such messages.
     """
-    return source.recv_bytes(1), source.recv_bytes(largest)
+    return source.recv_bytes(1), source.recv_bytes(LARGEST)
 
 
 def check_socket_path(path: Path) -> None:

@@ -1,8 +1,7 @@
 """A site's resident process: it keeps a model warm between the orders that reach it over a Unix socket.
 
 Flower starts a process for every message, which would import PyTorch and build the model each time. The
-resident process does so once. It works on one order at a time, sends a sign of life every two seconds, and
-answers a repeated order with the same bytes.
+resident process does so once. It works on one order at a time, and sends a sign of life every two seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ from fl_lightning.flower.transport.channel import (
     ANSWER,
     BUSY,
     HEARTBEAT,
-    LARGEST,
     LOST,
     ORDER,
+    SILENCE,
     STATUS,
     bind_socket,
     check_socket_path,
+    limit_silence,
     receive,
     send,
 )
@@ -73,15 +73,13 @@ class Resident:
 
     Args:
         path: path of the socket.
-        largest: largest size of an order, in bytes.
     """
 
-    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
-        self._path, self._largest = path, largest
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: dict[str, _Job] = {}  # jobs that wait or are in work, by digest
-        self._last: _Job | None = None
         self._state, self._since, self._order = "starting", time.time(), ""
         self._is_closed = threading.Event()
         self._owned = _own(path)
@@ -127,14 +125,15 @@ class Resident:
                 continue
             except OSError:  # closed
                 return
-            given = [Connection(connection.detach())]
-            threading.Thread(target=self._serve, args=given, daemon=True).start()
+            asker = Connection(connection.detach())
+            limit_silence(asker, SILENCE)
+            threading.Thread(target=self._serve, args=[asker], daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         """Answer the request of one connection."""
         with connection:
             try:
-                kind, content = receive(connection, self._largest)
+                kind, content = receive(connection)
                 if kind == STATUS:
                     send(connection, STATUS, self._status())
                 elif kind == ORDER:
@@ -156,19 +155,14 @@ class Resident:
             send(connection, ANSWER, job.answer)
 
     def _job(self, order: bytes) -> _Job:
-        """Return the job of an order, which a repeated order shares."""
+        """Return the job of an order, which equal orders share until there is an answer."""
         digest = hashlib.sha256(order).hexdigest()
         with self._lock:
-            if self._last is not None and self._last.digest == digest:
-                job = self._last
-                log.info("order %s came again: the same answer", digest[:16])
-            else:
-                job = self._open.get(digest) or _Job(order, digest)
-            job.askers += 1
-            if digest not in self._open and job is not self._last:
-                self._open[digest] = job
-                self._jobs.put(job)
-        return job
+            if digest not in self._open:
+                self._open[digest] = _Job(order, digest)
+                self._jobs.put(self._open[digest])
+            self._open[digest].askers += 1
+            return self._open[digest]
 
     def _work(self, handler: Handler) -> None:
         while (job := self._jobs.get()) is not None:
@@ -187,8 +181,6 @@ class Resident:
             log.info("order %s: %.1f s", job.digest[:16], took)
             with self._lock:
                 del self._open[job.digest]
-                self._last = job if job.answer is not None else None
-            job.order = b""
             self._set("idle")
             job.done.set()
 
@@ -198,7 +190,6 @@ def serve(
     make_handler: Callable[[], Handler],
     *,
     meanwhile: Callable[[], None] | None = None,
-    largest: int = LARGEST,
 ) -> None:
     """Answer orders until SIGTERM or Ctrl-C.
 
@@ -207,13 +198,12 @@ def serve(
         make_handler: makes the handler of orders; orders wait until it returns.
         meanwhile: function that the main thread runs while another thread handles orders; None to wait.
             When it returns, serving ends.
-        largest: largest size of an order, in bytes.
 
     Raises:
         ConfigurationError: if the socket cannot be made, or another process serves it.
     """
     with raising_at_signals():
-        resident = Resident(path, largest=largest)
+        resident = Resident(path)
         try:
             handler = make_handler()
             resident.begin(handler)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ from fl_lightning.nas.cost.count import Cost, count
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-
-
-class Buildable(Protocol):
-    """Space that can build the network of an architecture."""
-
-    def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
-        """Build the network of an architecture."""
 
 
 def of(
@@ -74,10 +67,10 @@ def of(
         return space.cost(architecture, side=side, **shape)
     if isinstance(space, CellSpace):
         return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
-    return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]
+    return built_cost(space, architecture, side=side, **shape)
 
 
-def built_cost(space: Buildable, architecture: Architecture, *, side: int, **options: Any) -> Cost:
+def built_cost(space: Any, architecture: Architecture, *, side: int, **options: Any) -> Cost:
     """Cost of an architecture for one image, counted on a network built on the meta device.
 
     Args:

@@ -295,29 +295,6 @@ class NASBench201Table:
         row = self._row(cell)
         return {name: float(column[row]) for name, column in self.accuracies.items()}
 
-    def spearman(
-        self, scores: Mapping[Architecture, float], data_set: DataSet = "cifar10"
-    ) -> float:
-        """Return Spearman's rank correlation of scores with the test accuracy.
-
-        Args:
-            scores: scores of at least two cells, higher is better.
-            data_set: data set of the accuracy.
-
-        Raises:
-            ConfigurationError: if a cell is not in the table.
-            ValueError: if a score is not finite, or all scores or accuracies are equal.
-        """
-        from scipy.stats import spearmanr
-
-        given = np.array(list(scores.values()), dtype=float)
-        truth = self.accuracies[data_set][[self._row(cell) for cell in scores]]
-        if not np.isfinite(given).all():
-            raise ValueError("a score is not finite: it has no rank")
-        if min(len(np.unique(given)), len(np.unique(truth))) < 2:
-            raise ValueError("a rank correlation needs two cells of different score and accuracy")
-        return float(spearmanr(given, truth).statistic)
-
     @cached_property
     def _space(self) -> NASBench201:
         return NASBench201()

@@ -316,4 +316,4 @@ def _cost(
     space: ModuleSpace, architecture: Architecture, side: int, in_channels: int, num_classes: int
 ) -> Cost:
     shape = {"in_channels": in_channels, "num_classes": num_classes}
-    return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]
+    return built_cost(space, architecture, side=side, **shape)

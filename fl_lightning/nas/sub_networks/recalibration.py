@@ -116,26 +116,6 @@ def recalibrated(
     return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
 
 
-def training_batches(
-    trainer: Trainer, *, max_examples: int | None, seed: int
-) -> Iterator[Any] | None:
-    """Return an iterator over the batches of `recalibrated`, on the CPU; for a run in one process.
-
-    Args:
-        trainer: trainer with the training data.
-        max_examples: number of examples over all clients, in proportion to their data; None for all.
-        seed: seed of the choice and order of the examples.
-
-    Returns:
-        The batches, or None without training data.
-    """
-    examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
-    if examples is None:
-        return None
-    owners = range(len(examples.indices))
-    return (batch for owner in owners for batch in examples.batches(owner))
-
-
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
     """Return the sums of every batch norm that runs; the network does not change.
 

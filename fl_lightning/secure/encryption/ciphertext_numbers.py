@@ -1,25 +1,25 @@
-"""The numbers that a ciphertext of CKKS consists of: added without the library, and without a key.
+"""Ciphertexts of CKKS as numbers, which are added without TenSEAL and without a key.
 
     c = (c0, c1), two polynomials of N coefficients modulo each of P primes; sums of ciphertexts are sums of these
 
-Who adds has nothing to decrypt with, and reads nothing that a library would have to parse. The form is that
-of SEAL 4 in TenSEAL: polynomial by polynomial, prime by prime.
+The server that adds them has no key, and parses nothing with a library. The form is that of SEAL 4 in TenSEAL:
+polynomial by polynomial, prime by prime.
 
-Tags of ciphertexts that add up as these do: they show that a sum is that of named senders, and of all of them.
+Tags of ciphertexts add up as well, and show that a sum is that of all named senders and of nothing else:
 
     t_i = Σ_j r_j c_ij + b_i  modulo each prime        Σ_i t_i = Σ_j r_j (Σ_i c_ij) + Σ_i b_i
 
-r and the pads b_i come from a key that the server does not have, b_i also from who sends. Whoever adds other
-ciphertexts, leaves one out or changes one has to guess: r has 24 bits and there are four tags, so that one
-change in 2^96 passes. Source: Agrawal and Boneh 2009 (ACNS), homomorphic MACs, section 4.
+r and the pads b_i are derived from a key that the server does not have, b_i also from the sender. A server that
+adds, omits or changes a ciphertext has to guess the tags: r has 24 bits and there are four tags, so one change in
+2^96 passes. Source: Agrawal and Boneh 2009 (ACNS), homomorphic MACs, section 4.
 Differs: r is short, so that products fit into 64 bits, and there are several tags for that.
 
-Parameters of CKKS that are safe, and large enough for a sum.
+Parameters of CKKS must be safe, and large enough for a sum:
 
     log2 Q = Σ coefficient bits ≤ the most that N carries at 128 bits of security
 
-Nothing is multiplied, so that a ciphertext's modulus holds the sum and the scale alone: the larger the
-scale, the smaller the scheme's error, and the less noise has to hide it, see `flooded`.
+Ciphertexts are not multiplied, so their modulus has to hold only the sum and the scale. A larger scale means a
+smaller error of CKKS, and less noise to hide it, see `flooded`.
 
 Source of the limits: the Homomorphic Encryption Security Standard (Albrecht et al. 2018), table 1,
 classical attackers, ternary secrets. Scheme: Cheon, Kim, Kim, Song 2017 (ASIACRYPT).
@@ -53,13 +53,13 @@ class CKKSParameters:
     """Parameters of CKKS that all parties agree on.
 
     Args:
-        degree: N, a power of two from 1024 to 32768; a ciphertext holds N / 2 numbers.
-        coefficient_bits: of the primes of the modulus, each from 20 to 60. The last one is for
-            keys only; ciphertexts are modulo the others.
+        degree: N, a power of two from 1024 to 32768; a ciphertext has N / 2 numbers.
+        coefficient_bits: bits of each prime of the modulus, from 20 to 60. The last prime is for keys only;
+            ciphertexts are modulo the others.
         scale_bits: numbers are multiplied by 2^scale_bits and rounded.
 
     Raises:
-        ValueError: if they are unsafe or leave no room for a sum.
+        ValueError: if the parameters are unsafe, or leave no room for a sum.
 
     Example:
         >>> CKKSParameters().slots
@@ -101,12 +101,12 @@ of security: use fewer or smaller primes, or degree 16384
 
     @property
     def slots(self) -> int:
-        """How many numbers a ciphertext holds."""
+        """Number of values in a ciphertext."""
         return self.degree // 2
 
     @property
     def largest(self) -> float:
-        """Bound of sums and of their terms."""
+        """Upper bound of the absolute values in sums and in their terms."""
         return 2.0 ** (self._sum_bits - self.scale_bits - 3)
 
     @property
@@ -115,10 +115,10 @@ of security: use fewer or smaller primes, or degree 16384
 
 
 def library() -> Any:
-    """Return TenSEAL, which is imported only where it is used.
+    """Import TenSEAL, and return the module.
 
     Raises:
-        ImportError: saying what to install, if it is not there.
+        ImportError: naming the extra to install, if TenSEAL is missing.
     """
     try:
         import tenseal
@@ -129,7 +129,7 @@ def library() -> Any:
 
 @cache
 def primes_of(parameters: CKKSParameters) -> tuple[int, ...]:
-    """Return the primes that ciphertexts are modulo of."""
+    """Return the primes of the modulus of ciphertexts."""
     library()
     from tenseal import sealapi
 
@@ -138,10 +138,10 @@ def primes_of(parameters: CKKSParameters) -> tuple[int, ...]:
 
 
 class Packed:
-    """Ciphertexts as bytes: as many for each number as its prime needs.
+    """Conversion of ciphertexts to bytes and back; a number has as many bytes as its prime.
 
     Args:
-        parameters: of the scheme.
+        parameters: parameters of CKKS.
     """
 
     def __init__(self, parameters: CKKSParameters) -> None:
@@ -151,7 +151,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """The length of a ciphertext."""
+        """Number of bytes of a ciphertext."""
         return self._length * sum(self._widths)
 
     @property
@@ -160,17 +160,17 @@ class Packed:
         return np.array(primes_of(self._parameters), np.uint64)[:, None]
 
     def write(self, numbers: Numbers) -> bytes:
-        """Return a ciphertext's bytes."""
+        """Convert a ciphertext to bytes."""
         planes = zip(numbers.astype("<u8"), self._widths, strict=True)
         return b"".join(
             row.view(np.uint8).reshape(-1, 8)[:, :width].tobytes() for row, width in planes
         )
 
     def read(self, data: bytes) -> Numbers:
-        """Return a ciphertext's numbers.
+        """Convert bytes to a ciphertext.
 
         Raises:
-            MessageError: if it has another length, or a number that is not below its prime.
+            MessageError: if the length is wrong, or a number is not below its prime.
         """
         if len(data) != self.num_bytes:
             raise MessageError(f"no ciphertext of {self.num_bytes} bytes: it has {len(data)}")
@@ -191,7 +191,7 @@ class Packed:
 
 
 def numbers_of(ciphertext: Any) -> Numbers:
-    """Return the numbers of a ciphertext of SEAL's that has two polynomials."""
+    """Return the numbers of a SEAL ciphertext with two polynomials."""
     num_primes, degree = ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree()
     length = 2 * num_primes * degree
     numbers = np.fromiter(map(ciphertext.__getitem__, range(length)), np.uint64, length)
@@ -199,11 +199,11 @@ def numbers_of(ciphertext: Any) -> Numbers:
 
 
 def vector_bytes(numbers: Numbers, like: Any) -> bytes:
-    """Bytes that TenSEAL reads as an encrypted vector with these numbers.
+    """Return the bytes of an encrypted TenSEAL vector with these numbers.
 
     Args:
-        numbers: of a sum.
-        like: a vector of TenSEAL's with the sum's size, scale and parameters.
+        numbers: ciphertext of a sum.
+        like: TenSEAL vector with the size, scale and parameters of the sum.
     """
     [model], message = like.ciphertext(), bytes(like.serialize())
     at = (
@@ -228,7 +228,7 @@ def _framed(content: bytes, version: bytes) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's, and where it ends."""
+    """Read a protobuf varint; return its value, and the position after it."""
     value = shift = 0
     while True:
         value |= (data[at] & 127) << shift
@@ -253,12 +253,12 @@ Tags = npt.NDArray[np.uint64]  # shape (NUM_TAGS, P)
 
 @dataclass(frozen=True)
 class Sender:
-    """Who has encrypted a part of a sum.
+    """The sender of an encrypted update.
 
     Args:
-        client: its id.
-        nonce: 16 random bytes, of this message alone.
-        fewest: clients that a sum with this message must have.
+        client: id of the client.
+        nonce: 16 random bytes, new for every message.
+        fewest: smallest number of clients in a sum with this message.
     """
 
     client: int
@@ -283,9 +283,9 @@ class LinearTags:
 
     Args:
         key: 32 bytes that the server does not have.
-        context: of which round, and what else all senders agree on.
-        primes: of ciphertexts.
-        length: numbers of a ciphertext for each prime.
+        context: identity of the layout, on which all senders agree.
+        primes: primes of ciphertexts.
+        length: number of coefficients of a ciphertext per prime.
     """
 
     def __init__(self, key: bytes, context: bytes, primes: Iterable[int], length: int) -> None:
@@ -296,7 +296,7 @@ class LinearTags:
         self._factors = factors.reshape(NUM_TAGS, len(self._primes), -1, min(_BLOCK, length))
 
     def of(self, ciphertexts: Iterable[Numbers], sender: Sender) -> list[Tags]:
-        """Tags of a sender's ciphertexts, in order."""
+        """Return the tags of a sender's ciphertexts, in order."""
         parts = list(ciphertexts)
         pads = self._pads(sender, len(parts))
         return [
@@ -306,7 +306,7 @@ class LinearTags:
     def are_of_sum(
         self, ciphertexts: Iterable[Numbers], tags: Iterable[Tags], senders: Iterable[Sender]
     ) -> bool:
-        """True if ciphertexts and tags are the sums of all that these senders have sent."""
+        """Return True if ciphertexts and tags are the sums of those of all senders."""
         parts, given = list(ciphertexts), list(tags)
         pads = np.zeros((len(parts), NUM_TAGS, len(self._primes)), object)
         for sender in senders:

@@ -2,12 +2,11 @@
 
     Σ_i Enc(a_i x_i) ≈ Enc(Σ_i a_i x_i)         a_i: client i's share of the examples
 
-All clients have the same secret key, the server has none; no client may work with it. Clients multiply by
-their share themselves, so that ciphertexts are only added, number by number. A client opens a sum if its
-tags say that it is the sum of what named clients have sent in this round, and of nothing else: whoever adds
-can have no other ciphertext opened. CKKS is approximate, and whoever knows a result exactly learns of
-the error and, from that, of the key (Li and Micciancio 2021, EUROCRYPT): what is opened gets noise,
-`flooded`. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra ``he``).
+All clients have the same secret key and the server has none; no client may collude with the server. Clients
+multiply by their share before they encrypt, so ciphertexts are only added, number by number. A client decrypts a
+sum only if its tags show that it is the sum of the messages of named clients of this round: the server can have no
+other ciphertext decrypted. CKKS is approximate, and exact decrypted values reveal the error and thus the key
+(Li and Micciancio 2021, EUROCRYPT): decrypted values get noise, see `flooded`. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra ``he``).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from fl_lightning.secure.encryption.ciphertext_numbers import (
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.entropy import Draws, uniform_draws
 
-# of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
+# standard deviation of the noise in decrypted values. With the default parameters the error of CKKS is 2^-70, so
 # 2 log2(noise / error) - log2(12 numbers) = 46 bits of security are left after 2^30 numbers were opened with a
 # key (Li, Micciancio, Schultz and Sorrell 2022, CRYPTO).
 FLOOD = 2.0**-30
@@ -52,8 +51,8 @@ class CKKSKeys:
     """Keys of CKKS that all clients share and the server never has.
 
     Attributes:
-        tags: 32 bytes, the key of tags.
-        secret: decrypts.
+        tags: key of the tags, 32 bytes.
+        secret: key that encrypts and decrypts, as TenSEAL's bytes.
     """
 
     tags: bytes
@@ -69,7 +68,7 @@ def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
         library().SCHEME_TYPE.CKKS,
         parameters.degree,
         coeff_mod_bit_sizes=list(parameters.coefficient_bits),
-        # whoever encrypts has the secret key: with it that takes half the time
+        # all who encrypt have the secret key, with which it takes half the time
         encryption_type=library().ENCRYPTION_TYPE.SYMMETRIC,
     )
     context.global_scale = 2.0**parameters.scale_bits
@@ -83,11 +82,11 @@ def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
 
 
 class CKKSClient:
-    """Encrypts updates and opens their sum.
+    """Encrypts updates, and decrypts their sum.
 
     Args:
-        layout: which coordinates are encrypted.
-        keys: the clients'.
+        layout: encrypted coordinates.
+        keys: keys of the clients.
 
     Example:
         >>> layout = CKKSLayout(size=3, selected=torch.tensor([0, 2]))
@@ -117,15 +116,15 @@ class CKKSClient:
     def encrypt(
         self, values: Tensor, client: int = 0, fewest: int = 2
     ) -> tuple[EncryptedUpdate, Sender]:
-        """Encrypt an update; returns it with the sender's facts for the client that opens the sum.
+        """Encrypt an update, and return it with its sender, for the client that decrypts the sum.
 
         Args:
-            values: an update times its share of the sum, shape (size,).
-            client: whose it is, ≥ 0.
-            fewest: clients that a sum with it must have.
+            values: update times its share, shape (size,).
+            client: id of the client, ≥ 0.
+            fewest: smallest number of clients in a sum with this update.
 
         Raises:
-            ValueError: if it has another shape, or numbers that are not finite or too large.
+            ValueError: if the shape is wrong, or a number is not finite or too large.
         """
         layout = self._layout
         if values.shape != (layout.size,):
@@ -143,14 +142,14 @@ class CKKSClient:
         return _message(self._packed, parts, tags, clear, client), sender
 
     def open(self, total: EncryptedUpdate, senders: Sequence[Sender]) -> Tensor:
-        """Return a sum's coordinates with noise of `FLOOD`, float64 of shape (size,).
+        """Decrypt a sum; returns its coordinates with noise of `FLOOD`, float64 of shape (size,).
 
         Args:
-            total: the server's sum.
-            senders: whose updates are in it.
+            total: sum of the server.
+            senders: senders of the updates in the sum.
 
         Raises:
-            MessageError: if it is not the sum of their updates of this round.
+            MessageError: if it is not the sum of the senders' updates of this round.
         """
         clients = [sender.client for sender in senders]
         parts, tags = _parts(self._packed, self._layout, total)
@@ -168,7 +167,7 @@ class CKKSClient:
         return self._layout.joined(flooded(values, FLOOD), total.clear)
 
     def _vector(self, values: Tensor) -> Any:
-        """Return the library's ciphertext."""
+        """Encrypt values to a ciphertext of TenSEAL."""
         [ciphertext] = library().ckks_vector(self._context, values.tolist()).ciphertext()
         return ciphertext
 
@@ -181,10 +180,10 @@ class CKKSClient:
 
 
 class CKKSServer:
-    """Adds encrypted updates, without a key and without the library.
+    """Adds encrypted updates, without a key and without TenSEAL.
 
     Args:
-        layout: which coordinates are encrypted.
+        layout: encrypted coordinates.
     """
 
     def __init__(self, layout: CKKSLayout) -> None:
@@ -204,14 +203,14 @@ class CKKSServer:
         return total
 
     def plus(self, total: EncryptedUpdate | None, update: EncryptedUpdate) -> EncryptedUpdate:
-        """Return a sum with one more update in it.
+        """Add an encrypted update to a sum.
 
         Args:
-            total: what this returned before; None for the first update.
-            update: one more.
+            total: sum of earlier updates; None for the first update.
+            update: update to add.
 
         Raises:
-            MessageError: if it is no message of this layout.
+            MessageError: if the update does not have this layout.
         """
         parts, tags = _parts(self._packed, self._layout, update)
         clear = update.clear.double()
@@ -224,13 +223,13 @@ class CKKSServer:
 
 
 def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
-    """Return values with Gaussian noise, which hides the scheme's own error from the public.
+    """Add Gaussian noise to values, which hides the error of CKKS.
 
     Args:
-        values: decrypted, about to leave the clients.
-        std: of the noise; for s bits of security about 2^(s/2) times the largest error that the
-            decryption had.
-        draw: of uniform numbers; None for the operating system's entropy.
+        values: decrypted values, before they leave the clients.
+        std: standard deviation of the noise; for s bits of security about 2^(s/2) times the largest error
+            of decryption.
+        draw: draws uniform numbers; None for the operating system's entropy.
     """
     uniform = torch.from_numpy((draw or uniform_draws())(2 * values.numel())).view(2, -1)
     radius = (-2 * torch.log1p(-uniform[0])).sqrt()  # Box and Muller 1958
@@ -240,7 +239,7 @@ def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
 def _message(
     packed: Packed, parts: Sequence[Numbers], tags: Sequence[Tags], clear: Tensor, sender: int
 ) -> EncryptedUpdate:
-    """Return a message: a ciphertext and its tags are one piece of bytes."""
+    """Return an encrypted update; each ciphertext is followed by its tags."""
     pieces = (
         packed.write(part) + tag.astype("<u8").tobytes()
         for part, tag in zip(parts, tags, strict=True)
@@ -251,10 +250,10 @@ def _message(
 def _parts(
     packed: Packed, layout: CKKSLayout, update: EncryptedUpdate
 ) -> tuple[list[Numbers], list[Tags]]:
-    """Return ciphertexts and tags of a message.
+    """Return the ciphertexts and tags of an encrypted update.
 
     Raises:
-        MessageError: if it is not laid out like this.
+        MessageError: if the update does not have this layout.
     """
     if len(update.ciphertexts) != layout.num_ciphertexts:
         raise MessageError(
@@ -275,5 +274,5 @@ def _parts(
 
 
 def ciphertext_bytes(parameters: CKKSParameters) -> int:
-    """Return the length of a ciphertext with its tags."""
+    """Return the number of bytes of a ciphertext with its tags."""
     return Packed(parameters).num_bytes + 8 * NUM_TAGS * (len(parameters.coefficient_bits) - 1)

@@ -1,12 +1,10 @@
-"""An update that is encrypted, all of it or its selected coordinates, as one binary message.
+"""An encrypted update as a message, and the layout of its coordinates.
 
 A container (`fl_lightning.core.container`) of the kind ``encrypted`` with the tensors sender, ciphertexts (one
 a row) and clear (float32). The ciphertexts of CKKS have tags that only clients can check, see `LinearTags`.
 
-Which coordinates of an update are encrypted; the others travel in clear.
-
-Encrypting only the most sensitive ones costs a part of the time and the bytes and hides a part of
-the update: what is in clear, the server reads. Source: Jin et al. 2023 (2303.10837), section 3.
+All coordinates are encrypted, or only the most sensitive ones, which saves time and bytes; the server can read
+the other coordinates. Source: Jin et al. 2023 (2303.10837), section 3.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ _KIND = "encrypted"
 
 @dataclass(frozen=True, eq=False)
 class EncryptedUpdate:
-    """Ciphertexts, and the values that stay clear.
+    """An encrypted update: ciphertexts, and the coordinates in clear.
 
     Args:
-        ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds;
-            all of one length.
-        clear: the other coordinates in order, float32.
-        sender: client that sent it; of a sum 0.
+        ciphertexts: ciphertexts of the encrypted coordinates in order, all of one length.
+        clear: other coordinates in order, float32.
+        sender: id of the client; 0 for a sum.
 
     Example:
         >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]), sender=7)
@@ -52,11 +49,11 @@ class EncryptedUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """The length of the message."""
+        """Number of bytes of the message."""
         return encrypted_size(len(self.ciphertexts), self._width, self.clear.numel())
 
     def encode(self) -> bytes:
-        """Return the message."""
+        """Return the bytes of the message."""
         ciphertexts = as_tensor(b"".join(self.ciphertexts))
         tensors = {
             "sender": torch.tensor(self.sender),
@@ -71,15 +68,15 @@ class EncryptedUpdate:
 
     @classmethod
     def decode(cls, data: bytes, *, num_ciphertexts: int, num_clear: int) -> EncryptedUpdate:
-        """Read an encrypted update from a message and check its form.
+        """Read an encrypted update from a message, and check its form.
 
         Args:
-            data: from a stranger.
-            num_ciphertexts: that it must have.
-            num_clear: numbers in clear that it must have.
+            data: untrusted bytes.
+            num_ciphertexts: required number of ciphertexts.
+            num_clear: required number of coordinates in clear.
 
         Raises:
-            MessageError: if these bytes are no such message. Ciphertexts are not looked into.
+            MessageError: if these bytes are no such message. The contents of ciphertexts are not checked.
         """
         fields, tensors = read(data, _KIND)
         forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
@@ -111,14 +108,14 @@ def _forms(num_ciphertexts: int, width: int, num_clear: int) -> dict[str, Form]:
 
 @dataclass(frozen=True, eq=False)
 class CKKSLayout:
-    """Which coordinates of an update are encrypted; clients and server agree on it.
+    """Layout of encrypted updates, on which clients and server agree.
 
     Args:
-        size: k, coordinates of an update.
-        selected: indices of the encrypted ones, int64, increasing; None for all.
-        parameters: of the scheme.
-        round_index: of the round, so that no message of another one is taken in.
-        purpose: what else all senders agree on.
+        size: k, the number of coordinates of an update.
+        selected: indices of the encrypted coordinates, int64, increasing; None for all.
+        parameters: parameters of CKKS.
+        round_index: number of the round; messages of other rounds are refused.
+        purpose: further facts on which all senders agree.
 
     Raises:
         ValueError: if the indices are not increasing from 0 to k - 1.
@@ -139,7 +136,7 @@ class CKKSLayout:
 
     @cached_property
     def identity(self) -> bytes:
-        """Identity to which all messages of the round are bound, 32 bytes."""
+        """Hash of the layout, 32 bytes, to which all messages are bound."""
         chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
         settings = (
             f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
@@ -148,20 +145,20 @@ class CKKSLayout:
 
     @property
     def num_encrypted(self) -> int:
-        """How many coordinates are encrypted."""
+        """Number of encrypted coordinates."""
         return self.size if self.selected is None else self.selected.numel()
 
     @property
     def num_ciphertexts(self) -> int:
-        """How many ciphertexts these fill."""
+        """Number of ciphertexts."""
         return -(-self.num_encrypted // self.parameters.slots)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split the values into one part for each ciphertext."""
+        """Split values into one part per ciphertext."""
         return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values to encrypt, and those that stay clear."""
+        """Return the coordinates to encrypt, and those in clear."""
         if self.selected is None:
             return values, values[:0]
         is_clear = torch.ones(self.size, dtype=torch.bool)
@@ -169,7 +166,7 @@ class CKKSLayout:
         return values[self.selected], values[is_clear]
 
     def joined(self, encrypted: Tensor, clear: Tensor) -> Tensor:
-        """Return all coordinates in their order, float64."""
+        """Join encrypted and clear coordinates in their order, float64."""
         if self.selected is None:
             return encrypted
         values = torch.empty(self.size, dtype=torch.float64)
@@ -180,10 +177,10 @@ class CKKSLayout:
         return values
 
     def decoded(self, data: bytes) -> EncryptedUpdate:
-        """Return an update that has arrived.
+        """Read an encrypted update from a message.
 
         Raises:
-            MessageError: if it is not laid out like this.
+            MessageError: if the update does not have this layout.
         """
         return EncryptedUpdate.decode(
             data,
@@ -196,8 +193,8 @@ def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:
     """Return the indices of the largest sensitivities, increasing.
 
     Args:
-        sensitivities: ≥ 0, shape (k,).
-        fraction: in (0, 1], of the coordinates.
+        sensitivities: sensitivities ≥ 0, shape (k,).
+        fraction: fraction of the coordinates, in (0, 1].
 
     Example:
         >>> most_sensitive(torch.tensor([0.1, 3.0, 0.0, 2.0]), 0.5)

@@ -3,9 +3,9 @@
     mean = Dec(Π_k Enc(a_k q_k) mod n²) / Σ_k a_k        a_k = min(n_k, max_examples)
     Enc(x) Enc(y) = Enc(x + y)  mod n²                   plaintext: Σ_j q_j 2^(s j), s bits hold any sum q_j
 
-q_k: the update in whole levels, rounded at random, as in a secure sum; clients multiply by their
-examples before they encrypt. Sums are exact, unlike those of CKKS, and thousands of times slower: what would
-take long is refused before it begins. All clients have the secret key, the server none. Scheme: Paillier 1999
+q_k: the update as integer levels, rounded at random, as in a secure sum; clients multiply by their examples before
+they encrypt. Sums are exact, unlike those of CKKS, and thousands of times slower: a run that would take too long is
+refused before it begins. All clients have the secret key, the server none. Scheme: Paillier 1999
 (EUROCRYPT), in `phe` (extra ``he``); packing as in BatchCrypt (Zhang et al. 2020, USENIX ATC), without its
 signs: our quantiser's integers are not negative and its sums provably fit.
 """
@@ -33,12 +33,12 @@ Ciphertexts = tuple[bytes, ...]
 
 
 class PaillierSum:
-    """Encrypts, adds and decrypts vectors of one quantiser with a new pair of keys.
+    """Encrypts, adds and decrypts integer vectors with a new pair of keys.
 
     Args:
-        quantiser: whose integers are added.
-        key_bits: of the modulus.
-        max_seconds: CPU seconds that encrypting one vector may take on this machine.
+        quantiser: quantiser that makes the vectors.
+        key_bits: bits of the modulus.
+        max_seconds: most CPU seconds for the encryption of one vector on this machine.
 
     Example:
         >>> import torch
@@ -62,17 +62,17 @@ class PaillierSum:
         bits: int = self._public.n.bit_length()
         self.width = -(-2 * bits // 8)
         self._slot_bits = quantiser.largest_sum.bit_length()
-        # a slot of the plaintext's size less one bit stays below n
+        # a plaintext with one bit less than n is below n
         self._slots = (bits - 1) // self._slot_bits
         began = time.process_time()
         self._public.raw_encrypt(1)
         self._seconds = time.process_time() - began
 
     def num_ciphertexts(self, size: int) -> int:
-        """Number of ciphertexts, of ``width`` bytes each, of a vector with this number of integers.
+        """Return the number of ciphertexts, of ``width`` bytes each, of a vector of this size.
 
         Raises:
-            ConfigurationError: if encrypting so many takes longer than is allowed.
+            ConfigurationError: if their encryption takes longer than ``max_seconds``.
         """
         count = -(-size // self._slots)
         seconds = self._seconds * count
@@ -85,18 +85,18 @@ class PaillierSum:
         return count
 
     def encrypt(self, values: RingIntegers) -> Ciphertexts:
-        """Return a vector of the quantiser, encrypted; no two times to the same bytes."""
+        """Encrypt a vector; equal vectors have different ciphertexts."""
         slots = self._slots
         parts = (values[at : at + slots].tolist() for at in range(0, len(values), slots))
         return tuple(self._bytes(self._public.raw_encrypt(self._packed(part))) for part in parts)
 
     def plus(self, one: Ciphertexts, other: Ciphertexts) -> Ciphertexts:
-        """Return the encrypted sum, for which nobody needs the secret key."""
+        """Return the encrypted sum, which needs no secret key."""
         pairs = zip(map(_number, one), map(_number, other), strict=True)
         return tuple(self._bytes(a * b % self._public.nsquare) for a, b in pairs)
 
     def decrypt(self, ciphertexts: Ciphertexts, size: int) -> RingIntegers:
-        """Return the integers, of the ring's dtype, shape (size,)."""
+        """Decrypt a vector; returns integers of the ring's dtype, shape (size,)."""
         values: list[int] = []
         for ciphertext in ciphertexts:
             plain = int(self._secret.raw_decrypt(_number(ciphertext)))
@@ -120,12 +120,12 @@ def _number(ciphertext: bytes) -> int:
 
 @final
 class Paillier:
-    """The options of Paillier.
+    """Options of Paillier.
 
     Args:
-        key_bits: of the modulus, at least 2048; 3072 have 128 bits of security.
+        key_bits: bits of the modulus, at least 2048; 3072 have 128 bits of security.
         clip: numbers beyond ±clip are moved there.
-        max_seconds: CPU seconds that encrypting one update may take on this machine.
+        max_seconds: most CPU seconds for the encryption of one update on this machine.
 
     Raises:
         ConfigurationError: if an option is outside its range.
@@ -152,7 +152,7 @@ shorter keys can be broken; 3072 is the default
         self.key_bits, self.clip, self.max_seconds = key_bits, clip, max_seconds
 
     def begin(self, terms: Terms, max_examples: int) -> PaillierSum:
-        """Return the encryption of a run's updates, with new keys."""
+        """Return the encryption for the updates of a run, with new keys."""
         most = {
             "num_clients": max(FEWEST_CLIENTS, terms.most_clients),
             "max_examples": max_examples,
@@ -168,13 +168,13 @@ shorter keys can be broken; 3072 is the default
 
 @final
 class PaillierRound:
-    """One round of `EncryptedMean` with Paillier.
+    """One simulated round of `EncryptedMean` with Paillier.
 
     Args:
-        layout: which coordinates are encrypted, and of which round.
-        paillier: encrypts, with the run's keys.
-        terms: of the run.
-        most_examples: that there may be in a round.
+        layout: encrypted coordinates, and the round.
+        paillier: encryption with the keys of the run.
+        terms: facts about the run.
+        most_examples: largest possible number of examples in a round.
     """
 
     def __init__(
@@ -182,7 +182,9 @@ class PaillierRound:
     ) -> None:
         self._layout, self._paillier = layout, paillier
         self._seed, self._most = terms.seed, most_examples
-        paillier.num_ciphertexts(layout.num_encrypted + 1)  # with the examples; refuses too many
+        paillier.num_ciphertexts(
+            layout.num_encrypted + 1
+        )  # one more for the examples; raises for too many
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
         """Encrypt a client's update."""
@@ -194,7 +196,7 @@ class PaillierRound:
     def plus(
         self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
     ) -> EncryptedUpdate:
-        """Return the server's sum with one more update in it; None for the sum of nothing."""
+        """Add an encrypted update to the sum; None for an empty sum."""
         ciphertexts, clear = sent.ciphertexts, sent.clear.double() * (num_examples / self._most)
         if total is not None:
             ciphertexts = self._paillier.plus(total.ciphertexts, ciphertexts)
@@ -202,7 +204,7 @@ class PaillierRound:
         return EncryptedUpdate(ciphertexts, clear.float())
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Decrypt the sum, divided by the examples of all, float64."""
+        """Decrypt the sum, and divide it by the number of examples; returns float64."""
         size = self._layout.num_encrypted + 1
         values = self._paillier.quantiser.mean(self._paillier.decrypt(total.ciphertexts, size))
         return self._layout.joined(values, total.clear.double() * (self._most / num_examples))

@@ -1,20 +1,14 @@
-"""One client of a secure sum, which shows its vector to nobody.
+"""A client of a secure sum, and its checks of the server's messages.
 
     y_u = x_u + pad(b_u) + Σ_{v>u} pad(s_uv) - Σ_{v<u} pad(s_uv)  mod R        v: u's neighbours
 
-Over all survivors the pads s_uv cancel. Of clients that fell silent the others give shares of the
-key behind s_uv, of survivors shares of b_u, never both of one client: with both its vector lies
-open. Sources: Bonawitz et al. 2017, figure 4, with everything underlined there against an active
+Over all survivors the pads s_uv cancel. The other clients send shares of the key behind s_uv of clients
+that have dropped out, and shares of b_u of survivors, but never both of one client: both together
+reveal its vector. Sources: Bonawitz et al. 2017, figure 4, with everything underlined there against an active
 server; Bell et al. 2020, algorithm 2, for a sparse graph. Differs: boxes are opened when they
 arrive, not when they are needed, and only by two clients that were told the same keys of each other;
-shares must be those that their sender is bound to; a client knows all participants and finds its
-neighbours itself.
-
-When a client goes on: every check of what a server says, against what the client knows.
-
-Sources: Bonawitz et al. 2017, figure 4; the thresholds' meaning in its section 6.
-
-Which rounds a client has taken part in: it gives its pads to no round a second time.
+shares must fit the hashes that their sender has committed to; a client knows all participants and
+finds its neighbours itself. The meaning of thresholds: section 6 of Bonawitz et al. 2017.
 """
 
 from __future__ import annotations
@@ -64,23 +58,22 @@ from fl_lightning.secure.ring import RingIntegers, with_checksum
 
 
 class SecureClient:
-    """Answers the server's messages of one session, each once and in order.
+    """Answers the messages of the server in one session, each once and in order.
 
-    After a refusal it answers nothing more. Bytes that are no valid message change nothing.
+    After a refusal, it answers no further message. Bytes that are no valid message change nothing.
 
     Args:
-        session: what all have agreed on.
-        place: of this client, from 0 to n - 1.
+        session: settings of the sum.
+        place: place of this client, from 0 to n - 1.
         vector: integers of the session's ring, shape (size,).
-        entropy: where its secrets come from; anything but the default is for simulations.
-        used: the rounds that this client has taken part in: its state, kept over restarts, or
-            ``UsedRounds()`` of a client that has taken part in none.
-        signing_key: needed against an active server, as is
-        directory: everyone's public signing keys.
+        entropy: source of its secrets; others than the default are for simulations.
+        used: latest round in which this client has taken part, by run; kept over restarts, because pads
+            that are used twice reveal two vectors. It is updated in place.
+        signing_key: key that signs its messages; required in an active session.
+        directory: public signing keys of all clients; required in an active session.
 
     Raises:
         ValueError: if the vector or the place does not fit the session, or keys are missing.
-        RefusedError: if ``used`` is missing: with pads given twice, two vectors lie open.
     """
 
     def __init__(
@@ -89,8 +82,8 @@ class SecureClient:
         place: int,
         vector: RingIntegers,
         *,
+        used: dict[str, int],
         entropy: Entropy = system_entropy,
-        used: UsedRounds | None = None,
         signing_key: SigningKey | None = None,
         directory: Directory | None = None,
     ) -> None:
@@ -101,11 +94,6 @@ class SecureClient:
         if session.active and (signing_key is None or directory is None):
             raise ValueError("active needs signing_key and directory: without, nobody is known")
         vector = with_checksum(session.ring.checked(vector), session.ring)
-        if used is None:
-            raise RefusedError(
-                "used must be given, the rounds that this client has taken part in: after a restart "
-                "its state as it was kept, UsedRounds() only for a client that never took part"
-            )
         self._session, self._place = session, place
         self._vector, self._entropy, self._used = vector, entropy, used
         self._signing_key, self._directory = signing_key, directory
@@ -116,9 +104,14 @@ class SecureClient:
         """Return the first message.
 
         Raises:
-            RefusedError: if this round has been used.
+            RefusedError: if the client has taken part in this round or a later one.
         """
-        self._used.use(self._session.run, self._session.round_index)
+        run, number = self._session.run, self._session.round_index
+        if number <= (latest := self._used.get(run, -1)):
+            raise RefusedError(
+                f"round {number} of run {run!r} is not new: this client has taken part in round {latest}"
+            )
+        self._used[run] = number
         self._box_key = AgreementKey(self._entropy(KEY_SIZE))
         self._pad_key = AgreementKey(self._entropy(KEY_SIZE))
         self._keys = self._box_key.public + self._pad_key.public
@@ -130,8 +123,8 @@ class SecureClient:
 
         Raises:
             MessageError: if these bytes are not the message that comes next.
-            RefusedError: if an answer could give a secret away.
-            ForgedError: if somebody's signature or box is not theirs.
+            RefusedError: if an answer could reveal a secret.
+            ForgedError: if a signature or a box is not from its client.
         """
         if self._refused:
             raise RefusedError(f"this client has left the session: {self._refused}")
@@ -204,7 +197,7 @@ class SecureClient:
         agreed = self._agreed if self._session.active else None
         check_request(self._session, self._sharers, agreed, request, self._directory)
         self._expects = None
-        # a share of the key stands first, of the seed behind it
+        # the share of the key comes first, then that of the seed
         return RevealedShares(
             seeds={p: s[SHARE_SIZE:] for p, s in self._shares.items() if p in request.survivors},
             keys={p: s[:SHARE_SIZE] for p, s in self._shares.items() if p in request.dropped},
@@ -215,8 +208,8 @@ class SecureClient:
         check_survivors(self._session, self._place, self._sharers, holders, survivors)
 
     def _secret(self, key: AgreementKey, public: bytes, purpose: str, peer: int) -> bytes:
-        # with the keys of both, as this client was told them: if the other was told others, boxes
-        # between the two stay closed, and no pad is added of which the other knows nothing
+        # bound to the keys of both, as this client has got them: if the peer has got other keys, neither can
+        # open the other's box, and no pad is added that the peer does not know
         told = b"".join(self._roster[p][: 2 * KEY_SIZE] for p in sorted((self._place, peer)))
         context = self._session.identity + (told if purpose == "shares" else b"")
         return key.secret_with(public, purpose, context, me=self._place, peer=peer)
@@ -245,7 +238,7 @@ def _share_bytes(share: int) -> bytes:
 def check_roster(
     session: Session, me: int, own_keys: bytes, roster: Roster, directory: Directory | None
 ) -> None:
-    """Raise RefusedError, or ForgedError, if the roster is not one to share secrets with."""
+    """Raise RefusedError or ForgedError if this client must not share secrets with a roster."""
     if me not in roster.participants:
         raise RefusedError("the roster leaves this client out")
     _check_enough(session, len(roster.participants), "participants")
@@ -271,7 +264,7 @@ def check_roster(
 def check_mailbox(
     session: Session, me: int, participants: Places, near: Places, mailbox: Mailbox
 ) -> None:
-    """Raise RefusedError if a vector under these clients' pads would not be safe."""
+    """Raise RefusedError if pads with these clients would not protect a vector."""
     if me not in mailbox.sharers or not mailbox.sharers <= participants:
         raise RefusedError("those who shared must be participants, with oneself among them")
     _check_enough(session, len(mailbox.sharers), "clients that shared")
@@ -285,7 +278,7 @@ def check_mailbox(
 
 
 def check_shares(session: Session, me: int, opened: Table, mailbox: Mailbox) -> None:
-    """Raise ForgedError if a neighbour has sent other shares than it is bound to."""
+    """Raise ForgedError if shares do not fit the hashes that a neighbour has committed to."""
     for peer, shares in opened.items():
         if share_hashes(session, peer, me, shares) != mailbox.hashes[peer]:
             raise ForgedError(
@@ -317,7 +310,7 @@ def check_request(
     request: RevealRequest,
     directory: Directory | None,
 ) -> None:
-    """Raise RefusedError, or ForgedError, if the shares asked for may not be told together."""
+    """Raise RefusedError or ForgedError if the requested shares must not be revealed together."""
     both = request.survivors & request.dropped
     if both:
         raise RefusedError(f"both secrets of clients {sorted(both)} are asked for")
@@ -344,49 +337,3 @@ def _check_enough(session: Session, count: int, what: str) -> None:
         raise RefusedError(
             f"{count} {what} are too few: this session has at least {session.least_survivors}"
         )
-
-
-class UsedRounds:
-    """The latest round of each run; rounds only go up. It outlives sessions and restarts.
-
-    Example:
-        >>> used = UsedRounds()
-        >>> used.use("run", 3)
-        >>> used.use("run", 3)
-        Traceback (most recent call last):
-        ...
-        fl_lightning.secure.protocol.session.RefusedError: round 3 of run 'run' is not new: this \
-client has taken part in round 3
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[str, int] = {}
-
-    def use(self, run: str, round_index: int) -> None:
-        """Note that a round is used now.
-
-        Raises:
-            RefusedError: if it, or a later one, has been used.
-        """
-        latest = self._latest.get(run, -1)
-        if round_index <= latest:
-            raise RefusedError(
-                f"round {round_index} of run {run!r} is not new: this client has taken part in "
-                f"round {latest}"
-            )
-        self._latest[run] = round_index
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the latest used rounds, which a restart must know."""
-        return {"kind": "used rounds", "latest": dict(self._latest)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; rounds used meanwhile stay used.
-
-        Raises:
-            ValueError: if it is another kind of state.
-        """
-        if state.get("kind") != "used rounds":
-            raise ValueError(f"this is no state of used rounds but of {state.get('kind')!r}")
-        for run, latest in state["latest"].items():
-            self._latest[run] = max(latest, self._latest.get(run, -1))

@@ -1,22 +1,21 @@
-"""Keys of one party for one round, keys agreed by two parties, sealed shares, signatures.
+"""Keys, sealed boxes, signatures and pads of a secure sum.
 
     secret(u, v, purpose) = HKDF-SHA256(X25519(a_u, A_v), info = purpose, session, u, v, A_u, A_v)
 
-The session's identity covers run, round and every setting, so that no key fits into another round
+The session's identity depends on run, round and all settings, so that no key is valid in another round
 or another protocol. Sources: RFC 7748 (X25519), RFC 5869 (HKDF), RFC 8439 (ChaCha20-Poly1305),
 RFC 8032 (Ed25519).
 
-Who signs what in a session, so that a server cannot invent clients or tell them different sets.
+Signatures: a server cannot invent clients, or send different sets to clients. All clients know all public
+signing keys beforehand, from a source other than the server.
 
-Everyone's public signing key is known to everyone beforehand, from a source other than the server.
-
-Pads: one-time keys as long as the vector, stretched from 32 bytes by ChaCha20.
+Pads: one-time keys as long as the vector, made from 32 bytes by ChaCha20.
 
     pad(key) = keystream of ChaCha20(key, nonce 0, counter 0, 1, …), as integers modulo R
 
-R is a power of two and divides that of the dtype, so that every pad is exactly uniform if the
-keystream is. Source: RFC 8439, section 2.4. A key is used for one pad of one round, ever: it comes
-from a key agreement whose context names the run, the round and the pair.
+R is a power of two that divides the modulus of the dtype, so that a pad is exactly uniform if the
+keystream is. Source: RFC 8439, section 2.4. A key is used for one pad of one round: it comes from a
+key agreement whose context has the run, the round and the pair.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _NONCE = bytes(12)  # each key of a box is used for one box only
 
 
 class ForgedError(ValueError):
-    """A box or a signature that is not its sender's."""
+    """Raised if a box or a signature is not from its sender."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,14 @@ class AgreementKey:
         """Return the 32 bytes that only the two parties know.
 
         Args:
-            public: the peer's public key.
-            purpose: what the secret is for.
-            context: of the session.
-            me: this party's place.
-            peer: the other's.
+            public: public key of the peer.
+            purpose: purpose of the secret.
+            context: identity of the session.
+            me: place of this party.
+            peer: place of the peer.
 
         Raises:
-            ValueError: if the peer's key is one of the few with which there is no secret.
+            ValueError: if the peer's key is of low order, with which everybody knows the secret.
         """
         try:
             shared = self._own.exchange(X25519PublicKey.from_public_bytes(public))
@@ -107,7 +106,7 @@ class AgreementKey:
 def seal(key: bytes, content: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
     """Return the content encrypted and authenticated, `TAG_SIZE` bytes longer.
 
-    A pair has one key for two directions, from which a key for each direction is made.
+    A pair has one key, from which a key for each direction is derived.
 
     Example:
         >>> box = seal(b"k" * 32, b"a share", b"round 1", sender=0, receiver=1)
@@ -124,10 +123,10 @@ of them was told other keys of the other
 
 
 def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
-    """Open a sealed box.
+    """Decrypt a box of `seal`.
 
     Raises:
-        ForgedError: if the box is not what this sender sealed for this receiver in this session.
+        ForgedError: if this sender has not sealed the box for this receiver in this session.
     """
     pair = _PAIR.pack(sender, receiver)
     try:
@@ -141,7 +140,7 @@ def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int
 
 @dataclass(frozen=True)
 class SigningKey:
-    """One party's Ed25519 key, which outlives rounds and whose public half everyone knows.
+    """A party's Ed25519 key, the same in all rounds; all parties know the public half.
 
     Args:
         private: 32 bytes.
@@ -171,7 +170,7 @@ class Directory:
     """The public signing keys of all clients.
 
     Args:
-        keys: by place, 32 bytes each.
+        keys: public keys by place, 32 bytes each.
 
     Example:
         >>> from fl_lightning.secure.protocol.keys import SigningKey
@@ -191,7 +190,7 @@ class Directory:
     def check(
         self, session: Session, what: str, place: int, content: bytes, signature: bytes
     ) -> None:
-        """Raise ForgedError if the client at this place has not signed this content as such."""
+        """Raise ForgedError if the client at a place has not signed a content for this use."""
         signed = signed_content(session, what, place, content)
         try:
             key = Ed25519PublicKey.from_public_bytes(self.keys.get(place, b""))
@@ -201,7 +200,7 @@ class Directory:
 
 
 def signed_content(session: Session, what: str, place: int, content: bytes) -> bytes:
-    """Return the bytes under a signature, which fits nowhere else."""
+    """Return the bytes that a client signs, which depend on session, use and place."""
     return (
         b"fl_lightning "
         + what.encode()
@@ -212,18 +211,18 @@ def signed_content(session: Session, what: str, place: int, content: bytes) -> b
     )
 
 
-CHUNK = 1 << 16  # bytes at a time, so that they are added while they are in the cache
+CHUNK = 1 << 16  # bytes at a time, which fit into the cache
 _ZEROS = bytes(CHUNK)
 
 
 def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = False) -> None:
-    """Add the pad of ``key`` to ``total`` modulo R, in place; `Ring.reduced` is the caller's.
+    """Add the pad of a key to integers, in place; the caller reduces them by `Ring.reduced`.
 
     Args:
-        total: of the ring's dtype, shape (k,).
+        total: integers of the ring's dtype, shape (k,).
         key: 32 bytes.
-        ring: of the integers.
-        subtract: take it away instead.
+        ring: ring of the integers.
+        subtract: subtract the pad instead.
 
     Example:
         >>> total = np.zeros(3, np.uint8)

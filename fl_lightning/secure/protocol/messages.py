@@ -1,4 +1,4 @@
-"""What clients and the server tell each other in a secure sum.
+"""Messages between clients and server in a secure sum.
 
     stage      up                    down, to each client that has answered so far
     ADVERTISE  `Advertisement`       `Roster`         public keys
@@ -7,12 +7,12 @@
     AGREE      `SignedSurvivors`
     REVEAL     `RevealedShares`      `RevealRequest`  before it
 
-Sets are of places, tables go from a place to bytes of a fixed length.
+Sets contain places; tables map places to bytes of a fixed length.
 
 A message is a container (`fl_lightning.core.container`) whose kind is the class below and whose only field
-is the identity of the session. The tensor ``client`` says from or to whom. A set of places is a map of n
-bits; a table such a map, ``<name>.places``, and the entries in order, each as long as the session says; a
-vector is packed. So a message's length follows from how many entries its tables have.
+is the identity of the session. The tensor ``client`` is the place of the client that sends or receives. A set
+is a map of n bits; a table is such a map, ``<name>.places``, and the entries in order, of a length that the
+session defines; a vector is packed. So the numbers of table entries determine the length of a message.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Advertisement:
     """A client's public keys of this round.
 
     Attributes:
-        keys: the key for sealed shares, then the one for pads.
-        signature: of them; empty, if the server is trusted to follow the rules.
+        keys: key for sealed shares, then key for pads.
+        signature: signature of the keys; empty unless the session is active.
     """
 
     keys: bytes
@@ -53,11 +53,11 @@ class Advertisement:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part, and the keys of one's neighbours and oneself.
+    """The participants, and the public keys of the receiver and its neighbours.
 
     Attributes:
-        participants: all who advertised.
-        keys: as advertised, each with its signature behind it.
+        participants: places of all clients that have advertised.
+        keys: advertised keys, each followed by its signature.
     """
 
     participants: Places
@@ -66,12 +66,12 @@ class Roster:
 
 @dataclass(frozen=True)
 class SealedShares:
-    """The shares of a client's two secrets, and its commitments to them, see `commitments`.
+    """Encrypted shares of a client's two secrets, and its commitments to them, see `shamir`.
 
     Attributes:
-        commitment: to its seed.
-        boxes: for each neighbour, with the two shares that it holds.
-        hashes: of these shares, by holder, oneself among them.
+        commitment: commitment to the seed.
+        boxes: encrypted pair of shares for each neighbour.
+        hashes: hashes of both shares, by holder, the client itself included.
     """
 
     commitment: bytes
@@ -84,9 +84,9 @@ class Mailbox:
     """The boxes for one client.
 
     Attributes:
-        sharers: all who have sent shares: whose pads belong into the vectors.
-        boxes: by sender.
-        hashes: of the shares in the boxes, by sender.
+        sharers: places of all clients that have sent shares; their pads are in the vectors.
+        boxes: boxes by sender.
+        hashes: hashes of the shares in the boxes, by sender.
     """
 
     sharers: Places
@@ -96,33 +96,33 @@ class Mailbox:
 
 @dataclass(frozen=True, eq=False)
 class MaskedVector:
-    """A client's vector and its checksum under its pads, integers of the session's ring."""
+    """A client's vector with checksum and pads, integers of the session's ring."""
 
     values: RingIntegers
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """Whose vectors have arrived, to be signed."""
+    """The clients whose vectors have arrived, for the receiver to sign."""
 
     survivors: Places
 
 
 @dataclass(frozen=True)
 class SignedSurvivors:
-    """A client's signature of the survivors that it was told."""
+    """A client's signature of the survivors that the server has named."""
 
     signature: bytes
 
 
 @dataclass(frozen=True)
 class RevealRequest:
-    """Of whom which secret is needed: of none both.
+    """Request for shares of secrets, of one secret per client.
 
     Attributes:
-        survivors: whose own pads must be taken away, for which their seeds are needed.
-        dropped: whose pads with others must be taken away, for which their keys are needed.
-        signatures: of the survivors, against an active server.
+        survivors: clients whose seeds are requested, to remove their own pads.
+        dropped: clients whose keys are requested, to remove their pads with other clients.
+        signatures: signatures of the survivors in an active session.
     """
 
     survivors: Places
@@ -132,11 +132,11 @@ class RevealRequest:
 
 @dataclass(frozen=True)
 class RevealedShares:
-    """One client's shares of the secrets asked for.
+    """A client's shares of the requested secrets.
 
     Attributes:
-        seeds: of survivors among its neighbours and itself.
-        keys: of neighbours that fell silent.
+        seeds: shares of the seeds of survivors among its neighbours, and of its own.
+        keys: shares of the keys of neighbours that have dropped out.
     """
 
     seeds: Table
@@ -148,7 +148,7 @@ Downward = Roster | Mailbox | Survivors | RevealRequest
 AnyMessage = Upward | Downward
 
 
-# fields in order: a set, a vector, or bytes and tables of entries of so many bytes
+# fields in order: a set, a vector, bytes, or a table; bytes and table entries name their length
 _SET, _VECTOR, _BYTES, _TABLE = range(4)
 _KEYS, _SIGNATURE, _BOX, _SHARE = "keys", "signature", "box", "share"
 _COMMITMENT, _HASHES = "commitment", "hashes"
@@ -175,12 +175,12 @@ OneMessage = TypeVar("OneMessage", bound=AnyMessage)
 
 
 def encode(session: Session, place: int, message: AnyMessage) -> bytes:
-    """Return the message as bytes.
+    """Return the bytes of a message.
 
     Args:
-        session: to which it belongs.
-        place: of the client that sends or receives it.
-        message: what is told.
+        session: session of the message.
+        place: place of the client that sends or receives the message.
+        message: the message.
 
     Example:
         >>> session = Session(run="demo", round_index=0, num_clients=4, size=2, threshold=3)
@@ -200,23 +200,23 @@ def encode(session: Session, place: int, message: AnyMessage) -> bytes:
 
 
 def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int:
-    """Return the length of a message in bytes, without one.
+    """Return the length of a message in bytes, from the sizes of its tables.
 
     Args:
-        session: to which it belongs.
-        kind: of the message.
-        entries: how many each of its tables has, in order.
+        session: session of the message.
+        kind: class of the message.
+        entries: number of entries of each table, in order.
     """
     return _size(kind.__name__, tuple(_forms(session, kind, entries).items()))
 
 
 def decode(session: Session, data: bytes, kind: type[OneMessage]) -> tuple[int, OneMessage]:
-    """Return the place of the client that sends or receives it, and the message.
+    """Read a message; return the place of the client that sends or receives it, and the message.
 
     Args:
-        session: to which it must belong.
-        data: from a stranger.
-        kind: what it must be.
+        session: session to which the message must belong.
+        data: untrusted bytes.
+        kind: class that the message must have.
 
     Raises:
         MessageError: if the bytes are not exactly what `encode` returns for such a message.
@@ -240,7 +240,7 @@ def _fields(session: Session) -> dict[str, str]:
 
 
 def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[str, Form]:
-    """Return dtypes and shapes of a message's tensors, by the number of table entries."""
+    """Return the dtypes and shapes of a message's tensors, from the sizes of its tables."""
     counts = iter(entries)
     places: Form = ("U8", (packed_size(session.num_clients, 1),))
     forms: dict[str, Form] = {"client": ("I64", ())}
@@ -259,12 +259,12 @@ def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[st
 
 @lru_cache(maxsize=1024)
 def _size(kind: str, forms: tuple[tuple[str, Form], ...]) -> int:
-    """Return the length of a message, which is the same in every session."""
+    """Return the length of a message with tensors of these forms."""
     return size_of(kind, {"session": "0" * 64}, dict(forms))
 
 
 def places_as_bits(session: Session, places: Places) -> bytes:
-    """Return a map of n bits, the first in the lowest bit."""
+    """Return a set of places as a map of n bits, the first place in the lowest bit."""
     bits = np.zeros(session.num_clients, np.uint8)
     bits[list(places)] = 1
     return np.packbits(bits, bitorder="little").tobytes()
@@ -289,7 +289,7 @@ def _tensors_of(
 
 
 def _read_field(session: Session, tensors: Mapping[str, Tensor], name: str, form: int) -> Any:
-    """Return a field, of whose form its tensors are."""
+    """Return a field from its tensors, whose shapes were checked."""
     if form == _SET:
         return _read_places(session, tensors[name], name)
     if form == _VECTOR:

@@ -1,13 +1,13 @@
-"""The server of a secure sum, which learns the sum and its clients, and nothing else.
+"""The server of a secure sum, which learns only the sum and its clients.
 
-    stage by stage: take messages until the stage is closed; who was silent has dropped
+    in each stage: receive messages until the stage is closed; silent clients have dropped out
 
     Σ_u x_u = Σ_u y_u - Σ_u pad(b_u) - Σ_v Σ_u ± pad(s_uv)     u: survivors, v: those who dropped
 
-Pads leave the sum with shares of the secrets behind them. Sources: Bonawitz et al. 2017, figure 4; Bell et al.
-2020, algorithm 2. Differs: nothing is believed. Every share is compared with the hash that its dealer is bound to,
-every secret with the seed's commitment or the advertised key, the sum with its checksum; what is false ends the
-session, with the name of who lied where that is known.
+Shares of the secrets behind pads allow the server to remove the pads. Sources: Bonawitz et al. 2017, figure 4; Bell et al.
+2020, algorithm 2. Differs: no client is trusted. Every share is compared with the hash of its dealer, every secret
+with the commitment to the seed or the advertised key, the sum with its checksum. A difference ends the session,
+and the error names the liar if that is known.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ Shares = dict[int, dict[int, bytes]]
 
 
 class SecureServer:
-    """Reads the clients' messages stage by stage, and writes the answers.
+    """Reads the messages of clients stage by stage, and makes the answers.
 
     Args:
-        session: what all have agreed on.
-        directory: everyone's public signing keys, needed if the session is active.
+        session: settings of the sum.
+        directory: public signing keys of all clients; required in an active session.
 
     Attributes:
-        stage: what is waited for; None when the session is over.
-        awaited: the clients that may still answer at this stage.
-        survivors: whose vectors are in the sum.
+        stage: current stage; None when the session is over.
+        awaited: places of the clients that may still answer at this stage.
+        survivors: places of the clients whose vectors are in the sum.
 
     Raises:
         ValueError: if the directory is missing.
@@ -95,7 +95,7 @@ class SecureServer:
 
     @property
     def total(self) -> RingIntegers:
-        """The sum over the survivors, of the ring's dtype, shape (size,).
+        """Sum of the survivors' vectors, of the ring's dtype, shape (size,).
 
         Raises:
             AbortedError: if the session has not come to its end.
@@ -108,13 +108,12 @@ class SecureServer:
         """Check and store a client's message, and return the client's place.
 
         Args:
-            data: the message.
-            sender: the place of whom it came from, where that is known.
+            data: bytes of the message.
+            sender: place of the client that has sent it, if known.
 
         Raises:
-            MessageError: if these bytes are no message of the sender's that is waited for; they change
-                nothing.
-            ForgedError: if a signature is not the client's; that changes nothing either.
+            MessageError: if these bytes are not a message that is due from the sender; nothing changes.
+            ForgedError: if a signature is not the client's; nothing changes.
         """
         if self.stage is None:
             raise MessageError("no message is waited for: the session is over")
@@ -132,13 +131,13 @@ class SecureServer:
         return place
 
     def close_stage(self) -> dict[int, bytes]:
-        """End the stage; return the messages to all clients that are still there, by place.
+        """End the stage, and return the messages to all remaining clients, by place.
 
-        After the last stage there are none, and `total` is known.
+        After the last stage there are no messages, and `total` is available.
 
         Raises:
-            AbortedError: if too few are left, or somebody lied, who is named if that is known; no
-                vector becomes known.
+            AbortedError: if too few clients are left, or one has lied, which is named if it is known; no
+                vector is revealed.
         """
         if self.stage is None:
             raise AbortedError("the session is over")
@@ -191,7 +190,7 @@ class SecureServer:
 
     def _close_agree(self, there: Places) -> dict[int, AnyMessage]:
         self._check_enough(len(there), self._session.threshold)
-        # no more than clients need, who check each one
+        # no more than needed, because clients check each one
         signers = sorted(there)[: self._session.threshold]
         signatures = {place: self._received[place].signature for place in signers}
         dropped = self._sharers - self.survivors
@@ -213,7 +212,7 @@ class SecureServer:
             )
 
     def _check(self, place: int, message: AnyMessage) -> None:
-        """Raise ValueError if others would stumble over a message."""
+        """Raise ValueError if a message would make other clients fail."""
         near = self._graph.get(place, frozenset())
         if isinstance(message, SealedShares) and (
             message.boxes.keys() != near or message.hashes.keys() != near | {place}
@@ -244,7 +243,9 @@ class SecureServer:
             add_pad(total, own_pad, self._session.ring, subtract=True)
         for place, private in secrets["keys"].items():
             key = AgreementKey(private)
-            for peer in self._graph[place] & self.survivors:  # who have added its pads with them
+            for peer in (
+                self._graph[place] & self.survivors
+            ):  # they have added a pad with this client
                 public, about = self._pad_key(peer), self._session.identity
                 secret = key.secret_with(public, "pads", about, me=place, peer=peer)
                 add_pad(total, secret, self._session.ring, subtract=peer < place)
@@ -256,7 +257,7 @@ class SecureServer:
             )
 
     def _collected(self) -> dict[str, Shares]:
-        """Return the shares of keys and seeds by whose secret, then by holder."""
+        """Return the shares of keys and of seeds, by client and then by holder."""
         collected: dict[str, Shares] = {kind: {} for kind in _SECRETS}
         lies = []
         for holder, answer in sorted(self._received.items()):
@@ -274,7 +275,7 @@ class SecureServer:
         return collected
 
     def _checked(self, shares: dict[str, Shares]) -> dict[str, dict[int, bytes]]:
-        """Return the secrets by kind, then by whose they are."""
+        """Reconstruct the secrets, and return them by kind and client."""
         for place in self.survivors - shares["seeds"].keys():
             raise AbortedError(f"nobody has told shares of client {place}'s seed")
         secrets: dict[str, dict[int, bytes]] = {kind: {} for kind in _SECRETS}
@@ -305,7 +306,7 @@ class SecureServer:
         try:
             return combine(numbers, self._session.threshold)
         except ValueError:
-            # each is the one that its dealer is bound to
+            # each share fits the hash of its dealer
             raise AbortedError(
                 f"client {place} has dealt false shares of its {kind[:-1]}: they do not belong "
                 "together"

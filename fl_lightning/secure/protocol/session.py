@@ -1,15 +1,15 @@
-"""What all parties of one secure sum have agreed on before its first message.
+"""Settings on which all parties of a secure sum agree before the first message.
 
 Sources: Bonawitz et al. 2017 (CCS, *Practical Secure Aggregation for Privacy-Preserving Machine
 Learning*), figure 4, thresholds from section 6; Bell et al. 2020 for the sparse graph. Differs:
-the session's identity, a hash of every setting and of a random id of the run, is part of all
-messages, keys and signatures: what was recorded in another run, even of the same seed, fits nowhere.
+the session's identity, a hash of all settings and of the random id of the run, is part of all messages,
+keys and signatures: a message of another run, even with the same seed, is never accepted.
 
-Who pads with whom: everyone with everyone, or a random graph of logarithmic degree.
+Pairs of clients share pads: all pairs, or the edges of a random graph of logarithmic degree.
 
-    a random order of the n clients in a ring; each is joined to its k / 2 next on either side
+    the n clients in a ring in random order, each joined to the next k / 2 on either side
 
-Such a graph (Harary's) falls apart only if two runs of k / 2 clients in a row are missing. Source:
+Such a graph (Harary's) is disconnected only if two runs of k / 2 clients in a row are missing. Source:
 Bell et al. 2020 (CCS, *Secure Single-Server Aggregation with (Poly)Logarithmic Overhead*), section
 3.1 and algorithm 1. Differs: a client holds a share of its own secrets too, as in Bonawitz et al.
 2017; the bound on falling apart is ours, (n over 2) (γ + δ)^k, for two runs instead of one.
@@ -37,12 +37,12 @@ _SETTINGS = struct.Struct("<BQIQBIIIBQ")
 
 
 def new_run_id() -> str:
-    """Return a random id for one run: 128 bits of the operating system's entropy, as 32 digits."""
+    """Return a random id for a run: 128 bits of the system's entropy, 32 hexadecimal digits."""
     return token_hex(16)
 
 
 class ProtocolStage(IntEnum):
-    """Stage of the protocol: the message that clients send next; rounds 0 to 4 of the paper."""
+    """Stages of the protocol, named by what clients send; rounds 0 to 4 of the paper."""
 
     ADVERTISE = 0
     SHARE = 1
@@ -52,33 +52,33 @@ class ProtocolStage(IntEnum):
 
 
 class RefusedError(ValueError):
-    """A party does not go on with a session, because that could give a secret away; says why."""
+    """Raised if a party leaves a session because its next message could reveal a secret."""
 
 
 class AbortedError(RuntimeError):
-    """The server has no sum: too few clients are left, or one of them lied; no vector is known."""
+    """Raised if a sum fails because too few clients are left or one has lied; no vector is revealed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One secure sum.
+    """Settings of one secure sum.
 
     Args:
-        run: id of the run, the same in all its rounds and never used for another: `new_run_id`.
-        round_index: ≥ 0; in one run every round is used once.
-        num_clients: n ≥ 2. They have places 0 to n - 1.
-        size: numbers of a vector.
-        bits: of the ring in which they are added, from 1 to 64.
-        threshold: t, how many shares tell a secret. With everyone as neighbours t > n / 2, and
-            t > 2n / 3 if ``active``. With a sparse graph from 2 to k + 1; `SparseGraph.plan` says
-            which t keeps what promise.
-        num_neighbours: k, even and below n - 1; None for everyone.
-        min_survivors: below so many vectors there is no sum; None for t, and with a sparse graph
-            for its share t n / (k + 1).
-        active: whether a server may break the rules: keys and the set of survivors are signed.
-        graph_seed: of the sparse graph.
-        purpose: what the vectors are, in words or a hash: parties that believe another one are in another
-            session, and get no sum.
+        run: id of the run, the same in all its rounds and never used for another run: `new_run_id`.
+        round_index: number of the round, ≥ 0, used once per run.
+        num_clients: n ≥ 2; clients have places 0 to n - 1.
+        size: size of the vectors.
+        bits: bits of the ring, from 1 to 64.
+        threshold: t, the number of shares that determine a secret. With all clients as neighbours
+            t > n / 2, and t > 2n / 3 if ``active``. With a sparse graph from 2 to k + 1, see
+            `SparseGraph.plan`.
+        num_neighbours: k, even and below n - 1; None for all other clients.
+        min_survivors: smallest number of vectors in a sum; None for t, or t n / (k + 1) with a sparse
+            graph.
+        active: True for protection from a server that breaks the rules: keys and survivors are signed.
+        graph_seed: seed of the sparse graph.
+        purpose: meaning of the vectors, as a text or a hash; parties with different purposes are in
+            different sessions, and get no sum.
 
     Raises:
         ValueError: if a setting is outside its range.
@@ -123,17 +123,17 @@ class Session:
 
     @property
     def ring(self) -> Ring:
-        """Where the vectors are added."""
+        """Ring in which vectors are added."""
         return Ring(self.bits)
 
     @property
     def length(self) -> int:
-        """Integers of a vector that travels: its numbers and their checksum."""
+        """Number of integers in a vector with its checksum."""
         return self.size + num_checks(self.ring)
 
     @property
     def least_survivors(self) -> int:
-        """How many vectors a sum has at least."""
+        """Smallest number of vectors in a sum."""
         if self.min_survivors is not None:
             return self.min_survivors
         if self.num_neighbours is None:
@@ -142,7 +142,7 @@ class Session:
 
     @property
     def stages(self) -> tuple[ProtocolStage, ...]:
-        """The stages in order; only against an active server the survivors are agreed on."""
+        """Stages in order; ``AGREE`` is in active sessions only."""
         return tuple(
             stage for stage in ProtocolStage if self.active or stage != ProtocolStage.AGREE
         )
@@ -197,12 +197,12 @@ Graph = dict[int, frozenset[int]]
 
 
 def neighbours(participants: Collection[int], num_neighbours: int | None, seed: int) -> Graph:
-    """Return everyone's neighbours.
+    """Return the neighbours of each participant.
 
     Args:
-        participants: places of those who take part.
-        num_neighbours: k, even; None, or at least as many as there are others, for all others.
-        seed: of the order.
+        participants: places of the participants.
+        num_neighbours: k, even; None or a number above that of the other participants for all of them.
+        seed: seed of the random order.
 
     Example:
         >>> neighbours(range(4), None, seed=0)[1]
@@ -220,7 +220,7 @@ def neighbours(participants: Collection[int], num_neighbours: int | None, seed: 
 def neighbours_of(
     place: int, participants: Collection[int], num_neighbours: int | None, seed: int
 ) -> frozenset[int]:
-    """Return one client's neighbours: the same as `neighbours`, without those of all others."""
+    """Return the neighbours of one participant, as `neighbours` does for all."""
     everyone = frozenset(participants)
     if num_neighbours is None or num_neighbours >= len(everyone) - 1:
         return everyone - {place}
@@ -241,18 +241,17 @@ def _around(order: list[int], at: int, num_neighbours: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SparseGraph:
-    """How many neighbours and which threshold a cohort needs.
+    """Options that determine the number of neighbours and the threshold of a cohort.
 
-    The threshold is low enough that with probability 1 - 2^-correctness_bits the sum of a round is
-    not lost, and so high that with probability 1 - 2^-security_bits no coalition of corrupt clients
-    and the server learns more than the sum over all honest survivors (semi-honest: everyone follows
-    the protocol and remembers what it sees).
+    With probability 1 - 2^-correctness_bits the sum of a round succeeds. With probability
+    1 - 2^-security_bits the server and corrupt clients together learn only the sum over all honest
+    survivors, if all parties follow the protocol (semi-honest).
 
     Args:
-        corrupt: fraction of the clients that may tell the server all they know, in [0, 1).
-        dropped: fraction of the clients that may fall silent, in [0, 1); both below 1 together.
-        security_bits: σ.
-        correctness_bits: η.
+        corrupt: fraction of the clients that may collude with the server, in [0, 1).
+        dropped: fraction of the clients that may drop out, in [0, 1); both below 1 together.
+        security_bits: σ, see above.
+        correctness_bits: η, see above.
 
     Raises:
         ValueError: if a fraction is outside its range.
@@ -279,7 +278,7 @@ class SparseGraph:
     def plan(self, num_clients: int) -> tuple[int, int]:
         """Return the number of neighbours and the threshold.
 
-        For few clients that is everyone, with a threshold of more than half.
+        For few clients these are all other clients, and a threshold of more than half.
         """
         for num_neighbours in range(2, num_clients - 1, 2):
             threshold = self._threshold(num_clients, num_neighbours)
@@ -288,11 +287,11 @@ class SparseGraph:
         return num_clients - 1, num_clients // 2 + 1
 
     def _threshold(self, num_clients: int, num_neighbours: int) -> int | None:
-        """Return the highest threshold that keeps both promises, if there is one."""
+        """Return the highest threshold that keeps both probabilities; None if there is none."""
         others, corrupt = num_clients - 1, math.ceil(self.corrupt * num_clients)
         alive = others - math.ceil(self.dropped * num_clients)
         pairs = num_clients * others / 2
-        # two promises of secrecy, each of which gets half of the probability
+        # two events reveal something, each gets half of the probability
         leak = 2.0 ** -(self.security_bits + 1)
         if pairs * (self.corrupt + self.dropped) ** num_neighbours > leak:
             return None

@@ -1,20 +1,19 @@
-"""Shamir's secret sharing: t of n shares tell the secret, t - 1 tell nothing.
+"""Shamir's secret sharing: t of n shares determine the secret, t - 1 reveal nothing of it.
 
     share_x = s + a_1 x + … + a_{t-1} x^{t-1}  mod p        s = Σ_x share_x Π_{z≠x} z / (z - x)  mod p
 
-p = 2^256 + 297 is the smallest prime that holds every secret of 32 bytes in one piece; a share has
-33 bytes. Source: Shamir 1979, *How to share a secret*. Python's integers take a time that depends
-on their values: an attacker who can measure single operations on the client is not kept out.
+p = 2^256 + 297 is the smallest prime above all secrets of 32 bytes; a share has 33 bytes. Source: Shamir
+1979, *How to share a secret*. The time of operations on Python's integers depends on their values: there is no
+protection from an attacker who can measure single operations on the client.
 
-What a client is bound to before anybody trusts it: its secrets and their shares, as hashes.
+Clients commit to their secrets and shares by hashes:
 
     C = SHA-256("seed", session, u, b_u)        c_v = first 16 bytes of SHA-256("share", session, u, v, share)
 
-The seed b_u is committed to in full; the public key is the commitment to the private one. A share is
-of a number that nobody can guess, so that its hash tells nothing of it. 16 bytes are enough for
-shares: who finds two shares with one hash can only have another client named, because the secret that
-comes out is checked again. The pad of a seed is of the session too: a seed that is used again, by a
-client whose randomness repeats, gives another pad.
+The public key is the commitment to the private key. Nobody can guess a share, so its hash reveals nothing. 16
+bytes are enough for shares: a client that finds two shares with one hash can only cause another client to be
+blamed, because the reconstructed secret is checked again. The pad of a seed depends on the session, so that a
+repeated seed, of a client whose randomness repeats, gives another pad.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ SHARE_SIZE = 33
 
 
 def split(secret: bytes, places: Iterable[int], threshold: int, entropy: Entropy) -> dict[int, int]:
-    """Return a share for each place.
+    """Split a secret into a share for each place.
 
     Args:
         secret: 32 bytes.
-        places: where the polynomial is evaluated, distinct and ≥ 1.
-        threshold: t ≥ 1, how many shares tell the secret.
-        entropy: of the coefficients.
+        places: points at which the polynomial is evaluated, distinct and ≥ 1.
+        threshold: t ≥ 1, the number of shares that determine the secret.
+        entropy: source of the coefficients.
 
     Raises:
         ValueError: if there are fewer places than ``threshold``, or a place is outside its range.
@@ -67,21 +66,21 @@ def split(secret: bytes, places: Iterable[int], threshold: int, entropy: Entropy
 
 
 def combine(shares: Mapping[int, int], threshold: int) -> bytes:
-    """Return the secret.
+    """Reconstruct a secret from shares.
 
     Args:
-        shares: by place, at least ``threshold``.
+        shares: shares by place, at least ``threshold``.
         threshold: t.
 
     Raises:
-        ValueError: if there are fewer shares, or if the first t and the last t tell different
-            secrets, or a number that is none. Exactly t shares hide a false one.
+        ValueError: if there are fewer shares, if the first t and the last t give different secrets, or if
+            the result is no secret. With exactly t shares, a false one is not found.
     """
     if len(shares) < threshold:
         raise ValueError(f"{len(shares)} shares of the {threshold} that tell the secret")
     places = tuple(sorted(shares))
     secret = _at_zero(shares, places[:threshold])
-    # the last t are others where there are more: below 2t shares, every one is looked at
+    # with fewer than 2t shares, the first t and the last t together contain every share
     if secret >> 8 * SECRET_SIZE or _at_zero(shares, places[-threshold:]) != secret:
         raise ValueError("the shares do not belong together: at least one is false")
     return secret.to_bytes(SECRET_SIZE, "little")
@@ -116,12 +115,12 @@ def _lagrange(places: tuple[int, ...]) -> tuple[int, ...]:
 
 COMMITMENT_SIZE = 32
 SHARE_HASH_SIZE = 16
-HASHES_SIZE = 2 * SHARE_HASH_SIZE  # of the share of a key, then of the seed
+HASHES_SIZE = 2 * SHARE_HASH_SIZE  # hash of the share of the key, then of the seed
 _PLACES = struct.Struct("<2I")
 
 
 def seed_commitment(session: Session, place: int, seed: bytes) -> bytes:
-    """Commitment to a client's seed, which it publishes, 32 bytes."""
+    """Return the public commitment to a client's seed, 32 bytes."""
     return _hash("seed", session, place, place, seed)
 
 
@@ -134,17 +133,17 @@ def share_hash(session: Session, what: str, dealer: int, holder: int, share: byt
     """Return the hash of one secret share, which its dealer publishes.
 
     Args:
-        session: of the secret.
-        what: ``"keys"`` or ``"seeds"``, of which it is a share.
-        dealer: whose secret it is.
-        holder: who is given the share.
+        session: session of the secret.
+        what: kind of the secret, ``"keys"`` or ``"seeds"``.
+        dealer: place of the client with the secret.
+        holder: place of the client that gets the share.
         share: `SHARE_SIZE` bytes.
     """
     return _hash(f"share of {what}", session, dealer, holder, share)[:SHARE_HASH_SIZE]
 
 
 def share_hashes(session: Session, dealer: int, holder: int, shares: bytes) -> bytes:
-    """Hashes of the two shares that one holder gets, which their dealer publishes."""
+    """Return the hashes of the two shares of one holder, which their dealer publishes."""
     parts = (("keys", shares[:SHARE_SIZE]), ("seeds", shares[SHARE_SIZE:]))
     return b"".join(share_hash(session, what, dealer, holder, share) for what, share in parts)
 

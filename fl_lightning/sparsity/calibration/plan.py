@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.sparsity.calibration.rules import LeastSensitive, Rule
 from fl_lightning.sparsity.masks.mask import Mask
 
@@ -48,13 +48,9 @@ class CalibrationPlan:
 
     def __post_init__(self) -> None:
         resolve_density(self.density, self.sparsity)
-        if self.rounds < 1:
-            raise ConfigurationError(f"rounds of calibration must be at least 1, got {self.rounds}")
-        if not 0 <= self.soft_mask <= 1:
-            raise ConfigurationError(
-                f"soft_mask must be in [0, 1], got {self.soft_mask}: dropped entries are "
-                "multiplied by it while the others are scored. 1 leaves them as they are."
-            )
+        check_range("rounds of calibration", self.rounds, "at least 1")
+        advice = ": dropped entries are multiplied by it while others are scored, 1 is off"
+        check_range("soft_mask", self.soft_mask, "in [0, 1]", advice)
 
     @property
     def chosen_rule(self) -> Rule:
@@ -83,15 +79,9 @@ def resolve_density(density: float | None, sparsity: float | None) -> float:
         raise ConfigurationError(
             "give density, the fraction of entries that train, or sparsity = 1 - density"
         )
-    if density is not None and not 0 < density <= 1:
-        raise ConfigurationError(
-            f"density must be in (0, 1], got {density}: it is the fraction of entries that train"
-        )
-    if sparsity is not None and not 0 <= sparsity < 1:
-        raise ConfigurationError(
-            f"sparsity must be in [0, 1), got {sparsity}: it is the fraction of entries that "
-            "do not train"
-        )
+    check_range("density", density, "in (0, 1]", ": it is the fraction of entries that train")
+    advice = ": it is the fraction of entries that do not train"
+    check_range("sparsity", sparsity, "in [0, 1)", advice)
     if density is None:
         assert sparsity is not None
         return 1 - sparsity

@@ -11,6 +11,7 @@ Masks are kept in the parameter groups, so that `state_dict`, pickling and copyi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -135,9 +136,16 @@ class MaskedOptimizer(Optimizer, ABC):
             _store(group, splits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they move as a whole until `set_masks`."""
+        """Add parameters; they move as a whole until `set_masks`.
+
+        Raises:
+            ValueError: if an option is not finite, which torch accepts.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name in ("lr", "momentum", "weight_decay"):
+            if not math.isfinite(group.get(name, 0.0)):
+                raise ValueError(f"{name} must be finite, got {group[name]}")
         if "active" not in group:
             _store(group, [Split()] * len(group["params"]))
 

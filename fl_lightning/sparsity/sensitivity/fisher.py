@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradients, check_scores
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Scores, batch_labels
@@ -63,10 +63,7 @@ class SampledFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigurationError(
-                f"num_samples must be at least 1 label per example, got {self.num_samples}"
-            )
+        check_range("num_samples", self.num_samples, "at least 1 label per example")
 
     def given(self, seed: int) -> Given:
         """Return a function that draws uniform numbers in [0, 1), one per label."""

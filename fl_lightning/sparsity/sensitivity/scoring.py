@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.sparsity.masks.mask import some
 from fl_lightning.sparsity.sensitivity.protocol import (
@@ -50,15 +50,9 @@ class Scoring:
     vectorize: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_examples is not None and self.max_examples < 1:
-            raise ConfigurationError(
-                f"max_examples must be at least 1, got {self.max_examples}; leave it out for all"
-            )
-        if self.memory_limit is not None and self.memory_limit < 1:
-            raise ConfigurationError(
-                f"memory_limit must be at least 1 byte, got {self.memory_limit}; below the size of an "
-                "example's gradients, examples are scored one by one"
-            )
+        check_range("max_examples", self.max_examples, "at least 1", "; leave it out for all")
+        advice = "; below the size of an example's gradients, examples are scored one by one"
+        check_range("memory_limit", self.memory_limit, "at least 1 byte", advice)
 
     def memory_on(self, device: torch.device) -> int:
         """Memory limit on a device, in bytes."""
