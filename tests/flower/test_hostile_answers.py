@@ -174,7 +174,7 @@ LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
 
 
 USED = {  # lies that could be true
-    *("num_steps 1", "optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
+    *("optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
     *("optimizer_steps (1, 2, 3)", "optimizer_steps None", "a loss of bf16", "a loss of bool"),
     *("a loss of one number", "a loss of a scalar", "a loss of a table", "a loss of bytes"),
     *("no metrics", "strange metrics", "facts", "no facts"),
