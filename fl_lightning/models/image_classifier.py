@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.models.checkpoints import load_backbone
-from fl_lightning.models.cnn import LeNet, McMahanCNN
+from fl_lightning.models.cnn import SmallCNN
 from fl_lightning.models.networks import build_network, freeze
 from fl_lightning.models.schedule import Schedule, scheduled
 
@@ -131,7 +131,7 @@ class ImageClassifier(LightningModule):
         """Return the inputs of the classifier for a batch, shape (B, …)."""
         network: Any = self.network
         images = batch[0]
-        if isinstance(network, LeNet | McMahanCNN):
+        if isinstance(network, SmallCNN):
             features: Tensor = network.features(images)
         else:
             features = network.forward_head(network.forward_features(images), pre_logits=True)
@@ -156,7 +156,7 @@ class ImageClassifier(LightningModule):
         size = self._image_size
         # other networks of timm accept images of any size
         embedding = getattr(self.network, "patch_embed", None)
-        is_fixed = isinstance(self.network, LeNet | McMahanCNN) or getattr(
+        is_fixed = isinstance(self.network, SmallCNN) or getattr(
             embedding, "strict_img_size", False
         )
         if size is not None and is_fixed and tuple(images.shape[2:]) != (size, size):

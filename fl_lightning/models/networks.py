@@ -154,7 +154,7 @@ def _is_inside(name: str, modules: tuple[str, ...] | list[str]) -> bool:
 def build_causal_lm(
     network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
 ) -> nn.Module:
-    """Load the base, or make it from a configuration.
+    """Load a causal language model by name, or make it with random weights from a configuration.
 
     Raises:
         ConfigurationError: if there is no such model or option.
