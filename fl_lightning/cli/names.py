@@ -190,12 +190,24 @@ def no_such_class(path: str, module: str, name: str) -> str:
 def _check_short(path: str, name: str) -> None:
     block, _, option = path.partition(".")
     known = paths(block, option) if block == "federation" else {}
-    close = get_close_matches(name, known, n=1)
-    if close and name not in known:
+    hint = did_you_mean(name, known)
+    if hint and name not in known:
         raise ConfigurationError(
             f"{path} must be a class, with class_path and init_args, got {name}. "
-            f"Did you mean {known[close[0]]}? {where_listed(path)}"
+            f"{hint}{where_listed(path)}"
         )
+
+
+def did_you_mean(name: str, known: Mapping[str, str]) -> str:
+    """Return a question about a misspelt class: the classes whose names begin so, or the closest; may be empty.
+
+    Example:
+        >>> did_you_mean("Krumm", {"Krum": "fl_lightning.server.Krum"})
+        'Did you mean fl_lightning.server.Krum? '
+    """
+    longer = [each for each in known if name and each.startswith(name)]
+    close = longer[:3] or get_close_matches(name, known, n=1)
+    return f"Did you mean {' or '.join(known[each] for each in close)}? " if close else ""
 
 
 def where_listed(path: str) -> str:

@@ -33,7 +33,7 @@ from fl_lightning.federation import (
 )
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import is_terminal, laid_out, width_of
-from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
+from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen, with_place
 from fl_lightning.reports.run_report import REPORT, RunReport
 
 
@@ -103,18 +103,27 @@ def report_whereabouts(trainer: Trainer) -> None:
         lines.append(f"logs:       {shown_path(folder)}")
     if Path(folder, NAME).exists():
         lines.append(f"messages:   {shown_path(str(Path(folder, NAME)))}")
+    commands = next_commands(trainer)
+    if is_terminal(sys.stdout):
+        commands = [command.replace(":", " ", 1) for command in commands]
+    # a command is one line, however long: a wrapped one could not be pasted into a shell
+    print("\n".join(["", *map(in_columns, lines), *commands]))
+
+
+def next_commands(trainer: Trainer) -> list[str]:
+    """Return the labelled commands that show a fit's curves and evaluate its best model."""
+    commands = []
     if isinstance(trainer.logger, TensorBoardLogger):
-        lines.append(
-            f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
-        )
+        folder = shown_path(trainer.logger.save_dir or "")
+        commands.append(f"look:       tensorboard --logdir {folder}")
     configuration = Path(own_run_folder(trainer), CONFIG)
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
         validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
         command = "validate" if validates else "predict"
-        lines.append(f"next:       fl-lightning {command} {where}")
-    print("\n".join(["", *map(in_columns, lines)]))
+        commands.append(f"next:       fl-lightning {command} {where}")
+    return commands
 
 
 def in_columns(line: str) -> str:
@@ -178,6 +187,6 @@ def _warning(
 ) -> str:
     if is_terminal(sys.stderr):
         return f"{laid_out(f'warning: {message}', width_of(sys.stderr) - 1)}\n"
-    where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
+    said = with_place(message, category, filename, lineno)
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
-    return f"{now} | WARNING | {message} ({where})\n"
+    return f"{now} | WARNING | {said}\n"
