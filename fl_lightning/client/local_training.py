@@ -225,7 +225,7 @@ class LocalTrainer:
         """Raise ConfigurationError if a client has changed a tensor that counts as constant."""
         if changed := self._constants.changed():
             raise ConfigurationError(
-                f"round {self._round}: a client's training changes {changed[0]}, which the first local "
+                f"round {self._round + 1}: a client's training changes {changed[0]}, which the first local "
                 "steps of the run did not change, so that it counts as a constant: name it in "
                 f"federation.client_state, e.g. client_state: [{changed[0]}]"
             )

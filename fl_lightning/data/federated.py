@@ -200,7 +200,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' training examples, for a central run."""
-        examples = torch.from_numpy(self.clients.indices)
+        examples = self.train_indices
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
         sampler: Sampler[int] = RandomSampler(places)
@@ -250,9 +250,11 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def train_indices(self) -> Tensor:
-        """The examples that are divided among the clients, shape (M,)."""
-        chosen = self._drawn.indices
-        return torch.arange(self._num_stored) if chosen is None else chosen
+        """Examples that a central run trains on, shape (M,)."""
+        if self.search_fraction or self.example_transforms:
+            return torch.from_numpy(self.clients.indices).long()
+        drawn = self._drawn.indices
+        return torch.arange(self._num_stored) if drawn is None else drawn
 
     @property
     def _num_stored(self) -> int:

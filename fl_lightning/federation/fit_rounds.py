@@ -196,7 +196,7 @@ class FitRounds:
         number, options, groups = self.run.trainer.current_epoch, self.options, self.run.groups
         if groups.fewest > 1 and (num_left_out := groups.num_left_out(number)):
             yield (
-                f"round {number}: a cohort of {num_left_out} is too small for "
+                f"round {number + 1}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
                 f"{groups.fewest} clients or more: nobody trains, the model stays as it is"
             )
@@ -215,7 +215,7 @@ class FitRounds:
         if idle:
             noise = "; the noise of privacy is all that is left" if options.privacy else ""
             yield (
-                f"round {number}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
+                f"round {number + 1}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
                 "Have the schedule reach 0 after the last round"
             )
 

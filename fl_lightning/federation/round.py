@@ -127,7 +127,7 @@ class Round:
 
     def raise_or_skip(self, failure: ClientFailure) -> None:
         """Record a client's failure if failures are skipped; else raise it."""
-        located = f"round {self.server.round_index}, {failure}"
+        located = f"round {self.server.round_index + 1}, {failure}"
         if not self._skips_failures:
             failure.args = (located,)
             raise failure
@@ -144,7 +144,7 @@ class Round:
             rank_zero_warn(f"skipped: {record.skipped[client]}")
         if record.finished and self.server.num_replies < self._min_replies:
             raise RoundFailure(
-                f"round {self.server.round_index}: {self.server.num_replies} of {len(record.finished)} "
+                f"round {self.server.round_index + 1}: {self.server.num_replies} of {len(record.finished)} "
                 f"clients sent a valid update, min_replies is {self._min_replies}"
             )
         for stage in self.stages.having["settle"]:
@@ -154,7 +154,7 @@ class Round:
         record.update_norm = float(self.server.close_round(change))
         if has_replies and not record.update_norm and not record.means.names:
             raise RoundFailure(
-                f"round {self.server.round_index}: no client has a loss, and the model has not moved: "
+                f"round {self.server.round_index + 1}: no client has a loss, and the model has not moved: "
                 "have training_step return the loss of a batch; None skips the batch"
             )
         for stage in having["stepped"]:

@@ -49,7 +49,6 @@ _UNKNOWN = Traits(
     },
 )
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_NO_TERM = GradientTerm()
 
 
 class Start(NamedTuple):
@@ -335,35 +334,31 @@ class Stages(Iterable[Stage]):
 
     Attributes:
         having: stages that override a method, by the method's name.
+        correction: the stage of the run's correction, or None.
+        personal: the stage of the run's personal tensors, or None.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
         methods = [name for name, value in vars(Stage).items() if isfunction(value)]
         self.having = {m: [s for s in self._stages if overridden(s, m)] for m in methods}
-        self._correcting = [stage for stage in self._stages if isinstance(stage, Correcting)]
+        self.correction = next((s for s in self._stages if isinstance(s, Correcting)), None)
+        self.personal = next((s for s in self._stages if isinstance(s, KeepsTensors)), None)
         self._learning = [s for s in self._stages if isinstance(s, Learning) and s.learns]
-        self._keeping = [stage for stage in self._stages if isinstance(stage, KeepsTensors)]
         self.around_fit = [stage for stage in self._stages if isinstance(stage, AroundFit)]
         self.learns = bool(self._learning)
         self.hides_clients = any(stage.hides_clients for stage in self._stages)
         self.is_private = any(stage.is_private for stage in self._stages)
+        reasons = (stage.one_at_a_time for stage in self._stages)
+        self.one_at_a_time = next((reason for reason in reasons if reason is not None), None)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
 
-    @property
-    def one_at_a_time(self) -> str | None:
-        """Reason why clients must train one after the other; None without one."""
-        return next((s.one_at_a_time for s in self._stages if s.one_at_a_time is not None), None)
-
-    def after(self, stage: Stage) -> Stages:
-        """Return the stages after a stage."""
-        return Stages(self._stages[self._stages.index(stage) + 1 :])
-
-    def before(self, stage: Stage) -> Stages:
-        """Return the stages before a stage."""
-        return Stages(self._stages[: self._stages.index(stage)])
+    def around(self, stage: Stage) -> tuple[Stages, Stages]:
+        """Return the stages before a stage, and those after it."""
+        place = self._stages.index(stage)
+        return Stages(self._stages[:place]), Stages(self._stages[place + 1 :])
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the clients' starts from the server's model, each with the clients that share it."""
@@ -398,21 +393,6 @@ class Stages(Iterable[Stage]):
                 each()
 
         return remember
-
-    def term(self, client: int) -> GradientTerm:
-        """Return the sum of the terms that clients in slots add to their gradients."""
-        terms = [stage.term(client) for stage in self._correcting]
-        return terms[0] if len(terms) == 1 else sum(terms, _NO_TERM)  # to the bit, if it is one
-
-    def own(self, client: int) -> Tensor | None:
-        """Return a client's personal tensors, shape (o,); None for those of the global model."""
-        found = (stage.own(client) for stage in self._keeping)
-        return next((own for own in found if own is not None), None)
-
-    def keep(self, client: int, own: Tensor) -> None:
-        """Store the personal tensors of a client in slots."""
-        for stage in self._keeping:
-            stage.keep(client, own)
 
 
 def overridden(stage: Stage, *names: str) -> list[str]:

@@ -115,9 +115,11 @@ class Packing:
             message.params, round_index=round_index, client_id=answer.client, like=self._like
         )
         self._check(delta)
-        if not bool(delta.isfinite().all()):  # numbers that are finite before they are scaled
+        update, device = message.to_update(), self._space.device
+        update = replace(update, buffers=update.buffers.to(device), delta=delta.to(device))
+        if not bool(update.norm.isfinite()):  # as clients check it: no sum of updates overflows
             raise MessageError("the update has numbers that are too large")
-        return replace(self._placed(message.to_update()), delta=delta.to(self._space.device))
+        return update
 
     def model(self, model: GlobalModel, round_index: int) -> Tensor:
         """Return the bytes of a model, uint8 of shape (n,), compressed as configured."""
@@ -182,9 +184,6 @@ class Packing:
         self._check(params)
         device = self._space.device
         return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
-
-    def _placed(self, update: ClientUpdate) -> ClientUpdate:
-        return replace(update, buffers=update.buffers.to(self._space.device))
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:

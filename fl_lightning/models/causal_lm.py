@@ -19,13 +19,9 @@ load one with another base is an error.
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
-import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +35,7 @@ from torch.nn import functional
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.models.networks import add_adapters, build_causal_lm, freeze_a_factors
 from fl_lightning.models.schedule import Schedule, scheduled
 
 IGNORED = -100  # label of tokens that are not predicted
@@ -133,7 +130,7 @@ class CausalLM(LightningModule):
             raise ConfigurationError(
                 "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
             )
-        base: Any = _base(network, four_bit, dtype, seed)
+        base: Any = build_causal_lm(network, four_bit, dtype, seed)
         self.base_name = network if isinstance(network, str) else type(base).__name__
         originals = {id(parameter) for parameter in base.parameters()}
         if gradient_checkpointing:
@@ -141,9 +138,9 @@ class CausalLM(LightningModule):
             enable = getattr(base, "activation_checkpointing_enable", None)
             (enable or base.gradient_checkpointing_enable)({"use_reentrant": False})
             base.enable_input_require_grads()  # the embeddings may be frozen
-        self.network = base if adapter is None else _with_adapters(base, adapter)
+        self.network = base if adapter is None else add_adapters(base, adapter)
         if freeze_a:
-            _freeze_a(self.network)
+            freeze_a_factors(self.network)
         self._frozen = {
             name
             for name, parameter in self.named_parameters(remove_duplicate=False)  # tied weights too
@@ -324,127 +321,3 @@ def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
     else:
         rows = list(zip(tokens, labels, strict=True))
     return [row[: int((label != IGNORED).int().argmax())] for row, label in rows]
-
-
-def _base(
-    network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
-) -> nn.Module:
-    """Load the base, or make it from a configuration.
-
-    Raises:
-        ConfigurationError: if there is no such model or option.
-    """
-    if isinstance(network, nn.Module):
-        return network
-    transformers = _extra("transformers")
-    numbers = "auto" if dtype == "auto" else getattr(torch, dtype)
-    if isinstance(network, str):
-        options = _quantised(transformers) if four_bit else {}
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model: nn.Module = _explained(
-            f"model.network: {network!r} is no folder or name on the hub that can be loaded",
-            lambda: load(network, **{_dtype_option(transformers): numbers}, **options),
-        )
-        if four_bit:
-            model = _extra("peft").prepare_model_for_kbit_training(model)
-        return model
-    if four_bit:
-        raise ConfigurationError("CausalLM: four_bit loads saved weights: give network as a name")
-    return _random(transformers, network, None if dtype == "auto" else numbers, seed)
-
-
-def _random(transformers: Any, network: dict[str, Any], dtype: Any, seed: int) -> nn.Module:
-    """Make a model from a configuration."""
-    options = dict(network)
-    kind = options.pop("model_type", None)
-    known = transformers.CONFIG_MAPPING
-    if kind not in known:
-        close = difflib.get_close_matches(str(kind), list(known), n=3)
-        raise ConfigurationError(
-            f"model.network: model_type {kind!r} is not known to transformers: did you mean "
-            f"{' or '.join(close) or 'llama'}?"
-        )
-    _check_options("model.network", options, known[kind])
-    config = _explained("model.network", lambda: known[kind](**options))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = _explained(
-            f"model.network: {kind}",
-            lambda: transformers.AutoModelForCausalLM.from_config(config),
-        )
-    return model if dtype is None else model.to(dtype)
-
-
-def _dtype_option(transformers: Any) -> str:
-    return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-
-
-def _quantised(transformers: Any) -> dict[str, Any]:
-    if find_spec("bitsandbytes") is None:
-        raise ConfigurationError("CausalLM: four_bit needs bitsandbytes: pip install bitsandbytes")
-    return {
-        "quantization_config": transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    }
-
-
-def _with_adapters(base: nn.Module, adapter: Any) -> nn.Module:
-    """Return a model with adapters.
-
-    Raises:
-        ConfigurationError: if peft refuses an option.
-    """
-    peft = _extra("peft")
-    if isinstance(adapter, Mapping):
-        options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **adapter}
-        _check_options("model.adapter", options, peft.LoraConfig)
-        adapter = _explained("model.adapter", lambda: peft.LoraConfig(**options))
-    with warnings.catch_warnings():  # peft asks for what transformers is about to rename
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
-        network: nn.Module = _explained("model.adapter", lambda: peft.get_peft_model(base, adapter))
-    return network
-
-
-def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise ConfigurationError for names that a configuration does not have."""
-    known = [*inspect.signature(config).parameters, *getattr(config, "attribute_map", {})]
-    for name in given:
-        if name not in known and not hasattr(config, name):
-            library = config.__module__.split(".")[0]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"see the documentation of {library}"
-            raise ConfigurationError(
-                f"{option}: {name!r} is not accepted by {config.__name__}: {hint}"
-            )
-
-
-def _freeze_a(network: nn.Module) -> None:
-    a_of_layers = "lora_A.", "lora_embedding_A."
-    parameters = network.named_parameters()
-    frozen = [p for name, p in parameters if any(part in name for part in a_of_layers)]
-    if not frozen:
-        raise ConfigurationError("CausalLM: freeze_a needs LoRA's adapters, and adapter makes none")
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-
-
-def _extra(package: str) -> Any:
-    try:
-        return __import__(package)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"CausalLM needs {package}: pip install 'fl-lightning[llm]'"
-        ) from error
-
-
-def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Call a library, and convert its errors to a ConfigurationError that names the option."""
-    try:
-        return make()
-    except Exception as error:  # both libraries have errors of many kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"{option}: {reason}") from error

@@ -19,7 +19,29 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 
 
-class McMahanCNN(nn.Module):
+class SmallCNN(nn.Module):
+    """Base of the two networks: ``head(dropout(features(images)))``."""
+
+    def __init__(
+        self, features: nn.Sequential, width: int, num_classes: int, drop_rate: float
+    ) -> None:
+        super().__init__()
+        self.features = features
+        # no layer if it is off, because even a dropout of 0 is a random operation for torch.func.vmap
+        self.drop = nn.Dropout(drop_rate) if drop_rate else nn.Identity()
+        self.head = nn.Linear(width, num_classes)
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer, as timm's networks do."""
+        return self.head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (B, num_classes) of images (B, in_chans, image_size, image_size)."""
+        logits: Tensor = self.head(self.drop(self.features(images)))
+        return logits
+
+
+class McMahanCNN(SmallCNN):
     """The network of the FedAvg paper for MNIST.
 
     Args:
@@ -44,29 +66,18 @@ class McMahanCNN(nn.Module):
         *,
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__()
         _check_image_size("McMahanCNN", image_size, smallest=4)
         side = image_size // 2 // 2
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             *_convolution(in_chans, 32, padding=2),
             *_convolution(32, 64, padding=2),
             nn.Flatten(),
             *_dense(64 * side**2, 512),
         )
-        self.drop = _dropout(drop_rate)
-        self.head = nn.Linear(512, num_classes)
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer, as timm's networks do."""
-        return self.head
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of images (B, in_chans, image_size, image_size)."""
-        logits: Tensor = self.head(self.drop(self.features(images)))
-        return logits
+        super().__init__(features, 512, num_classes, drop_rate)
 
 
-class LeNet(nn.Module):
+class LeNet(SmallCNN):
     """LeNet-5 with ReLU and max-pooling, as in federated benchmarks on CIFAR-10.
 
     Args:
@@ -91,27 +102,16 @@ class LeNet(nn.Module):
         *,
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__()
         _check_image_size("LeNet", image_size, smallest=16)
         side = ((image_size - 4) // 2 - 4) // 2
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             *_convolution(in_chans, 6, padding=0),
             *_convolution(6, 16, padding=0),
             nn.Flatten(),
             *_dense(16 * side**2, 120),
             *_dense(120, 84),
         )
-        self.drop = _dropout(drop_rate)
-        self.head = nn.Linear(84, num_classes)
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer, as timm's networks do."""
-        return self.head
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of images (B, in_chans, image_size, image_size)."""
-        logits: Tensor = self.head(self.drop(self.features(images)))
-        return logits
+        super().__init__(features, 84, num_classes, drop_rate)
 
 
 def _check_image_size(network: str, image_size: int, *, smallest: int) -> None:
@@ -129,8 +129,3 @@ def _convolution(in_chans: int, out_chans: int, *, padding: int) -> tuple[nn.Mod
 
 def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:
     return nn.Linear(in_features, out_features), nn.ReLU()
-
-
-def _dropout(drop_rate: float) -> nn.Module:
-    # no layer if it is off, because even a dropout of 0 is a random operation for torch.func.vmap
-    return nn.Dropout(drop_rate) if drop_rate else nn.Identity()

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.models.checkpoints import load_backbone
-from fl_lightning.models.cnn import LeNet, McMahanCNN
+from fl_lightning.models.cnn import SmallCNN
 from fl_lightning.models.networks import build_network, freeze
 from fl_lightning.models.schedule import Schedule, scheduled
 
@@ -104,7 +104,12 @@ class ImageClassifier(LightningModule):
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
-            _check_own(pretrained, drop_rate, network_kwargs)
+            only_by_name: dict[str, Any] = {"pretrained": pretrained, "drop_rate": drop_rate}
+            only_by_name |= {"network_kwargs": network_kwargs}
+            if given := [name for name, value in only_by_name.items() if value]:
+                raise ConfigurationError(
+                    f"{', '.join(given)}: for networks by name; pass it to your own network itself"
+                )
             self.network = network
         else:
             self.network = build_network(network, pretrained, image_size, arguments)
@@ -126,7 +131,7 @@ class ImageClassifier(LightningModule):
         """Return the inputs of the classifier for a batch, shape (B, …)."""
         network: Any = self.network
         images = batch[0]
-        if isinstance(network, LeNet | McMahanCNN):
+        if isinstance(network, SmallCNN):
             features: Tensor = network.features(images)
         else:
             features = network.forward_head(network.forward_features(images), pre_logits=True)
@@ -151,7 +156,7 @@ class ImageClassifier(LightningModule):
         size = self._image_size
         # other networks of timm accept images of any size
         embedding = getattr(self.network, "patch_embed", None)
-        is_fixed = isinstance(self.network, LeNet | McMahanCNN) or getattr(
+        is_fixed = isinstance(self.network, SmallCNN) or getattr(
             embedding, "strict_img_size", False
         )
         if size is not None and is_fixed and tuple(images.shape[2:]) != (size, size):
@@ -199,17 +204,6 @@ class ImageClassifier(LightningModule):
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def _check_own(
-    pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
-) -> None:
-    """Raise ConfigurationError for options that a given network module cannot use."""
-    given = {"pretrained": pretrained, "drop_rate": drop_rate, "network_kwargs": network_kwargs}
-    if named := [name for name, value in given.items() if value]:
-        raise ConfigurationError(
-            f"{', '.join(named)}: for networks by name; pass it to your own network itself"
-        )
 
 
 def _merge(named: dict[str, Any], network_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""Networks by name, ours or timm's, with or without weights, and freezing of their parts."""
+"""Networks by name, with or without weights: ours, timm's, language models with adapters; and freezing."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -144,3 +149,130 @@ def freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> Non
 
 def _is_inside(name: str, modules: tuple[str, ...] | list[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def build_causal_lm(
+    network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
+) -> nn.Module:
+    """Load a causal language model by name, or make it with random weights from a configuration.
+
+    Raises:
+        ConfigurationError: if there is no such model or option.
+    """
+    if isinstance(network, nn.Module):
+        return network
+    transformers = _extra("transformers")
+    numbers = "auto" if dtype == "auto" else getattr(torch, dtype)
+    if isinstance(network, str):
+        options = _quantised(transformers) if four_bit else {}
+        is_recent = int(transformers.__version__.split(".")[0]) >= 5
+        options["dtype" if is_recent else "torch_dtype"] = numbers
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model: nn.Module = _explained(
+            f"model.network: {network!r} is no folder or name on the hub that can be loaded",
+            lambda: load(network, **options),
+        )
+        if four_bit:
+            model = _extra("peft").prepare_model_for_kbit_training(model)
+        return model
+    if four_bit:
+        raise ConfigurationError("CausalLM: four_bit loads saved weights: give network as a name")
+    return _random(transformers, network, None if dtype == "auto" else numbers, seed)
+
+
+def _random(transformers: Any, network: dict[str, Any], dtype: Any, seed: int) -> nn.Module:
+    """Make a model from a configuration."""
+    options = dict(network)
+    kind = options.pop("model_type", None)
+    known = transformers.CONFIG_MAPPING
+    if kind not in known:
+        close = difflib.get_close_matches(str(kind), list(known), n=3)
+        raise ConfigurationError(
+            f"model.network: model_type {kind!r} is not known to transformers: did you mean "
+            f"{' or '.join(close) or 'llama'}?"
+        )
+    _check_options("model.network", options, known[kind])
+    config = _explained("model.network", lambda: known[kind](**options))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = _explained(
+            f"model.network: {kind}",
+            lambda: transformers.AutoModelForCausalLM.from_config(config),
+        )
+    return model if dtype is None else model.to(dtype)
+
+
+def _quantised(transformers: Any) -> dict[str, Any]:
+    if find_spec("bitsandbytes") is None:
+        raise ConfigurationError("CausalLM: four_bit needs bitsandbytes: pip install bitsandbytes")
+    return {
+        "quantization_config": transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    }
+
+
+def add_adapters(base: nn.Module, adapter: Any) -> nn.Module:
+    """Return a model with adapters.
+
+    Raises:
+        ConfigurationError: if peft refuses an option.
+    """
+    peft = _extra("peft")
+    if isinstance(adapter, Mapping):
+        options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **adapter}
+        _check_options("model.adapter", options, peft.LoraConfig)
+        adapter = _explained("model.adapter", lambda: peft.LoraConfig(**options))
+    with warnings.catch_warnings():  # peft asks for what transformers is about to rename
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        network: nn.Module = _explained("model.adapter", lambda: peft.get_peft_model(base, adapter))
+    return network
+
+
+def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
+    """Raise ConfigurationError for names that a configuration does not have."""
+    known = [*inspect.signature(config).parameters, *getattr(config, "attribute_map", {})]
+    for name in given:
+        if name not in known and not hasattr(config, name):
+            library = config.__module__.split(".")[0]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"see the documentation of {library}"
+            raise ConfigurationError(
+                f"{option}: {name!r} is not accepted by {config.__name__}: {hint}"
+            )
+
+
+def freeze_a_factors(network: nn.Module) -> None:
+    """Freeze the factors A of LoRA's adapters, so that only the factors B train.
+
+    Raises:
+        ConfigurationError: if there are no factors A.
+    """
+    a_of_layers = "lora_A.", "lora_embedding_A."
+    parameters = network.named_parameters()
+    frozen = [p for name, p in parameters if any(part in name for part in a_of_layers)]
+    if not frozen:
+        raise ConfigurationError("CausalLM: freeze_a needs LoRA's adapters, and adapter makes none")
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
+def _extra(package: str) -> Any:
+    try:
+        return __import__(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"CausalLM needs {package}: pip install 'fl-lightning[llm]'"
+        ) from error
+
+
+def _explained(option: str, make: Callable[[], Any]) -> Any:
+    """Call a library, and convert its errors to a ConfigurationError that names the option."""
+    try:
+        return make()
+    except Exception as error:  # both libraries have errors of many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"{option}: {reason}") from error

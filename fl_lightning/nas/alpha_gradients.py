@@ -63,9 +63,6 @@ class WeightStep:
         weight_decay: λ >= 0.
         dampening: dampening >= 0 of gradients that enter a momentum buffer.
         nesterov: whether to use Nesterov momentum.
-
-    Raises:
-        ConfigurationError: if one is negative.
     """
 
     lr: float
@@ -73,10 +70,6 @@ class WeightStep:
     weight_decay: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay", "dampening"):
-            check_range(name, getattr(self, name), "at least 0")
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:

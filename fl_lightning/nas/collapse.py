@@ -128,7 +128,7 @@ class StopAtCollapse(Callback):
         return module.transfer_batch_to_device(converted, module.device, 0)
 
     def _end(self, trainer: Trainer, reason: str) -> None:
-        rank_zero_info(f"round {trainer.current_epoch}: the search ends, {reason}")
+        rank_zero_info(f"round {trainer.current_epoch + 1}: the search ends, {reason}")
         trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:

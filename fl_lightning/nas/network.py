@@ -37,8 +37,9 @@ class Network(nn.Module):
 
     Args:
         space: space of cells or of sizes.
-        architecture: string of the architecture, or path of a YAML file that a search wrote
-            (architecture.yaml, retrain.yaml, best.yaml), of which only the architecture is read.
+        architecture: string of the architecture; or name of the option of every decision, in order, as a
+            sweep chooses them; or path of a YAML file that a search wrote (architecture.yaml, retrain.yaml,
+            best.yaml), of which only the architecture is read.
         num_classes: length of the output.
         in_channels: channels of the images.
         channels: channels of the first cells, in a space of cells; the default of the space if None.
@@ -63,7 +64,7 @@ class Network(nn.Module):
     def __init__(
         self,
         space: CellSpace | SizeSpace,
-        architecture: str,
+        architecture: str | list[str],
         *,
         num_classes: int,
         in_channels: int = 3,
@@ -73,8 +74,7 @@ class Network(nn.Module):
         new_head: bool = False,
     ) -> None:
         super().__init__()
-        is_file = architecture.endswith((".yaml", ".yml"))
-        self.architecture = space.parse(architecture_in(architecture) if is_file else architecture)
+        self.architecture = _chosen(space, architecture)
         sizes = {"channels": channels, "cells": cells}
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(space, SizeSpace) and given:
@@ -94,6 +94,20 @@ class Network(nn.Module):
         """Return logits (B, num_classes)."""
         logits: Tensor = self.network(images)
         return logits
+
+
+def _chosen(space: CellSpace | SizeSpace, given: str | list[str]) -> Architecture:
+    if isinstance(given, str):
+        is_file = given.endswith((".yaml", ".yml"))
+        return space.parse(architecture_in(given) if is_file else given)
+    choices = []
+    for decision, option in zip(space.decisions, given, strict=False):
+        if option not in decision.options:
+            raise ConfigurationError(
+                f"architecture: {decision.name} is one of {', '.join(decision.options)}, got {option}"
+            )
+        choices.append(decision.options.index(option))
+    return space.architecture(choices)
 
 
 # prefixes in checkpoints: the LightningModule and `Network` both have an attribute `network`

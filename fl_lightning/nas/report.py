@@ -147,14 +147,11 @@ class SearchReport(Callback):
         """Draw the current cell and the probabilities for TensorBoard, about twenty times in a run."""
         module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
-        if trainer.is_global_zero and trainer.current_epoch % every == 0:
-            self._draw(trainer, module, module.shares)
-
-    def _draw(self, trainer: Trainer, module: Any, shares: Tensor) -> None:
         step = trainer.current_epoch
-        cell = module.architecture
+        if not trainer.is_global_zero or step % every:
+            return
+        cell, chart = module.architecture, Chart("map", "", _map(module.space, module.shares))
         log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
-        chart = Chart("probabilities", "probabilities", _map(module.space, shares))
         log_figure(trainer, "search/probabilities", lambda: draw([chart])[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:

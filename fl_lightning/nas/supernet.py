@@ -492,7 +492,7 @@ class Supernet(SharedWeights):
         )
         if found is None:
             return None
-        accuracy, number = max((value, -n) for n, value in enumerate(found.values))
+        accuracy, number = max((value, -n) for n, value in enumerate(found))
         self._best = drawn[-number]
         return accuracy
 

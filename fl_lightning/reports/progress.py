@@ -49,7 +49,7 @@ class RoundProgressBar(ProgressBar):
                 f"refresh_rate must be a whole number, at least 0 (no bar), got {refresh_rate}"
             )
         self.refresh_rate = refresh_rate
-        self._is_wanted = refresh_rate > 0
+        self.is_enabled = refresh_rate > 0
         self._screen = StatusLines(self._show)
         self._pace = Pace()
         self._inner: Inner | None = None
@@ -61,15 +61,15 @@ class RoundProgressBar(ProgressBar):
     @property
     def says_rounds(self) -> bool:
         """True if each round is a line in the log, because there is no terminal."""
-        return self._is_wanted and not self._screen.is_open
+        return self.is_enabled and not self._screen.is_open
 
     @override
     def disable(self) -> None:
-        self._is_wanted = False
+        self.is_enabled = False
 
     @override
     def enable(self) -> None:
-        self._is_wanted = self.refresh_rate > 0
+        self.is_enabled = self.refresh_rate > 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,7 +80,7 @@ class RoundProgressBar(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the bar; other processes print above it from now on."""
         self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
-        if self._is_wanted:
+        if self.is_enabled:
             self._open()
         self._draw(at_once=True)
 
@@ -135,7 +135,7 @@ class RoundProgressBar(ProgressBar):
         else:
             what, batches = "validation", trainer.num_val_batches
         self._inner = Inner(what, sum(batches))
-        if trainer.state.fn != "fit" and self._is_wanted:
+        if trainer.state.fn != "fit" and self.is_enabled:
             self._open()
         self._draw()
 
@@ -166,14 +166,9 @@ class RoundProgressBar(ProgressBar):
 
     @contextmanager
     def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show another bar within this context; yields a function that advances the bar by one.
-
-        Args:
-            what: name of the things that are counted.
-            total: number of things; infinite if unknown, 0 for work without a count.
-        """
+        """Show another bar within this context; yields a function that advances the bar by one."""
         was_open, self._inner = self._screen.is_open, Inner(what, total)
-        if self._is_wanted:
+        if self.is_enabled:
             self._open()
         self._show()
 

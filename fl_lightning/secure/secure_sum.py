@@ -351,7 +351,7 @@ class HiddenIntegers(HiddenUpdates):
             outcome = self._summed()
         except (AbortedError, ValueError) as error:
             raise RoundFailure(
-                f"round {self._round_index}: the secure sum of {len(self.clients)} updates, with "
+                f"round {self._round_index + 1}: the secure sum of {len(self.clients)} updates, with "
                 f"{len(self._missing)} clients missing, gave nothing: {error}"
             ) from error
         self.protection_cost, self._vectors = outcome.cost, []

@@ -207,7 +207,7 @@ class Server:
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         if not (params.sum().isfinite() or params.isfinite().all()):  # a sum may overflow
             raise RoundFailure(
-                f"round {self.round_index}: after the server's step the model holds NaN or infinite "
+                f"round {self.round_index + 1}: after the server's step the model holds NaN or infinite "
                 f"numbers. It descended a pseudo-gradient of norm {float(norm):.4g}: lower the learning "
                 "rate of server_optimizer or of the clients"
             )

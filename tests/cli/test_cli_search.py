@@ -2,11 +2,13 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
 from fl_lightning.cli import main
+from fl_lightning.nas import NASBench201
 from fl_lightning.nas.spaces.named import described_space, named_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
@@ -127,3 +129,20 @@ def test_a_file_with_settings_that_no_space_has_is_refused(settings, says, tmp_p
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit, match=says):
         main(["search", "--space", "space.yaml"])
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_the_networks_of_a_space(tmp_path, capsys):
+    """Two trials of one round: the decisions are the sweep's options, and the best is a network."""
+    main(["search", *SMALL, "--in_channels", "1", "--sweep", "nets.yaml"])
+    assert "fl-lightning sweep --search nets.yaml" in capsys.readouterr().out
+    content = yaml.safe_load((tmp_path / "nets.yaml").read_text())
+    assert content["space"]["model.network.architecture.5"] == list(NASBench201.operations)
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    words = ["--trials", "2", "--workers", "1", "--out", "swept", "--pruner", "none"]
+    small = ["--trainer.max_epochs", "1", "--data.init_args.num_clients", "2"]
+    main(["sweep", "--search", "nets.yaml", "--config", str(quickstart), *words, "--", *small])
+    best = yaml.safe_load((tmp_path / "swept/best.yaml").read_text())
+    given = best["model"]["init_args"]["network"]["init_args"]
+    assert len(given["architecture"]) == 6
+    assert set(given["architecture"]) <= set(NASBench201.operations)

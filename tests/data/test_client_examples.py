@@ -135,6 +135,7 @@ def test_a_central_run_pools_what_clients_train_on():
     data = wrapped(ToyData(batch_size=8), Marked(), client_val_fraction=0.2)
     inputs = torch.cat([batch[0] for batch in data.train_dataloader()])
     assert torch.bincount(inputs[:, 0].long()).tolist() == data.clients.num_examples.tolist()
+    assert data.train_indices.tolist() == data.clients.indices.tolist()  # a mask's, too
 
 
 def test_wrong_examples_and_options_are_refused():

@@ -196,8 +196,8 @@ def test_every_round_of_a_schedule_trains(kind, warmup, caplog):
 
 def test_rounds_at_rate_zero_are_told(caplog):
     fit(Scheduled(lambda round: float(round < 2)), max_epochs=3)
-    assert "round 2: a learning rate is 0, so nothing moves (the clients' one)." in caplog.text
-    assert "round 1: a learning rate" not in caplog.text
+    assert "round 3: a learning rate is 0, so nothing moves (the clients' one)." in caplog.text
+    assert "round 2: a learning rate" not in caplog.text
 
 
 class Counting(ToyModule):
@@ -229,7 +229,7 @@ def test_a_skipped_client_leaves_no_trace_in_torchmetrics():
     data.setup("fit")
     bad = data.train_dataset.tensors[0][data.clients[2], 0]
     options = {"local_steps": None, "local_epochs": 1, "on_client_failure": "skip"}
-    with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
+    with pytest.warns(UserWarning, match="skipped: round 1, client 2"):
         trainer = fit(Counting(bad), data=data, max_epochs=1, **options)
     expected = data.clients.num_examples.sum() - len(data.clients[2])
     assert trainer.callback_metrics["seen"] == expected

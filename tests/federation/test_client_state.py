@@ -136,7 +136,7 @@ def test_what_a_skipped_client_appended_is_not_there():
             return loss * torch.nan if len(batch[0]) == 20 else loss
 
     module = made(Fails)
-    with pytest.warns(UserWarning, match="skipped: round 0, client 0"):
+    with pytest.warns(UserWarning, match="skipped: round 1, client 0"):
         fit(module, max_epochs=1, on_client_failure="skip")
     assert len(module.outputs) == 3 * 3
 
@@ -254,9 +254,9 @@ class ChangesLateByData(ChangesLate):
 
 
 def test_a_buffer_that_changes_later_stops_the_run_and_may_be_named():
-    with pytest.raises(ConfigurationError, match=r"round 1: a client's training changes mean, .*"):
+    with pytest.raises(ConfigurationError, match=r"round 2: a client's training changes mean, .*"):
         fit(made(ChangesLate))
-    with pytest.raises(ConfigurationError, match=r"round 1: .* client_state: \[mean\]"):
+    with pytest.raises(ConfigurationError, match=r"round 2: .* client_state: \[mean\]"):
         fit(made(ChangesLateByData))
     for kind in (ChangesLate, ChangesLateByData):
         module, other = made(kind), made(kind)
@@ -392,7 +392,7 @@ def test_a_client_that_fails_leaves_nothing_in_the_place_of_a_buffer():
     for after in (False, True):
         module = made(FailsWhenItRebinds)
         module.after = after
-        with pytest.warns(UserWarning, match="skipped: round 0, client 0"):
+        with pytest.warns(UserWarning, match="skipped: round 1, client 0"):
             fit(module, max_epochs=1, on_client_failure="skip", client_state=["level"])
         ends.append(torch.cat([weights(module), module.level.reshape(1)]))
     assert torch.equal(*ends)

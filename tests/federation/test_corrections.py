@@ -220,7 +220,7 @@ class TestAGradientThatIsNotFinite:
     """Of a whole shard, though the client's step is fine: it does not draw the bad example."""
 
     def test_the_client_is_named(self, engine):
-        message = "round 0, client 1: the gradient of its whole shard holds NaN"
+        message = "round 1, client 1: the gradient of its whole shard holds NaN"
         with pytest.raises(ClientFailure, match=message):
             trajectory((40, 40), source=OneBad, engine=engine, **ONE_STEP)
 

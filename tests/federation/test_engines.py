@@ -701,14 +701,14 @@ def poisoned(client, kind=Poisoned):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_client_with_nan_is_named(precision):
     module, data = poisoned(2)
-    with pytest.raises(ClientFailure, match="round 0, client 2: its training loss is nan"):
+    with pytest.raises(ClientFailure, match="round 1, client 2: its training loss is nan"):
         run(module, data=data, cohort=None, trainer={"precision": precision})
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
 def test_a_client_whose_gradient_alone_is_nan_is_named():
     module, data = poisoned(2, Steep)
-    with pytest.raises(ClientFailure, match="round 0, client 2: its update holds NaN"):
+    with pytest.raises(ClientFailure, match="round 1, client 2: its update holds NaN"):
         run(module, data=data, cohort=None, local_epochs=None, local_steps=1)
 
 
@@ -719,10 +719,10 @@ def test_a_client_with_nan_is_skipped_and_the_others_count(kind, local_steps):
     skipping = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
     if local_steps:
         skipping |= {"local_epochs": None, "local_steps": local_steps}
-    with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
+    with pytest.warns(UserWarning, match="skipped: round 1, client 2"):
         first = run(one, "sequential", data=data, **skipping)
     many, data = poisoned(2, kind)
-    with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
+    with pytest.warns(UserWarning, match="skipped: round 1, client 2"):
         second = run(many, "slots", data=data, **skipping)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     for trainer in (first, second):

@@ -51,12 +51,12 @@ def fit(module, data, max_epochs=2, **options):
 
 @pytest.mark.parametrize("how", ["nan", "inf"])
 def test_a_loss_that_is_not_finite_names_the_client(how):
-    with pytest.raises(ClientFailure, match=r"round 0, client 2: its training loss is (nan|inf)"):
+    with pytest.raises(ClientFailure, match=r"round 1, client 2: its training loss is (nan|inf)"):
         fit(*sabotage(how))
 
 
 def test_an_exception_names_the_client_and_keeps_its_traceback():
-    with pytest.raises(ClientFailure, match="round 0, client 2: KeyError") as caught:
+    with pytest.raises(ClientFailure, match="round 1, client 2: KeyError") as caught:
         fit(*sabotage("raise"))
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.traceback is not None
@@ -101,7 +101,7 @@ def test_a_failed_round_leaves_the_global_model_in_the_module():
 def test_skipped_clients_are_counted_and_leave_no_trace(how):
     module, data = sabotage(how)
     start = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
+    with pytest.warns(UserWarning, match="skipped: round 1, client 2"):
         trainer = fit(module, data, max_epochs=1, on_client_failure="skip")
     assert trainer.callback_metrics["round/skipped"] == 1
     assert trainer.callback_metrics["round/cohort_size"] == 6
@@ -126,7 +126,7 @@ def test_a_server_step_that_breaks_the_model_is_named_in_its_own_round(max_epoch
 
     module = ToyModule()
     before = weights(module)
-    with pytest.raises(RoundFailure, match="round 0: after the server's step"):
+    with pytest.raises(RoundFailure, match="round 1: after the server's step"):
         fit(module, toy_data(), max_epochs, server_optimizer=overshoot)
     assert torch.equal(weights(module), before)
 

@@ -450,7 +450,7 @@ class TestFailures:
         ):
             run(Ditto(pull=1e30))
         with (
-            pytest.warns(UserWarning, match=r"skipped: round 0, client \d: in personal steps"),
+            pytest.warns(UserWarning, match=r"skipped: round 1, client \d: in personal steps"),
             pytest.raises(RoundFailure, match="0 of 3 clients"),
         ):
             run(Ditto(pull=1e30), on_client_failure="skip")
@@ -500,7 +500,7 @@ class TestCorrectionsBesideACopy:
     def test_they_learn_nothing_from_a_client_whose_copy_fails(self, correction):
         options = {"correction": correction, "personal": Ditto(pull=0.5), "engine": "sequential"}
         one = {"rounds": 1, **options}
-        with pytest.warns(UserWarning, match="skipped: round 0, client 1: in personal steps"):
+        with pytest.warns(UserWarning, match="skipped: round 1, client 1: in personal steps"):
             found, federation = trajectory(
                 (10, 10), module=CopyDiverges(), on_client_failure="skip", **one
             )

@@ -327,7 +327,7 @@ class TestFailures:
     @pytest.mark.parametrize("client", [0, 5])
     def test_a_client_failing_anywhere_is_named(self, client):
         data = toy_data()
-        with pytest.raises(ClientFailure, match=f"round 0, client {client}: KeyError") as caught:
+        with pytest.raises(ClientFailure, match=f"round 1, client {client}: KeyError") as caught:
             fit(2, sabotaged(data, [client], "raise"), data, cohort=None)
         assert caught.value.client_id == client
         assert "no such thing" in str(caught.value.__cause__)
@@ -351,7 +351,7 @@ class TestFailures:
         assert trainer.callback_metrics["round/cohort_size"] == 6
         torch.testing.assert_close(weights(module), weights(expected), rtol=2e-6, atol=1e-6)
         for client in (1, 4):
-            assert said.count(f"skipped: round 0, client {client}: its training loss") == 1
+            assert said.count(f"skipped: round 1, client {client}: its training loss") == 1
 
     @pytest.mark.filterwarnings("ignore:skipped")
     def test_replies_are_counted_over_all(self):
@@ -573,7 +573,7 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
         assert process.exitcode == 0
         assert torch.equal(torch.load(tmp_path / f"weights_{rank}"), weights(expected))
         failure = (tmp_path / f"failure_{rank}").read_text()
-        assert failure == "round 0, client 0: KeyError: 'no such thing'"
+        assert failure == "round 1, client 0: KeyError: 'no such thing'"
 
 
 def test_every_client_is_in_one_share():

@@ -67,17 +67,18 @@ def checked(monkeypatch):
 
     ``again`` has an entry for everyone who was trained again, at a look or at a closer one.
     """
-    looked, look, train = Looked(), SpotCheck.look, FitClients._train_again
+    looked, look, train = Looked(), SpotCheck.look, FitClients._train_alone
 
-    def train_again(self, work, model):
-        looked.again.append(work.client_id)
-        return train(self, work, model)
+    def train_alone(self, work, model, *, is_corrected=True):
+        if is_corrected:  # else it is a trial
+            looked.again.append(work.client_id)
+        return train(self, work, model, is_corrected=is_corrected)
 
     def note(self, work, found, start):
         looked.append((work.round_index, work.client_id))
         look(self, work, found, start)
 
-    monkeypatch.setattr(FitClients, "_train_again", train_again)
+    monkeypatch.setattr(FitClients, "_train_alone", train_alone)
     monkeypatch.setattr(SpotCheck, "look", note)
     return looked
 
@@ -116,7 +117,7 @@ class TestWhatDiffersStopsTheRun:
         with pytest.raises(EnginesDiffer) as caught:
             run(module, rounds)
         said = str(caught.value)
-        assert f"round 1, client {caught.value.client_id}: " in said
+        assert f"round 2, client {caught.value.client_id}: " in said
         assert "its update differs by 1.0e-02 of itself" in said
         assert "Set federation.engine: sequential" in said
         # the round does not count: the model is that of the one before
@@ -135,7 +136,7 @@ class TestWhatDiffersStopsTheRun:
 
         spoil(monkeypatch, change)
         data = toy_data(batch_size=4, drop_last=True)
-        with pytest.raises(EnginesDiffer, match=rf"round 1, client \d: .* its {name} differs"):
+        with pytest.raises(EnginesDiffer, match=rf"round 2, client \d: .* its {name} differs"):
             run(toy(batch_norm=True), data=data)
 
     def test_one_coordinate_is_enough(self, monkeypatch):
@@ -144,7 +145,7 @@ class TestWhatDiffersStopsTheRun:
             return group
 
         spoil(monkeypatch, change)
-        with pytest.raises(EnginesDiffer, match="round 1"):
+        with pytest.raises(EnginesDiffer, match="round 2"):
             run(toy())
 
     def test_a_part_that_clients_keep(self, monkeypatch):
@@ -178,7 +179,7 @@ class TestWhatDiffersStopsTheRun:
             engine="slots", slots=3, correction=Scaffold(), spot_check=1.0, seed=0
         )
         module = toy(Measured)
-        with pytest.raises(EnginesDiffer, match="round 1"):
+        with pytest.raises(EnginesDiffer, match="round 2"):
             toy_trainer(federation).fit(module, datamodule=toy_data())
         state = federation.state_dict()
         rounds = federation.rounds
@@ -191,7 +192,7 @@ class TestWhatDiffersStopsTheRun:
     def test_one_process_stops_all(self, monkeypatch):
         spoil(monkeypatch, longer)
         module = toy()
-        with pytest.raises(EnginesDiffer, match=r"round 1, client \d: .*engine:\ssequential"):
+        with pytest.raises(EnginesDiffer, match=r"round 2, client \d: .*engine:\ssequential"):
             run(module, trainer={"devices": 2, "strategy": "federated"})
 
     def test_the_error_travels_between_processes(self):
@@ -428,7 +429,7 @@ class MeanAtFirst(ToyModule):
 
 
 def test_a_loss_that_was_said_to_be_a_mean_is_held_to_it():
-    with pytest.raises(EnginesDiffer, match=r"round 2, client .*federation\.pad_batches: false"):
+    with pytest.raises(EnginesDiffer, match=r"round 3, client .*federation\.pad_batches: false"):
         run(toy(MeanAtFirst), pad_batches=True)
     run(toy(MeanAtFirst))
 

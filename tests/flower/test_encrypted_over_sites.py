@@ -155,7 +155,7 @@ def test_a_site_that_does_not_come_back_is_left_out(on_failure, tmp_path):
     assert farthest(network, whole) > NOISE
 
 
-OPENER = r"round 0: site . has not opened the encrypted sum: .*within 15 s\. .*--resume last"
+OPENER = r"round 1: site . has not opened the encrypted sum: .*within 15 s\. .*--resume last"
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_too_few_clients_are_not_added(tmp_path):
 def test_a_sum_that_nobody_opens_fails_with_a_sentence(tmp_path):
     sites = Sites(tmp_path, fewest_in_secure_sum=6)
     fails_at(sites, "b", "encrypt")
-    with pytest.raises(RoundFailure, match=r"round 0: site a has not opened .* does not allow"):
+    with pytest.raises(RoundFailure, match=r"round 1: site a has not opened .* does not allow"):
         added(sites)
 
 

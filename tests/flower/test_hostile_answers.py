@@ -97,6 +97,7 @@ def of_payloads():
         "the weight of a billion examples",
         changed(lambda payload: with_numbers(payload, 2, 10**9)),
     )
+    yield "numbers of 1e30", changed(of_large_numbers)
     yield "a billion steps", changed(lambda payload: with_numbers(payload, 3, 10**9))
 
 
@@ -105,6 +106,13 @@ def with_numbers(payload, at, number):
     fields, tensors = read(bytes_of(payload), "update")
     tensors["numbers"][at] = number
     return as_tensor(write("update", fields, tensors))
+
+
+def of_large_numbers(payload):
+    """Return an update whose sum with others overflows."""
+    fields, tensors = read(bytes_of(payload), "update")
+    large = {n: torch.full_like(t, 1e30) for n, t in tensors.items() if t.is_floating_point()}
+    return as_tensor(write("update", fields, tensors | large))
 
 
 def of_losses():
@@ -129,7 +137,7 @@ def of_clients():
             yield f"{field} {value}", changed(**{field: value})
     for steps in ((), (1, 2, 3), None):
         yield f"optimizer_steps {steps}", changed(optimizer_steps=steps)
-    for steps in (0.0, 1e308, None):
+    for steps in (0.0, 1e-300, 1e308, None):
         yield f"effective_steps {steps}", changed(effective_steps=steps)
     for name, numbers in NUMBERS.items():
         if numbers.numel():
@@ -166,7 +174,7 @@ LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
 
 
 USED = {  # lies that could be true
-    *("num_steps 1", "optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
+    *("optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
     *("optimizer_steps (1, 2, 3)", "optimizer_steps None", "a loss of bf16", "a loss of bool"),
     *("a loss of one number", "a loss of a scalar", "a loss of a table", "a loss of bytes"),
     *("no metrics", "strange metrics", "facts", "no facts"),
@@ -340,10 +348,13 @@ def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name
     assert channel.lies == []
 
 
-def test_one_site_does_not_decide_how_a_metric_is_reduced_over_clients(tmp_path):
+def test_a_site_decides_neither_how_metrics_are_reduced_nor_what_the_server_measures(tmp_path):
     def summed(answer):
         told = {"train/loss": "sum", "train/examples": "sum"}
-        return replace(answer, options={**answer.options, "reductions": told})
+        own = {"val/best": torch.tensor(1.0), "privacy/epsilon": torch.tensor(0.0)}
+        clients = [replace(each, metrics={**each.metrics, **own}) for each in answer.clients]
+        options = {**answer.options, "reductions": told}
+        return replace(answer, options=options, clients=tuple(clients))
 
     config, losses = configuration(**SKIPPING, trainer__max_epochs=1), []
     with three_sites(config) as sites:
@@ -358,4 +369,6 @@ def test_one_site_does_not_decide_how_a_metric_is_reduced_over_clients(tmp_path)
                 str(each.message) for each in said if "reduces train/loss" in str(each.message)
             ]
             assert len(found) >= len(lies)
+            assert "privacy/epsilon" not in trainer.callback_metrics
+            assert "val/best" not in trainer.callback_metrics
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -55,10 +55,8 @@ def test_scores_are_the_share_of_training_examples_that_are_right(space, federat
     )
     batches = [source.evaluation_batch(indices) for indices in owners]
     score = SubNetworkScore(module.network, batches, batches)
-    assert found.values == pytest.approx([score(architecture) for architecture in drawn])
-    assert len(set(found.values)) > 1
-    only_counts = 8 * len(owners) * (len(drawn) + 1)
-    assert found.num_bytes == only_counts if space.name == "vit" else found.num_bytes > only_counts
+    assert found == pytest.approx([score(architecture) for architecture in drawn])
+    assert len(set(found)) > 1
 
 
 def test_sums_of_clients_are_those_of_all_examples():

@@ -125,7 +125,7 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
     constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
     panel = Figure().subplots()
     tooltips = front_panel(
-        SearchResult(tuple(found), 4), measure="flops", score="synflow", constraints=constraints
+        SearchResult(tuple(found)), measure="flops", score="synflow", constraints=constraints
     )(panel)
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]

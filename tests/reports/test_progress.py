@@ -123,6 +123,20 @@ def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, capl
     assert float(trainer.callback_metrics["clients/val/loss_mean"]) > 0
 
 
+class Printing(ToyModule):
+    def on_train_epoch_end(self):
+        self.print(f"epoch {self.current_epoch} is over")
+
+
+@pytest.mark.parametrize("rate", [0, 1])
+def test_a_module_prints_by_lightnings_own_call(rate, capsys):
+    bar = RoundProgressBar(refresh_rate=rate)
+    trainer = toy_trainer(Federation(local_steps=1), bar, enable_progress_bar=True, max_epochs=2)
+    trainer.fit(Printing(), datamodule=toy_data())
+    printed = capsys.readouterr().out
+    assert [printed.count(f"epoch {n} is over") for n in (0, 1)] == [1, 1]
+
+
 def test_a_bar_that_was_never_opened_is_not_closed():
     """Where processes are started, nobody sets callbacks up, and all hear of an exception."""
     RoundProgressBar().on_exception(None, None, RuntimeError())

@@ -173,7 +173,7 @@ def test_random_coordinates_are_the_same_for_all_and_the_only_ones_that_travel()
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
 def test_too_few_clients_leave_no_sum(protocol):
-    with pytest.raises(RoundFailure, match=r"round 3: the secure sum of 3 updates, with 3 clients"):
+    with pytest.raises(RoundFailure, match=r"round 4: the secure sum of 3 updates, with 3 clients"):
         began(SecureMean(protocol=protocol), some_updates()[:3], missing=[1, 2, 3]).close()
     with pytest.raises(RoundFailure, match="num_clients"):
         began(SecureMean(protocol=protocol), some_updates()[:1]).close()
@@ -230,7 +230,7 @@ class TestEncryptedMean:
         assert torch.allclose(total.clear / share, plain_mean(updates)[in_clear], atol=1e-5)
 
     def test_a_mean_of_one_update_is_not_decrypted(self):
-        with pytest.raises(RoundFailure, match="round 3: 1 client sent an update, whose mean"):
+        with pytest.raises(RoundFailure, match="round 4: 1 client sent an update, whose mean"):
             began(EncryptedMean(), some_updates()[:1]).close()
         began(EncryptedMean(), some_updates()[:2]).close()
 

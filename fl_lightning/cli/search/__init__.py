@@ -6,7 +6,6 @@ of its sub-networks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +15,13 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.latency import Networks, add_networks, check_writable, networks_of
+from fl_lightning.cli.latency import (
+    Networks,
+    add_networks,
+    check_writable,
+    networks_of,
+    show_progress,
+)
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
@@ -105,6 +110,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         group,
         front="The cost of the Pareto front; if null that of the first constraint, or flops.",
         export="The YAML file of the best network; <out>/best.yaml if null.",
+        sweep="Instead of scoring: a YAML file to write, with which fl-lightning sweep trains networks.",
     )
 
 
@@ -126,7 +132,7 @@ def search(
         given: the parsed options of the command.
         options: words after ``--``, options of a supernet's configuration.
         defaults: default values of the command's options.
-        validate: function that runs ``validate`` with an additional callback.
+        validate: function that runs a command line with additional callbacks.
         resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
@@ -148,6 +154,10 @@ def search(
     given.score = given.score or ("synflow" if given.table is None else "accuracy")
     _check_sources(given)
     networks = networks_of(given)
+    if given.sweep is not None:
+        findings.write_sweep(given.sweep, networks.space, retraining_of(networks), given.seed)
+        print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
+        return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
 
 
@@ -231,12 +241,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
-    shape = {
-        "side": networks.side,
-        "in_channels": given.in_channels,
-        "num_classes": given.num_classes,
-        "seed": given.seed,
-    }
+    shape = {name: given[name] for name in ("side", "in_channels", "num_classes", "seed")}
     batch = (
         noise_batch(given.batch_size, **shape)
         if given.images is None
@@ -261,9 +266,7 @@ def _told(score: Objective, budget: int) -> Objective:
     def scored(architecture: Architecture) -> float:
         nonlocal done
         value, done = score(architecture), done + 1
-        if sys.stderr.isatty():
-            end = "\n" if done == budget else ""
-            print(f"\r{done} of {budget} networks", end=end, file=sys.stderr, flush=True)
+        show_progress(f"done: {done}" if done == budget else f"{done} of {budget} networks")
         return value
 
     return scored
@@ -288,8 +291,8 @@ def _report(
     axes = {"measure": measure, "score": given.score, "constraints": constraints}
     findings.write_page(out, result, best, configuration=text, **axes)
     print(markdown(*findings.front_rows(result, measure, given.score)))
-    is_all = len(result.evaluated) == result.budget
-    more = "" if is_all else f" of {result.budget}: no others were found within the constraints"
+    is_all = len(result.evaluated) == given.budget
+    more = "" if is_all else f" of {given.budget}: no others were found within the constraints"
     print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())

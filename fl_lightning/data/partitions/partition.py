@@ -215,7 +215,7 @@ def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarr
 
 
 def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Split indices into those kept and those held out, both ascending.
+    """Split the indices of examples into kept and held-out indices, both ascending.
 
     Args:
         targets: the class of each example, shape (N,).

@@ -118,12 +118,18 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
 
     def _read(self, name: str, class_names: tuple[str, ...]) -> ImageSet:
         folder = self.root / name
-        _require_same_classes(folder, _class_names(folder), class_names)
+        found = set(_class_names(folder))
+        missing, unknown = sorted(set(class_names) - found), sorted(found - set(class_names))
+        if missing or unknown:
+            raise ConfigurationError(
+                f"root: {folder} must have the classes of the training images; missing: {missing}, "
+                f"not among them: {unknown}. Add or remove these folders"
+            )
         paths, targets = [], []
         for target, class_name in enumerate(class_names):
-            found = _image_paths(folder / class_name)
-            paths += found
-            targets += [target] * len(found)
+            images = _image_paths(folder / class_name)
+            paths += images
+            targets += [target] * len(images)
         pipeline = self.training_pipeline(self.pipeline)
         return ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
 
@@ -140,16 +146,6 @@ def _class_names(folder: Path) -> tuple[str, ...]:
             "with one folder for each class"
         )
     return tuple(names)
-
-
-def _require_same_classes(folder: Path, found: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    if found != expected:
-        missing = sorted(set(expected) - set(found))
-        unknown = sorted(set(found) - set(expected))
-        raise ConfigurationError(
-            f"root: {folder} must have the classes of the training images; missing: {missing}, "
-            f"not among them: {unknown}. Add or remove these folders"
-        )
 
 
 def _image_paths(folder: Path) -> list[Path]:

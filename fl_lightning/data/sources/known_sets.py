@@ -241,7 +241,7 @@ class FashionMNIST(TorchvisionSource):
 
 @final
 class EMNIST(TorchvisionSource):
-    """Handwritten letters and digits of 28x28 pixels in grey: NIST's, as MNIST.
+    """Handwritten letters and digits of NIST, in the format of MNIST: 28x28 pixels in grey.
 
     Augmentation is a random shift by up to 2 pixels.
     Source: Cohen et al. 2017, *EMNIST: an extension of MNIST to handwritten letters* (1702.05373).

@@ -182,7 +182,7 @@ class Targets:
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], kind: TargetKind | None, name: str) -> Self:
-        """Determine the kind from the training values.
+        """Determine from the training values whether targets are classes or numbers.
 
         Args:
             values: shape (N,).

@@ -121,7 +121,7 @@ class Source(LightningDataModule, ABC):
         self.train_set = self.finished(train, trains=True)
 
     def finished(self, examples: Any, *, trains: bool) -> Any:
-        """Return a set as it is served, given it after the split.
+        """Prepare a set after the split; unchanged by default.
 
         Args:
             examples: the set.

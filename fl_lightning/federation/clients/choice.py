@@ -42,9 +42,8 @@ from fl_lightning.federation.clients.engine_options import (
     most_parameters,
 )
 from fl_lightning.federation.clients.in_slots import SlotEngine, raise_if_impossible
-from fl_lightning.federation.clients.spot_check import remark_of
+from fl_lightning.federation.clients.spot_check import TrainAlone, remark_of
 from fl_lightning.federation.clients.trial import (
-    TrainOne,
     Trial,
     reason_against_speedup,
     sample_of,
@@ -118,20 +117,20 @@ class EngineChooser:
         self.is_settled = self._options.engine == "sequential"
         self.slots: SlotEngine | None = None
 
-    def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
+    def choose(self, model: GlobalModel, work: Sequence[ClientWork], alone: TrainAlone) -> None:
         """Choose an engine, unless that is done or no client has work; never fails.
 
         Args:
             model: the global model.
             work: the work of the first group of clients.
-            train_one: trains a client from a model sequentially, without a trace but in the module's metrics.
+            alone: trains a client from a model sequentially, without a trace but in the module's metrics.
         """
         work = [client for client in work if client.sizes]
         if self.is_settled or not work:
             return
         self.is_settled = True
         metrics = MetricStates(metrics_of(self._trainer.lightning_module))
-        trial = Trial(self._trainer, self._local, self._step, model, work, train_one)
+        trial = Trial(self._trainer, self._local, self._step, model, work, alone)
         is_forced, sequential = self._options.engine == "slots", "sequential"
         try:
             sequential += self._choose_speedups(trial)
@@ -282,7 +281,7 @@ class EngineChooser:
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
         how = "slots of whole batches" if is_whole else "sequential"
-        text = f"engine: {how} from round {self._trainer.current_epoch} on, because {reason}"
+        text = f"engine: {how} from round {self._trainer.current_epoch + 1} on, because {reason}"
         if self._options.engine == "slots" and not is_whole:
             rank_zero_warn(text)
         else:

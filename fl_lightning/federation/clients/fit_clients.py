@@ -13,7 +13,7 @@ from functools import partial
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.choice import EngineChooser
 from fl_lightning.federation.clients.in_slots import InSlots
@@ -67,7 +67,7 @@ class FitClients:
             options.spot_check,
             run.module,
             run.collector,
-            self._train_again,
+            self._train_alone,
             self.restore,
             run.trainer.precision,
         )
@@ -109,7 +109,7 @@ class FitClients:
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
                 work = self.plan.of([*group], self._run.round_index)
-                self.engine.choose(model, work, self._try_one)
+                self.engine.choose(model, work, partial(self._train_alone, is_corrected=False))
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:
             self.engine.load_state_dict(choice)
@@ -145,15 +145,13 @@ class FitClients:
                     self.engine.fall_back(reason)
             yield from self._one_by_one.train(start, work)
 
-    def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
-        """Train a client, without a trace but in the module and its metrics."""
-        turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        return self._one_by_one.train_alone(turn)
-
-    def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
-        """Train a client of slots sequentially, without a trace but in the module."""
-        own = self._stages.own(work.client_id)
+    def _train_alone(
+        self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
+    ) -> Trained:
+        """Train a client sequentially, without a trace but in the module and its metrics."""
+        personal = self._stages.personal
+        own = None if personal is None else personal.own(work.client_id)
         own_start = self.local.own_start if own is None else own
-        turn = Turn(work, Start(model, model), counts=False)
+        turn = Turn(work, Start(model, model), counts=False, is_corrected=is_corrected)
         update = self._one_by_one.train_alone(turn)
         return Trained(update, self.local.kept, own_start)

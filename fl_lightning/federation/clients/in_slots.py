@@ -197,11 +197,13 @@ class InSlots:
         stages = self._stages
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check = self._spot_check
+        check, personal = self._spot_check, stages.personal
+        term = None if stages.correction is None else stages.correction.term
+        own = None if personal is None else personal.own
         check.begin(stackable)
         again: list[int] = []
         with transaction():
-            for group in slots.train(start.model, stackable, stages.term, stages.own):
+            for group in slots.train(start.model, stackable, term, own):
                 usable, failures = usable_rows(group)
                 # they train again sequentially: example by example there may be a 0 / 0
                 again.extend(failure.client_id for failure in failures)
@@ -214,8 +216,9 @@ class InSlots:
                     yield Missing(start, failure)
                 sent = without_buffers(usable) if stages.is_private else usable
                 yield Upload(start, sent, sent, bytes_up(sent))
-                for client_id in usable.client_ids if slots.kept else ():
-                    stages.keep(client_id, slots.kept[client_id])
+                if personal is not None and slots.kept:
+                    for client_id in usable.client_ids:
+                        personal.keep(client_id, slots.kept[client_id])
                 check.note(usable, slots.kept)
             check.compare(start.model, start.present)
         is_again = np.isin(stackable.client_ids, again)

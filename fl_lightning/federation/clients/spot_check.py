@@ -198,7 +198,7 @@ class SpotCheck:
         apart = difference(expected, found, work, start, self._alone, rounding, num_seen)
         if apart is None or math.isinf(apart.explained):
             return
-        where = f"round {work.round_index}, client {work.client_id}"
+        where = f"round {work.round_index + 1}, client {work.client_id}"
         said = f"trained in slots, its {apart.name} differs by {apart.gap:.1e} of itself from what it is "
         said += f"one after the other; rounding explains {apart.explained:.1e}"
         if isinstance(expected, ClientFailure):

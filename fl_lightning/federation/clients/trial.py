@@ -27,7 +27,7 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import MetricStates, metrics_of
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import (
     CannotPad,
     CannotStack,
@@ -37,12 +37,10 @@ from fl_lightning.engines import (
     usable_rows,
 )
 from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
-from fl_lightning.federation.clients.spot_check import Rounding, Trained, difference
+from fl_lightning.federation.clients.spot_check import Rounding, TrainAlone, Trained, difference
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 from fl_lightning.kernels import reason_against_direct_layers
 from fl_lightning.server.means.running_mean import RunningMean
-
-TrainOne = Callable[[GlobalModel, ClientWork], ClientUpdate]
 
 _TURNS = 3
 # Relative difference by which the states of a torchmetrics object may differ.
@@ -69,7 +67,7 @@ class Trial:
         step: the local step of the sequential engine.
         model: the global model.
         work: the work of clients, with at least a batch each.
-        train_one: trains a client from a model sequentially, without a trace but in the module's metrics.
+        alone: trains a client from a model sequentially, without a trace but in the module's metrics.
     """
 
     trainer: Trainer
@@ -77,7 +75,7 @@ class Trial:
     step: LightningStep
     model: GlobalModel
     work: Sequence[ClientWork]
-    train_one: TrainOne
+    alone: TrainAlone
 
     @property
     def num_steps(self) -> float:
@@ -108,7 +106,8 @@ class Trial:
 
         def train() -> None:
             for client in sample:
-                mean.add(self.train_one(self.model, client).delta, client.num_examples)
+                update = self.alone(client, self.model).update
+                mean.add(update.delta, client.num_examples)
 
         return self.seconds_per_step(train, sample)
 
@@ -211,10 +210,6 @@ class Trial:
                 name = f"{type(metric).__name__} object"
                 raise CannotStack(f"a trial client's {name} was not the sequential one")
 
-    def alone(self, client: ClientWork, model: GlobalModel) -> Trained:
-        """Train a client from a model sequentially."""
-        return Trained(self.train_one(model, client), self.local.kept, self.local.own_start)
-
     def _refuse_other(self, expected: Trained, found: Trained, client: ClientWork) -> None:
         apart = difference(
             expected, found, client, self.model, self.alone, self._rounding, math.inf
@@ -233,8 +228,8 @@ class Trial:
     def seconds_of_longest(self) -> float:
         """Return the seconds of a step of the client with most steps."""
         client = self._longest.head(1)
-        self.train_one(self.model, client)  # warms up
-        return self._seconds(lambda: self.train_one(self.model, client))
+        self.alone(client, self.model)  # warms up
+        return self._seconds(lambda: self.alone(client, self.model))
 
     @property
     def _longest(self) -> ClientWork:
@@ -258,7 +253,7 @@ class Trial:
             for _ in range(_TURNS_OF_SPEEDUPS):
                 for speedups, times in took.items():
                     self.step.use(speedups)
-                    times.append(self._seconds(lambda: self.train_one(self.model, sample)))
+                    times.append(self._seconds(lambda: self.alone(sample, self.model)))
         except (ClientFailure, CannotStack):  # e.g. a view of images that wants the usual layout
             return 0.0
         finally:

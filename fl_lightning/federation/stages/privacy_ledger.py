@@ -150,7 +150,7 @@ class PrivacyLedger(Generic[M]):
         """Raise if a round would exceed the budget."""
         if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
-                f"round {round_index} would exceed the privacy budget of "
+                f"round {round_index + 1} would exceed the privacy budget of "
                 f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
             )
 

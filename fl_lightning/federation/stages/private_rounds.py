@@ -176,7 +176,7 @@ class PrivateRounds(PrivateStage):
         replies, wanted = self.aggregator.num_replies, self._mechanism.fewest_replies
         if replies < wanted:
             raise RoundFailure(
-                f"round {self._round_index}: {replies} clients replied, whose shares of noise are "
+                f"round {self._round_index + 1}: {replies} clients replied, whose shares of noise are "
                 f"too little together: federation.privacy.min_shares is {wanted}"
             )
 

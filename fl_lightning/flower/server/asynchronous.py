@@ -217,11 +217,11 @@ class AsynchronousSites(Sites):
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
         if self._options.on_client_failure == "raise":
             self.lose(failure)
-        rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
+        rank_zero_warn(f"round {self._run.round_index + 1}, {failure}: somebody else is started")
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= max(len(at_work), len(set(self._site_of.values()))):
             raise RoundFailure(
-                f"round {self._run.round_index}: {self._lost_in_a_row} orders in a row had no answer, the "
+                f"round {self._run.round_index + 1}: {self._lost_in_a_row} orders in a row had no answer, the "
                 f"last {failure}"
             )
 

@@ -6,6 +6,7 @@ simulation's. Stages up to `Transport` have processed an update at its site; lat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -93,7 +94,7 @@ class Sites(FitClients):
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self.stages_ahead = stages.after(self._transport)
+        _, self.stages_ahead = stages.around(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
         self._sums = None if hidden is None else hidden.aggregator.over_sites
@@ -186,7 +187,10 @@ class Sites(FitClients):
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
         self._note_reductions(reply.site, reply.answer)
         try:
-            sums[reply.site] = told_sums(logged, tensors, self._run.module)
+            told = told_sums(logged, tensors, self._run.module)
+            if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
+                raise ValueError(f"it logs {names[0]}, which the server measures itself")
+            sums[reply.site] = told
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
@@ -283,7 +287,7 @@ class Sites(FitClients):
             opened = ClientUpdate(*given)
         update = replace(
             opened,
-            metrics=dict(answer.metrics),
+            metrics={n: v for n, v in answer.metrics.items() if not _OF_SERVER.match(n)},
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
@@ -293,19 +297,17 @@ class Sites(FitClients):
         if not self._transport.is_lossy:
             return Upload(start, arrived, arrived, part.bytes_up)
         made = Updates.of(replace(update))
-        norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
-        if norm is not None:
-            vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Upload(start, made, arrived, part.bytes_up, error)
+        facts = {n: torch.tensor(v, dtype=opened.delta.dtype) for n, v in answer.facts.items()}
+        if NORM in facts:
+            vars(next(iter(made)))["norm"] = facts[NORM]  # of what the client has sent, in full
+        return Upload(start, made, arrived, part.bytes_up, facts.get(ERROR))
 
 
-def _scalar(value: float | None, like: Tensor) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=like.dtype)
-
-
+# names of numbers that the server measures itself, which no client may replace
+_OF_SERVER = re.compile(r"(val|test|round|privacy)(/|_|$)")
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOST_STEPS = 2**40
+LEAST_STEPS, MOST_STEPS = 1e-6, 2**40  # updates are divided by effective steps
 
 
 def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
@@ -329,7 +331,7 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     if not 0 < answer.num_steps <= MOST_STEPS or max(of_optimizers, default=0) > MOST_STEPS:
         raise ValueError(f"it says that it took {answer.num_steps} steps, of optimizers {steps}")
     effective = answer.effective_steps
-    if counts_steps and not (effective is not None and 0 < effective <= MOST_STEPS):
+    if counts_steps and not (effective is not None and LEAST_STEPS <= effective <= MOST_STEPS):
         raise ValueError(f"its update adds up {effective} gradients")
     for name, metric in answer.metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):

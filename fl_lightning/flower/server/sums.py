@@ -175,7 +175,7 @@ class EncryptedOverSites:
         total, senders = self._added(agreed, layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
-                f"round {agreed.round}: {len(senders)} vectors are left for the encrypted sum, which would "
+                f"round {agreed.round + 1}: {len(senders)} vectors are left for the encrypted sum, which would "
                 f"show them: it needs {FEWEST_CLIENTS} or more"
             )
         asked = EncryptedStage("open", agreed, senders)
@@ -236,7 +236,7 @@ class EncryptedOverSites:
             is_key = asked.stage == "key"
             what = "made no key for the run" if is_key else "has not opened the encrypted sum"
             raise RoundFailure(
-                f"round {order.round}: site {opener} {what}: {reply.reason}. Nobody else opens "
+                f"round {order.round + 1}: site {opener} {what}: {reply.reason}. Nobody else opens "
                 "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
             )
         return reply.answer
@@ -269,7 +269,7 @@ def _values(values: Tensor | None, agreed: EncryptedSettings) -> Tensor:
     form = None if values is None else (values.dtype, values.shape)
     if values is None or form != (torch.float64, (agreed.size,)) or not values.isfinite().all():
         raise RoundFailure(
-            f"round {agreed.round}: site {agreed.opener} has not opened the encrypted sum: its answer has "
+            f"round {agreed.round + 1}: site {agreed.opener} has not opened the encrypted sum: its answer has "
             f"not {agreed.size} finite numbers"
         )
     return values

@@ -81,7 +81,7 @@ class SiteRounds:
         self._sums, self._privacy = sums, privacy
         self._clients = FitClients(run, options, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self._ahead = stages.before(self._transport)
+        self._ahead, _ = stages.around(self._transport)
         for stage in stages:
             stage.place(run.local.space, None)
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]

@@ -193,14 +193,14 @@ def send(to: Connection, kind: bytes, content: bytes) -> None:
     to.send_bytes(content)
 
 
-def receive(source: Connection, largest: int = LARGEST) -> tuple[bytes, bytes]:
-    """Return the kind and content of a message; a content above ``largest`` bytes is not read.
+def receive(source: Connection) -> tuple[bytes, bytes]:
+    """Return the kind and content of a message; a content above `LARGEST` bytes is not read.
 
     Raises:
         EOFError: if the other side has closed the connection.
         OSError: if the other side does not send such messages.
     """
-    return source.recv_bytes(1), source.recv_bytes(largest)
+    return source.recv_bytes(1), source.recv_bytes(LARGEST)
 
 
 def check_socket_path(path: Path) -> None:

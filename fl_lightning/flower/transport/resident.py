@@ -31,7 +31,6 @@ from fl_lightning.flower.transport.channel import (
     ANSWER,
     BUSY,
     HEARTBEAT,
-    LARGEST,
     LOST,
     ORDER,
     SILENCE,
@@ -74,11 +73,10 @@ class Resident:
 
     Args:
         path: path of the socket.
-        largest: largest size of an order, in bytes.
     """
 
-    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
-        self._path, self._largest = path, largest
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: dict[str, _Job] = {}  # jobs that wait or are in work, by digest
@@ -135,7 +133,7 @@ class Resident:
         """Answer the request of one connection."""
         with connection:
             try:
-                kind, content = receive(connection, self._largest)
+                kind, content = receive(connection)
                 if kind == STATUS:
                     send(connection, STATUS, self._status())
                 elif kind == ORDER:
@@ -192,7 +190,6 @@ def serve(
     make_handler: Callable[[], Handler],
     *,
     meanwhile: Callable[[], None] | None = None,
-    largest: int = LARGEST,
 ) -> None:
     """Answer orders until SIGTERM or Ctrl-C.
 
@@ -201,13 +198,12 @@ def serve(
         make_handler: makes the handler of orders; orders wait until it returns.
         meanwhile: function that the main thread runs while another thread handles orders; None to wait.
             When it returns, serving ends.
-        largest: largest size of an order, in bytes.
 
     Raises:
         ConfigurationError: if the socket cannot be made, or another process serves it.
     """
     with raising_at_signals():
-        resident = Resident(path, largest=largest)
+        resident = Resident(path)
         try:
             handler = make_handler()
             resident.begin(handler)

@@ -1,4 +1,4 @@
-"""Files that a search without gradients writes into its folder.
+"""Files that the command ``fl-lightning search`` writes.
 
 report.html           best architecture, Pareto front with constraints and names, configuration
 evaluated.csv         every scored architecture with its costs, in the order of the search
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult, shown
+from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 from fl_lightning.reports.charts import Chart, Panel, Tooltip, series
 from fl_lightning.reports.page import Page
 
@@ -144,6 +146,31 @@ def export(
     except OSError as error:
         raise ConfigurationError(f"export: {path} cannot be written: {error.strerror}") from None
     return "".join(comments) + text
+
+
+def write_sweep(
+    path: str, space: SearchSpace, configure: Callable[[Architecture], dict[str, Any]], seed: int
+) -> None:
+    """Write a file for ``fl-lightning sweep`` whose trials train networks of a space from scratch.
+
+    Every decision is an option of the sweep. Hyperband (successive halving) stops trials early.
+
+    Args:
+        path: path of the YAML file.
+        space: space of the networks.
+        configure: function for the configuration that trains an architecture, see `retraining`.
+        seed: seed of the random architecture of the first trial.
+    """
+    architecture = space.sample(torch_generator(seed, "first trial"))
+    configuration = configure(architecture)
+    network = configuration["model"]["init_args"]["network"]["init_args"]
+    network["architecture"] = list(architecture.options)
+    options = {
+        f"model.network.architecture.{number}": list(decision.options)
+        for number, decision in enumerate(space.decisions)
+    }
+    content = {"pruner": "hyperband", "base": configuration, "space": options}
+    Path(path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:

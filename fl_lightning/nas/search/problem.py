@@ -49,11 +49,9 @@ class SearchResult:
 
     Attributes:
         evaluated: all scored architectures, in the order of scoring.
-        budget: largest number of architectures that could have been scored.
     """
 
     evaluated: tuple[Evaluated, ...]
-    budget: int
 
     @property
     def best(self) -> Evaluated:
@@ -265,7 +263,7 @@ class Evaluations:
 
     def result(self) -> SearchResult:
         """Return the architectures scored so far."""
-        return SearchResult(tuple(self._done.values()), self.budget)
+        return SearchResult(tuple(self._done.values()))
 
 
 UNIFORM_DRAWS = 30

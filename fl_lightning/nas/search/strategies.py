@@ -150,11 +150,8 @@ class RegularizedEvolution(Strategy):
     tournament: int = 3
 
     def __post_init__(self) -> None:
-        if self.population < 2 or not 1 <= self.tournament <= self.population:
-            raise ConfigurationError(
-                "regularized evolution needs a population of at least 2 and a tournament of 1 to "
-                f"population, got {self.population} and {self.tournament}"
-            )
+        check_range("population", self.population, "at least 2")
+        check_range("tournament", self.tournament, f"from 1 to {self.population}")
 
     @override
     def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
@@ -194,13 +191,10 @@ class Evolution(Strategy):
     mutation: float = 0.1
 
     def __post_init__(self) -> None:
-        shares = 0 < self.parents <= 1 and 0 <= self.mutants <= 1 and 0 < self.mutation <= 1
-        if self.population < 4 or not shares:
-            raise ConfigurationError(
-                "evolution needs a population of at least 4, parents and mutation in (0, 1] and "
-                f"mutants in [0, 1], got {self.population}, {self.parents}, {self.mutation} and "
-                f"{self.mutants}"
-            )
+        check_range("population", self.population, "at least 4")
+        check_range("parents", self.parents, "in (0, 1]")
+        check_range("mutants", self.mutants, "in [0, 1]")
+        check_range("mutation", self.mutation, "in (0, 1]")
 
     @override
     def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:

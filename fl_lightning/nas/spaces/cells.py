@@ -258,29 +258,27 @@ def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.
     )
 
 
+def _separable(
+    channels_in: int, channels_out: int, kernel: int, stride: int, dilation: int, affine: bool
+) -> tuple[nn.Module, ...]:
+    return (
+        nn.ReLU(),
+        depthwise(channels_in, kernel, stride, dilation),
+        nn.Conv2d(channels_in, channels_out, 1, bias=False),
+        nn.BatchNorm2d(channels_out, affine=affine),
+    )
+
+
 def separable(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
     """Return two separable convolutions, one after the other, as published for DARTS."""
-    return nn.Sequential(
-        nn.ReLU(),
-        depthwise(channels_in, kernel, stride),
-        nn.Conv2d(channels_in, channels_in, 1, bias=False),
-        nn.BatchNorm2d(channels_in, affine=affine),
-        nn.ReLU(),
-        depthwise(channels_in, kernel, 1),
-        nn.Conv2d(channels_in, channels_out, 1, bias=False),
-        nn.BatchNorm2d(channels_out, affine=affine),
-    )
+    first = _separable(channels_in, channels_in, kernel, stride, 1, affine)
+    return nn.Sequential(*first, *_separable(channels_in, channels_out, kernel, 1, 1, affine))
 
 
 def dilated(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
     """Return a separable convolution with dilation 2."""
-    return nn.Sequential(
-        nn.ReLU(),
-        depthwise(channels_in, kernel, stride, dilation=2),
-        nn.Conv2d(channels_in, channels_out, 1, bias=False),
-        nn.BatchNorm2d(channels_out, affine=affine),
-    )
+    return nn.Sequential(*_separable(channels_in, channels_out, kernel, stride, 2, affine))

@@ -37,11 +37,7 @@ from fl_lightning.nas.spaces.cells import (
 from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 NODES = (2, 3, 4, 5)
-
-
 CELLS = ("normal", "reduction")
-
-
 # per node: ((operation, source), (operation, source))
 Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 

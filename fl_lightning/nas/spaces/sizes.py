@@ -70,10 +70,15 @@ class Part:
     block: tuple[NamedSize, ...]
 
     @property
+    def most_blocks(self) -> int:
+        """Largest number of blocks."""
+        return int(self.depth.options[-1])
+
+    @property
     def sizes(self) -> tuple[tuple[str, NamedSize], ...]:
         """Names and sizes of all decisions of the stage, in order."""
         head = [*self.own, self.depth]
-        blocks = range(1, int(self.depth.options[-1]) + 1)
+        blocks = range(1, self.most_blocks + 1)
         inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]
         named = [*((size.name, size) for size in head), *inside]
         return tuple((f"{self.name} {name}", size) for name, size in named)
@@ -92,16 +97,6 @@ class PartSizes:
     own: tuple[Any, ...]
     depth: Any
     blocks: tuple[tuple[Any, ...], ...]
-
-
-def most_blocks(part: Part) -> int:
-    """Return the largest number of blocks of a part."""
-    return int(part.depth.options[-1])
-
-
-def depths_of(part: Part) -> Iterator[int]:
-    """Yield the numbers of blocks to choose from."""
-    return (int(depth) for depth in part.depth.options)
 
 
 class SizeSpace(SearchSpace):
@@ -245,7 +240,7 @@ class StagedSpace(SizeSpace):
         for part in self.parts:
             own = tuple(next(taken) for _ in part.own)
             depth = next(taken)
-            blocks = [tuple(next(taken) for _ in part.block) for _ in range(most_blocks(part))]
+            blocks = [tuple(next(taken) for _ in part.block) for _ in range(part.most_blocks)]
             stages.append(PartSizes(own, depth, tuple(blocks[: most(depth)])))
         return tuple(stages)
 
@@ -330,14 +325,14 @@ def _shape(supernet: nn.Module) -> dict[str, int]:
 def _count(part: Part) -> int:
     own = math.prod(len(size.options) for size in part.own)
     block = math.prod(len(size.options) for size in part.block)
-    return own * sum(int(block**depth) for depth in depths_of(part))
+    return own * sum(int(block**depth) for depth in part.depth.options)
 
 
 def _choices(part: Part) -> Iterator[tuple[int, ...]]:
     own = [range(len(size.options)) for size in part.own]
     block = [range(len(size.options)) for size in part.block]
-    for number, depth in enumerate(depths_of(part)):
-        idle = (0,) * ((most_blocks(part) - depth) * len(block))
+    for number, depth in enumerate(map(int, part.depth.options)):
+        idle = (0,) * ((part.most_blocks - depth) * len(block))
         for choices in product(*own, [number], *(block * depth)):
             yield (*choices, *idle)
 
@@ -360,14 +355,14 @@ def read_part(reader: ArchitectureReader, part: Part) -> list[int]:
     if own:
         reader.expect(":")
     blocks = [_read_block(reader, part)]
-    while len(blocks) < most_blocks(part) and reader.text.startswith("-", reader.place):
+    while len(blocks) < part.most_blocks and reader.text.startswith("-", reader.place):
         reader.expect("-")
         blocks.append(_read_block(reader, part))
-    depths = list(depths_of(part))
+    depths = list(part.depth.options)
     if len(blocks) not in depths:
         allowed = ", ".join(map(str, depths))
         reader.refuse(f"{part.name} has {len(blocks)} blocks so far; allowed: {allowed}")
-    idle = [0] * ((most_blocks(part) - len(blocks)) * len(part.block))
+    idle = [0] * ((part.most_blocks - len(blocks)) * len(part.block))
     return [*own, depths.index(len(blocks)), *(c for block in blocks for c in block), *idle]
 
 

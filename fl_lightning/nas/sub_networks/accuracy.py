@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -32,19 +32,6 @@ from fl_lightning.nas.sub_networks.recalibration import (
 )
 
 _AT_ONCE = 16  # number of sub-networks whose statistics are in memory together
-_COUNT_BYTES = 8  # per count
-
-
-class Accuracies(NamedTuple):
-    """Accuracies that clients have counted.
-
-    Attributes:
-        values: accuracy of each sub-network, in [0, 1].
-        num_bytes: number of bytes that all clients sent for them.
-    """
-
-    values: list[float]
-    num_bytes: int
 
 
 def training_accuracies(
@@ -54,7 +41,7 @@ def training_accuracies(
     *,
     max_examples: int | None,
     seed: int,
-) -> Accuracies | None:
+) -> list[float] | None:
     """Measure the accuracy of sub-networks on training examples; all processes call this.
 
     The network does not change.
@@ -67,25 +54,25 @@ def training_accuracies(
         seed: seed of the choice and order of the examples.
 
     Returns:
-        The accuracies, or None without training data, or if no owner has two examples.
+        Accuracies in [0, 1], or None without training data, or if no owner has two examples.
     """
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
     if examples is None:
         return None
-    right, total, num_bytes = torch.zeros(0, dtype=torch.int64), 0, 0
+    right, total = torch.zeros(0, dtype=torch.int64), 0
     for start in range(0, len(architectures), _AT_ONCE):
         some = architectures[start : start + _AT_ONCE]
         sums: list[Sums] = [{} for _ in some]
         if has_norms(network):
             found = recalibrated(trainer, network, some, max_examples=max_examples, seed=seed)
             assert found is not None, "there are training examples"
-            sums, num_bytes = found.sums, num_bytes + found.num_bytes
+            sums = found.sums
         counted, total = _counted(trainer, network, list(zip(some, sums, strict=True)), examples)
         right = torch.cat([right, counted])
     if total == 0:
         return None
-    num_bytes += _COUNT_BYTES * len(examples.indices) * (len(architectures) + 1)
-    return Accuracies((right.double() / total).tolist(), num_bytes)
+    accuracies: list[float] = (right.double() / total).tolist()
+    return accuracies
 
 
 def _counted(

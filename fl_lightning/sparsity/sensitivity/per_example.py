@@ -136,7 +136,7 @@ class _Squares:
         self._vectorize = scoring.vectorize and self._chunk > 1
 
     def add(self, examples: tuple[Any, Tensor]) -> None:
-        """Add a batch of examples and their inputs of the choice of labels."""
+        """Add the squared gradients of a batch, which comes with the inputs of `choose`."""
         if not self._vectorize:
             self._one_by_one(examples)
             return
