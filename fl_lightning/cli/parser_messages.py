@@ -257,10 +257,9 @@ def _wrong_class(found: Complaint) -> str | None:
         return None
     kinds = [f"a {one or other}" for one, other in _KIND.findall(" ".join(found.reasons))]
     kind = f" that is {' or '.join(dict.fromkeys(kinds))}" if kinds else ""
-    classes = f"a class{kind}, with class_path and init_args"
-    if given.startswith("["):
-        classes = f"a list of classes{kind}, each with class_path and init_args"
-    must = f"{found.path} must be {' or '.join([classes, *_allowed(others)])}{shown}"
+    what, with_ = ("a list of classes", "each with") if given[:1] == "[" else ("a class", "with")
+    allowed = [f"{what}{kind}, {with_} class_path and init_args", *_allowed(others)]
+    must = f"{found.path} must be {' or '.join(allowed)}{shown}"
     owner, _, own = found.class_path.rpartition(".")
     if owner.partition(".")[0] not in (
         "",

@@ -103,35 +103,30 @@ def report_whereabouts(trainer: Trainer) -> None:
         lines.append(f"logs:       {shown_path(folder)}")
     if Path(folder, NAME).exists():
         lines.append(f"messages:   {shown_path(str(Path(folder, NAME)))}")
-    commands = next_commands(trainer)
-    if is_terminal(sys.stdout):
-        commands = [command.replace(":", " ", 1) for command in commands]
-    # a command is one line, however long: a wrapped one could not be pasted into a shell
-    print("\n".join(["", *map(in_columns, lines), *commands]))
-
-
-def next_commands(trainer: Trainer) -> list[str]:
-    """Return the labelled commands that show a fit's curves and evaluate its best model."""
-    commands = []
     if isinstance(trainer.logger, TensorBoardLogger):
-        folder = shown_path(trainer.logger.save_dir or "")
-        commands.append(f"look:       tensorboard --logdir {folder}")
+        lines.append(
+            f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
+        )
     configuration = Path(own_run_folder(trainer), CONFIG)
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
         validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
         command = "validate" if validates else "predict"
-        commands.append(f"next:       fl-lightning {command} {where}")
-    return commands
+        lines.append(f"next:       fl-lightning {command} {where}")
+    print("\n".join(["", *map(in_columns, lines)]))
 
 
 def in_columns(line: str) -> str:
-    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged."""
+    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged.
+
+    A command to type stays one line, which can be pasted into a shell.
+    """
     if not is_terminal(sys.stdout):
         return line
     label, _, text = line.partition(":")
-    return laid_out(f"{label}: {text.strip()}", width_of(sys.stdout) - 1)
+    width = sys.maxsize if label in ("look", "next") else width_of(sys.stdout) - 1
+    return laid_out(f"{label}: {text.strip()}", width)
 
 
 _EXPECTED_WARNINGS = (
