@@ -213,8 +213,9 @@ def table_map(
     def panel(axes: Any) -> list[Tooltip]:
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb  # a second
 
-        least = float(np.nanmin(values)) if numbers else 0.0
-        most = float(np.nanmax(values)) if values.size else 1.0
+        finite = values[np.isfinite(values)]
+        least = float(finite.min()) if numbers and finite.size else 0.0
+        most = float(finite.max()) if finite.size else 1.0
         # the square root keeps one example apart from none where another cell has a hundred
         norm = PowerNorm(0.5, vmin=least, vmax=most if most > least else least + 1)
         full = to_rgb(SERIES[0])  # from transparent, for any background

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ClientEvaluation, ConfigurationError, Federation, Personal
+from fl_lightning.callbacks.client_evaluation import worst_decile
 from fl_lightning.federation.visits.client_visits import evaluate_clients
 
 SHORT = {"validation": "val", "test": "test"}
@@ -140,6 +141,33 @@ def test_every_clients_figures_are_there_in_python_without_a_logger():
     found = {client: metrics["val/right"] for client, metrics in evaluation.per_client.items()}
     expected = counted(module, data, "validation")
     assert found == pytest.approx({c: right / number for c, (right, number) in expected.items()})
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (2, [1, 2]), (0, [2])])
+def test_values_of_clients_stand_at_the_step_of_their_round(every, steps, tmp_path):
+    class Counted(ClientEvaluation):
+        times = 0
+
+        def _report(self, *args):
+            self.times += 1
+            super()._report(*args)
+
+    evaluation, logger = Counted(every_n_rounds=every), CSVLogger(tmp_path)
+    trainer = toy_trainer(Federation(seed=0), evaluation, max_epochs=3, logger=logger)
+    trainer.fit(Scored(), datamodule=toy_data(**OPTIONS))
+    with open(f"{trainer.log_dir}/metrics.csv") as file:
+        rows = [*csv.DictReader(file)]
+    of = {
+        n: [int(r["step"]) for r in rows if r[n]] for n in ("val/right", "clients/val/right_mean")
+    }
+    assert of == {"val/right": [0, 1, 2], "clients/val/right_mean": steps}
+    assert evaluation.times == len(steps), "each model is evaluated once"
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_diverged_client_is_in_the_worst_decile(higher_is_better):
+    values = torch.tensor([0.5, torch.nan, 0.7])
+    assert worst_decile(values, higher_is_better=higher_is_better).isnan()
 
 
 class TestParts:
