@@ -12,6 +12,9 @@ processes; M, m, n, e. h is 1 for corrections with a memory of each client (SCAF
 
 Then rounds of other workloads are estimated from steps of two clients, and trained. Last, a table of what
 the formulas say of larger federations. Seconds are those that the process computes.
+
+With ``--dry_run`` it prints for some configurations the estimate of ``fit --dry_run true``, the seconds of the fit,
+and their ratio.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from multiprocessing import get_context
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,11 +44,36 @@ from benchmarks.options import Options
 from benchmarks.ours import fit
 from benchmarks.process import peak_mb
 from benchmarks.workloads import WORKLOADS, Workload
+from fl_lightning.cli.commands import run_lightning
+from fl_lightning.reports.overview import DryRun
 
 FEW, MANY = 7_850, 7_850_000  # parameters of the two models that are compared
 CROWD = 200_000  # clients whose memory is told from that of a few
 ROUNDS = 4
 CHECKED = "U-mlp", "T-mlp", "W3", "U-lenet5"
+_QUICK = (
+    *("--config=quickstart", "--trainer.devices=1", "--trainer.max_epochs=20"),
+    *(
+        "--trainer.logger=true",
+        "--report=false",
+        "--test_after_fit=false",
+        "--trainer.enable_progress_bar=false",
+    ),
+)
+_SEQUENTIAL = ("--federation.engine=sequential", "--federation.local_epochs=1")
+DRY_RUNS = {
+    "quickstart": _SEQUENTIAL,
+    "60 of 100 clients": (
+        *_SEQUENTIAL,
+        *("--data.init_args.num_clients=100", "--federation.cohort.init_args.fraction=0.6"),
+    ),
+    "FedProx, top-k": (
+        *_SEQUENTIAL,
+        *("--federation.correction=FedProx", "--federation.updates+=TopK"),
+        "--federation.updates.init_args.fraction=0.1",
+    ),
+    "central": ("--federation=null",),
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +134,33 @@ class Watch(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note a round."""
         self.seconds.append(time.process_time() - self._began)
+
+
+class FitClock(Callback):
+    """Measures the seconds of a fit, or takes the estimate of a dry run."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._began = time.thread_time()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self.seconds = time.thread_time() - self._began
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the seconds by the estimate of a dry run."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, DryRun):
+                self.seconds = callback.seconds
+
+
+def seconds_of_fit(words: Sequence[str]) -> float:
+    """Return the seconds of a fit of the command line, or the estimate of a dry run."""
+    clock = FitClock()
+    logging.disable(logging.INFO)
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        run_lightning(["fit", *words, f"--trainer.default_root_dir={folder}"], [clock])
+    return clock.seconds
 
 
 def linear(parameters: int, cohort: int, *, steps: int = 1, population: int = 0) -> Workload:
@@ -184,10 +242,21 @@ def main() -> None:
     """Print constants, checks and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default=",".join(CHECKED), help="default %(default)s")
-    names = [name for name in parser.parse_args().workloads.split(",") if name]
+    parser.add_argument("--dry_run", action="store_true", help="check fit --dry_run true instead")
+    given = parser.parse_args()
+    names = [name for name in given.workloads.split(",") if name]
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if given.dry_run:
+        print(f"{'':20}{'estimate s':>12}{'trained s':>12}{'ratio':>8}")
+        for name, own in DRY_RUNS.items():
+            words = [*_QUICK, *own]
+            estimate = alone(seconds_of_fit, [*words, "--dry_run=true"])
+            found_seconds = alone(seconds_of_fit, words)
+            ratio = estimate / found_seconds
+            print(f"{name:20}{estimate:12.2f}{found_seconds:12.2f}{ratio:8.2f}", flush=True)
+        return
     found = measured()
     print(
         f"c {1e3 * found.client:.2f} ms   u {1e9 * found.number:.2f} ns   w {1e3 * found.fixed:.1f} ms   "

@@ -386,19 +386,6 @@ class Halves:
         return np.array_split(np.arange(len(labels)), 2)
 
 
-UNFINISHED = '''
-from fl_lightning.server import WeightedMean
-
-class Nothing(WeightedMean):
-    """A mean without a weight."""
-
-class Bare:
-    """A partition without annotations."""
-    def assign(self, labels, num_clients, seed):
-        return [range(len(labels))]
-'''
-
-
 class TestAStage:
     @both_engines
     def test_with_0_rounds_every_step_is_whole(self, engine):
@@ -512,26 +499,3 @@ class TestWhatIsRefused:
     def test_shards_of_other_clients(self):
         with pytest.raises(ConfigurationError, match="a shard for each of 3 clients, got 2"):
             run(data=toy_data(num_clients=3, partition=Halves()))
-
-    @pytest.mark.parametrize(
-        ("option", "value", "says"),
-        [
-            ("federation.aggregator", "my_federation.Nothing", "is unfinished, it lacks weight"),
-            (
-                "data.partition",
-                "my_federation.Bare",
-                "once it has, annotations and all: assign(self, labels: ",
-            ),
-        ],
-    )
-    def test_the_command_line_says_what_a_class_lacks(
-        self, option, value, says, tmp_path, monkeypatch, capsys
-    ):
-        monkeypatch.setitem(CODE, "Unfinished", UNFINISHED)
-        written_to(tmp_path, monkeypatch, "Unfinished")
-        monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-        quick = str(ROOT / "configs" / "quickstart.yaml")
-        with pytest.raises(SystemExit) as end:
-            main(["fit", "--config", quick, f"--{option}={value}", "--print_config"])
-        assert end.value.code == 2
-        assert says in capsys.readouterr().err

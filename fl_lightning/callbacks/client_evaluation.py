@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -133,8 +133,12 @@ class ClientEvaluation(Callback):
             self._report(trainer, pl_module, "validation")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last global model."""
-        self._report(trainer, pl_module, "validation")
+        """Evaluate the last global model, unless that was done at the end of the last round."""
+        averaging = getattr(callbacks, "WeightAveraging", ())  # it has changed the model since
+        is_new = any(isinstance(one, averaging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        n = self.every_n_rounds
+        if is_new or not n or trainer.current_epoch % n:
+            self._report(trainer, pl_module, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate in the ``validate`` command, but not in the validations of a fit."""
@@ -188,23 +192,22 @@ class ClientEvaluation(Callback):
         folder = run_folder(trainer)  # a collective operation: every process must call it
         if not trainer.is_global_zero:
             return
+        is_fit = trainer.state.fn == "fit"
+        step = trainer.global_step - is_fit  # in a fit the server has already stepped
         logs: dict[str, float] = {}
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
             is_lower_better = any(part in name.lower() for part in _LOWER_IS_BETTER)
             key = name if name.startswith(PERSONAL) else f"clients/{name}"
             logs |= _told(name, key, per_client, higher_is_better=not is_lower_better)
-            log_histogram(trainer, key, per_client, step=trainer.global_step)
-        self._log(trainer, logs)
-        if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _save(Path(folder) / f"clients_{stage}.csv", self.per_client, examples)
-
-    def _log(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        if self.every_n_rounds and trainer.state.fn == "fit":
-            log_numbers(trainer, logs, step=trainer.global_step)
+            log_histogram(trainer, key, per_client, step=step)
+        if self.every_n_rounds and is_fit:
+            log_numbers(trainer, logs, step=step)
         else:
             trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
-            log_once(trainer, "clients", logs, step=trainer.global_step)
+            log_once(trainer, "clients", logs, step=step)
+        if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _save(Path(folder) / f"clients_{stage}.csv", self.per_client, examples)
 
 
 def _why_not(

@@ -2,7 +2,7 @@
 
 Examples are a learning rate of NaN, a schedule with a step of 0 rounds, or a negative number of warm-up rounds:
 the run would end with a model of NaNs or a division by zero, some rounds later. Classes of this package check
-their own options. Environment variables for options inside classes are refused: the parser ignores them.
+their own options.
 """
 
 from __future__ import annotations
@@ -64,26 +64,6 @@ def imported(class_path: str) -> Any:
         return getattr(import_module(module), name, None)
     except (ImportError, ValueError):
         return None
-
-
-def check_environment(parser: Any, environ: Mapping[str, str]) -> None:
-    """Raise if an environment variable is meant for an option inside a class, which the parser does not read.
-
-    Raises:
-        ConfigurationError: naming the variable to set instead.
-    """
-    dests = [action.dest for action in parser._actions]
-    known = {f"{parser.env_prefix}_{dest}".upper().replace(".", "__"): dest for dest in dests}
-    for name in sorted(environ.keys() - known):
-        owner = next((each for each in known if name.startswith(f"{each}__")), None)
-        if owner is not None:
-            value = environ[name]
-            for option in reversed(name.removeprefix(f"{owner}__").lower().split("__")):
-                value = f"{{{option}: {value}}}"
-            raise ConfigurationError(
-                f"{name} is not read: {known[owner]} has no variable of this name. If it is a class, "
-                f"give all its options in one: {owner}='{value}'"
-            )
 
 
 def check_values(configuration: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from typing import Any
@@ -71,6 +72,7 @@ def _run(words: Any) -> None:
     parser = parser_of(command)
     at = rest.index("--") if "--" in rest and command in _WITH_FITS else len(rest)
     options = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
+    validate = partial(run_lightning, keeps_configuration=False)
     functions: dict[str, dict[str, Any]] = {
         "compare": {"resolve": resolve, "fit": fit_run},
         "sweep": {"resolve": resolve, "fit": fit_run},
@@ -113,11 +115,6 @@ def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
             if sentence is None:
                 raise
             raise ConfigurationError(sentence) from error
-
-
-def validate(words: Sequence[str], callback: Callback) -> None:
-    """Run ``validate`` with an additional callback, without saving the configuration."""
-    run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 
 def run_lightning(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.companions import companions
 from fl_lightning.callbacks.predictions import Predictions
-from fl_lightning.cli.checks import check_environment, check_values
+from fl_lightning.cli.checks import check_values
 from fl_lightning.cli.configs import with_paths
 from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
 from fl_lightning.cli.errors import Parser, bug_behind, built_trainer, explain
@@ -40,7 +41,7 @@ from fl_lightning.cli.runs import (
     write_atomically,
 )
 from fl_lightning.cli.yaml_files import interpolating, loader
-from fl_lightning.core.errors import Interrupted
+from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
     EarlierRun,
@@ -59,6 +60,7 @@ from fl_lightning.federation import (
 from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import Level, detail
+from fl_lightning.reports.overview import DryRun
 from fl_lightning.reports.run_report import RunReport
 from fl_lightning.reports.screen import clear_leftovers
 
@@ -142,6 +144,7 @@ class FederatedCLI(LightningCLI):
             ("test_after_fit", bool, True),
             ("report", bool, True),
             ("num_threads", PositiveInt | None, None),
+            ("dry_run", bool, False),
             ("resume_changed", bool, False),
             ("log_level", Level, "info"),
         ):
@@ -150,9 +153,6 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the command line, and check values that Lightning accepts but that cannot work."""
         super().parse_arguments(parser, args)
-        own = self._parser(self.config.get("subcommand"))
-        if isinstance(own, Parser) and own.default_env:
-            check_environment(own, os.environ)
         check_values(self._settings)
 
     def _parse_ckpt_path(self) -> None:
@@ -174,6 +174,8 @@ class FederatedCLI(LightningCLI):
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
+        if self._is_dry:
+            self._leave_nothing(config)
         if config.get("ckpt_path") is not None:
             plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             is_fit = self.subcommand == "fit"
@@ -188,7 +190,7 @@ class FederatedCLI(LightningCLI):
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        options["callbacks"] = [*given, *self._predictions(given)]
+        options["callbacks"] = [*given]
         if self.subcommand == "fit":
             self._interruption = Interruption()
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
@@ -202,10 +204,11 @@ class FederatedCLI(LightningCLI):
         if federation is not None:
             options["callbacks"].append(federation)
             self._choose_processes(options, federation)
+        if self._is_dry:
+            options["callbacks"].append(DryRun(options, federation, self.datamodule))
         options["callbacks"] += self._companions(
             given, options, is_federated=federation is not None
         )
-        self._add_report(options)
         trainer = built_trainer(partial(super().instantiate_trainer, **kwargs), options)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
@@ -215,11 +218,6 @@ class FederatedCLI(LightningCLI):
             check_strategy(trainer)
         return trainer
 
-    def _predictions(self, given: Sequence[Callback]) -> list[Callback]:
-        """Callback that saves predictions, unless the configuration has one."""
-        is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
-        return [Predictions()] if self.subcommand == "predict" and not is_kept else []
-
     def _companions(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
@@ -227,7 +225,7 @@ class FederatedCLI(LightningCLI):
         own = self._settings
         self._results = ResultsTable(
             waits_for_test=self.subcommand is not None and own.test_after_fit,
-            is_wanted=own.get("verbose", True),
+            is_wanted=own.get("verbose", True) and not self._is_dry,
         )
         found = companions(
             *(*given, self._results),
@@ -237,15 +235,14 @@ class FederatedCLI(LightningCLI):
             is_federated=is_federated,
             report=False,  # it has options of the command line
         )
-        return [callback for callback in found if callback not in given]
-
-    def _add_report(self, options: Any) -> None:
-        """Add the callback that records rounds and writes the report, unless the configuration has one."""
-        has_one = any(isinstance(each, RunReport) for each in options["callbacks"])
-        if self.subcommand != "predict" and not has_one:
-            waits = self.subcommand is not None
-            report = RunReport(page=self._settings.report, waits_for_test=waits)
-            options["callbacks"].append(report)
+        if self.subcommand == "predict" and not any(
+            isinstance(c, BasePredictionWriter) for c in given
+        ):
+            found.append(Predictions())
+        if self.subcommand != "predict" and not any(isinstance(c, RunReport) for c in given):
+            found.append(RunReport(page=own.report, waits_for_test=self.subcommand is not None))
+        evaluates = (ClientEvaluation,) if self._is_dry else ()
+        return [each for each in found if each not in given and not isinstance(each, evaluates)]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Set ``devices: auto`` to one process per core if clients train on CPUs; choose the strategy."""
@@ -265,6 +262,20 @@ class FederatedCLI(LightningCLI):
             rank_zero_info(f"trainer.strategy: federated, {why}", **detail())
 
     @property
+    def _is_dry(self) -> bool:
+        """True if the command only estimates the costs of a fit."""
+        return bool(self.subcommand == "fit" and self._settings.dry_run)
+
+    def _leave_nothing(self, config: Any) -> None:
+        """Set a temporary folder for the files of a dry run, which is removed at the end."""
+        if config.ckpt_path is not None:
+            raise ConfigurationError("dry_run: a resumed run has no estimate: leave out ckpt_path")
+        self._scratch = TemporaryDirectory(prefix="fl_dry_run_")
+        config.trainer.default_root_dir = self._scratch.name
+        config.trainer.logger = config.trainer.logger is not False
+        config.report = config.test_after_fit = False
+
+    @property
     def _is_fit(self) -> bool:
         """True if the Trainer is built for a fit, also with ``run=False``."""
         return self.subcommand in (None, "fit")
@@ -282,6 +293,9 @@ class FederatedCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Test the last model, and print the paths of checkpoints, logs and report."""
+        if self._is_dry:
+            self._scratch.cleanup()
+            return
         data = self.datamodule
         self._results.keep(self.trainer)
         is_wanted = self._settings.test_after_fit

@@ -49,6 +49,8 @@ OPTIONS = {
     "report": "Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
     "num_threads": "Threads of a CPU computation; PyTorch chooses if null. Small models gain nothing from "
     "several, and lose much where other programs run as well.",
+    "dry_run": "Train two rounds of at most 20 clients in each process, write nothing, and print an estimate of "
+    "the whole run's seconds, memory and bytes.",
     "resume_changed": "With ckpt_path: resume although the configuration is not that of the run.",
     "log_level": "run.log, in the run's folder, keeps messages of this level and above: debug, info, warning or "
     "error.",
@@ -68,6 +70,7 @@ _FIT = {
     "--ckpt_path PATH": "Resume from a checkpoint; last is that of the newest run of this configuration.",
     "--test_after_fit BOOL": f"{OPTIONS['test_after_fit']} (default: true)",
     "--report BOOL": f"{OPTIONS['report']} (default: true)",
+    "--dry_run BOOL": OPTIONS["dry_run"],
     "--resume_changed BOOL": OPTIONS["resume_changed"],
 }
 _OTHERS = {

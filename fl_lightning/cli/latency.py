@@ -65,7 +65,7 @@ def latency(given: Any) -> None:
         held_out=given.held_out,
         pace=TimingPlan(rounds=given.rounds),
         seed=given.seed,
-        say=_progress,
+        say=show_progress,
     )
     table.write(given.out)
     print("\n".join(_lines(table, given)))
@@ -102,7 +102,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _progress(text: str) -> None:
+def show_progress(text: str) -> None:
+    """Replace the last line of standard error, if it is a terminal; a text that begins with ``done`` stays."""
     if sys.stderr.isatty():
         print(f"\r{text:<40}", end="\n" if text.startswith("done") else "", file=sys.stderr)
 

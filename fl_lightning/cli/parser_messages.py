@@ -23,8 +23,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from typing_extensions import get_protocol_members
-
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.names import no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
@@ -190,7 +188,6 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
         _unknown_option,
         _missing_option,
         _unknown_class,
-        _unfinished_class,
         _wrong_class,
         _wrong_type,
     )
@@ -237,42 +234,6 @@ def _unknown_class(found: Complaint) -> str | None:
         if match := _NO_MODULE.match(reason):
             told = f"there is no module {match['module']!r}: it needs to be installed or spelt otherwise"
             return f"{found.path}: {told}. {where_listed(found.path)}"
-    return None
-
-
-# the parser leaves out a path that is the whole value
-_UNLIKE = re.compile(
-    r"(?:\"(?P<path>[\w.]+)\" is not a subclass or implementer of|does not implement) "
-    r"protocol \{?(?P<protocols>[\w,]+)"
-)
-# of a value: a class's path, or a mapping that names it
-_NAMED = re.compile(r"(?:.*class_path['\"]?[=:] ?['\"])?(?P<path>[\w.]+)")
-
-
-def _unfinished_class(found: Complaint) -> str | None:
-    """Name the methods that a class lacks for its base class, or for a protocol that it has part of."""
-    for reason in found.reasons:
-        unlike, named = _UNLIKE.search(reason), _NAMED.match(found.given or "")
-        path = (unlike and unlike["path"]) or (named and named["path"]) or ""
-        own = imported(path)
-        if reason.startswith("Expected an instantiatable class, but ") and inspect.isabstract(own):
-            names = ", ".join(sorted(own.__abstractmethods__))
-            return (
-                f"{found.path}: {path} is unfinished, it lacks {names}: write a class that has it"
-            )
-        for name in unlike["protocols"].split(",") if unlike else ():
-            protocol = imported(public_paths().get(name, ""))
-            members = sorted(get_protocol_members(protocol)) if protocol is not None else ()
-            if any(hasattr(own, member) for member in members):
-                needs = [
-                    f"{member}{inspect.signature(call)}"
-                    if callable(call)
-                    else f"a property {member}"
-                    for member in members
-                    for call in [getattr(protocol, member, None)]
-                ]
-                said = f"{path} is a {name} once it has, annotations and all: {'; '.join(needs)}"
-                return f"{found.path}: {said}".replace("'", "")
     return None
 
 

@@ -194,8 +194,7 @@ class LogCollector:
     def collect_metrics(self) -> dict[str, float]:
         """Return the values of logged torchmetrics objects and reset them.
 
-        Their states are sums over all clients since the last call, so each value is the metric of
-        the pooled examples, not a mean over clients.
+        Each value is the metric of the pooled examples since the last call, not a mean over clients.
         """
         values = {}
         for name, metric in self._metrics.items():

@@ -2,8 +2,6 @@
 
 Two readers must not understand the same text differently: a repeated name, NaN, and numbers that
 overflow are refused, and so is any text that `to_text` would not have written.
-
-The checks of single fields are for the validators of messages.
 """
 
 from __future__ import annotations

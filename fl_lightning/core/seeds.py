@@ -70,11 +70,6 @@ def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray
     """Return the first ``size`` uniform numbers in [0, 1) of the named stream, shape (size,).
 
     They come from NumPy, or from SHAKE-256 for a secret root, so that some do not reveal others.
-
-    Example:
-        >>> secret = secret_seed()
-        >>> bool((uniform_stream(secret, "cohort", 3, size=1000) < 0.5).mean() < 0.6)
-        True
     """
     if not is_secret(root):
         return numpy_generator(root, purpose, *ids).random(size)

@@ -63,6 +63,7 @@ class Space:
         self.is_lossless = dtypes <= {self.dtype}
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._written: tuple[Tensor, list[Tensor]] = (torch.empty(0), [])
+        self._flat: tuple[list[int], list[Tensor]] = ([], [])
 
     @classmethod
     def of_parameters(
@@ -130,10 +131,9 @@ class Space:
         """Return the current values as a vector of shape (k,), in ``out`` if given."""
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
-        with torch.no_grad():
-            pairs = zip(self._tensors, self._indices, strict=True)
-            parts = [t.reshape(-1) if i is None else _entries(t, i) for t, i in pairs]
-            return torch.cat(parts, out=out).to(self.dtype)
+        pairs = zip(self._flat_views(), self._indices, strict=True)
+        parts = [t if i is None else t.index_select(0, i) for t, i in pairs]
+        return torch.cat(parts, out=out).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""
@@ -148,6 +148,14 @@ class Space:
                 return
             for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
                 _put(tensor, index, view)
+
+    def _flat_views(self) -> list[Tensor]:
+        """Return the live tensors as vectors, which are kept until a tensor gets other memory."""
+        # a kept vector keeps its memory as well, so that no other tensor can get the same address
+        places = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.is_contiguous, self._tensors)]
+        if places != self._flat[0] or not all(places[len(self._tensors) :]):
+            self._flat = (places, [tensor.detach().reshape(-1) for tensor in self._tensors])
+        return self._flat[1]
 
     def moved_from(self, start: Tensor) -> Tensor:
         """Return a start vector minus the current values, shape (k,)."""

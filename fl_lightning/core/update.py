@@ -48,8 +48,7 @@ class ClientUpdate:
             `fl_lightning.client.local_solver`; None if the aggregator does not need it.
         optimizer_steps: number of local steps that the optimizer took: all but those whose training
             step skipped its batch or that a gradient scaler skipped. None for all. With several
-            optimizers, the steps of each. They are counted for corrections, for aggregators that
-            divide by them, and for stages of your own.
+            optimizers, the steps of each.
     """
 
     client_id: int

@@ -77,7 +77,8 @@ class Roles:
 
         train, searched = learning, FlatShards.of([])
         if search:
-            train, searched = learning.hold_out(search, numpy_generator(seed, "search half"))
+            generator = numpy_generator(seed, "search half")
+            train, searched = learning.hold_out(search, generator, at_most_half=True)
         return cls(train, searched, learning, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:

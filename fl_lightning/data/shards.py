@@ -198,16 +198,17 @@ class FlatShards(Sequence[Tensor]):
         yield from pairwise(np.unique([0, *cuts, len(self)]).tolist())
 
     def hold_out(
-        self, fraction: float, generator: np.random.Generator
+        self, fraction: float, generator: np.random.Generator, *, at_most_half: bool = False
     ) -> tuple[FlatShards, FlatShards]:
         """Split every shard at random into (kept examples, held-out examples).
 
         ``fraction`` of each client's examples, rounded, is held out; if a client has at least two
-        examples, both parts have at least one.
+        examples, both parts have at least one. ``at_most_half`` rounds half an example down.
         """
         sizes = self.num_examples
+        most = sizes // 2 if at_most_half else np.maximum(sizes - 1, 0)
         wanted = np.maximum(np.rint(fraction * sizes), 1).astype(np.int64)
-        num_held = np.clip(wanted, 0, np.maximum(sizes - 1, 0))
+        num_held = np.minimum(wanted, most)
         if fraction == 0:
             num_held[:] = 0
         shuffled = np.empty_like(self.indices)

@@ -28,7 +28,7 @@ from fl_lightning.experiments.results import (
     curves_table,
     head_and_rows,
     latex,
-    matrix_cells,
+    over_axes,
     read_result,
     results_cells,
     runs_table,
@@ -134,12 +134,14 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
     """Write the results as tables, a picture and a page; print the tables."""
-    table = head_and_rows(results_cells(results))
+    values = results_cells(results)
+    table = head_and_rows(values)
     text = markdown(*table)
     for metric in experiment.report if len(experiment.axes) == 2 else ():
         down, across = experiment.axes
-        cells = head_and_rows(matrix_cells(results, metric, experiment.axes), f"{down} \\ {across}")
-        text += f"\n\n{metric}: {down} by {across}\n\n{markdown(*cells)}"
+        cells = over_axes(results, values[metric], experiment.axes).fillna("-")
+        grid = markdown(*head_and_rows(cells, f"{down} \\ {across}"))
+        text += f"\n\n{metric}: {down} by {across}\n\n{grid}"
     runs_table(results).to_csv(out / "results.csv", index=False)
     curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
@@ -167,13 +169,13 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
     page = Page(out.name, f"{len(groups)} variants, {seeds} seeds, {len(results)} runs · {out}")
     page.heading("Results")
     page.text("Mean ± standard deviation over seeds; bytes are totals over rounds and clients.")
-    page.table(*head_and_rows(results_cells(results)))
+    values = results_cells(results)
+    page.table(*head_and_rows(values))
     if len(experiment.axes) == 2:
         for metric in experiment.report:
             page.text(metric)
-            corner = " \\ ".join(experiment.axes)
-            cells = matrix_cells(results, metric, experiment.axes)
-            page.table(*head_and_rows(cells, corner))
+            cells = over_axes(results, values[metric], experiment.axes).fillna("-")
+            page.table(*head_and_rows(cells, " \\ ".join(experiment.axes)))
     page.heading("Figures")
     page.text(caption(results, experiment))
     page.charts([*comparison_charts(results, experiment)], out / FIGURES)
@@ -272,6 +274,6 @@ def _bars(metric: str, results: Sequence[RunResult]) -> Panel:
 
 def _matrix(metric: str, results: Sequence[RunResult], experiment: Experiment) -> Panel:
     (down, rows), (across, columns) = experiment.axes.items()
-    means = runs_table(results).pivot_table(index=down, columns=across, values=metric)
-    values = means.reindex(index=rows, columns=columns).to_numpy(float)
+    means, _, _ = spreads(results)
+    values = over_axes(results, means[metric], experiment.axes).to_numpy(float)
     return table_map(values, x=across, y=down, columns=columns, rows=rows, numbers=True)

@@ -80,9 +80,10 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     _require([*experiment.report, *over], logged)
     reported = {name: logged[name] for name in experiment.report}
     columns = {name: _last(curve) for name, curve in reported.items()}
-    if monitored := logged.get(experiment.monitor):
+    monitored = logged.get(experiment.monitor, {})
+    if finite := {n: value for n, value in monitored.items() if math.isfinite(value)}:
         choose = max if experiment.mode == "max" else min
-        best = choose(monitored, key=lambda number: monitored[number])  # the earliest of equal ones
+        best = choose(finite, key=lambda number: finite[number])  # the earliest of equal ones
         columns |= {f"{n}{BEST}": c[best] for n, c in reported.items() if best in c and len(c) > 1}
         columns["best round"] = best
     columns |= {name: sum(logged[of].values()) for name, of in BYTES.items() if of in logged}
@@ -92,7 +93,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     clock = None if experiment.over is None else logged[experiment.over]
     in_rounds = {
         name: {n: value for n, value in curve.items() if n <= num_rounds}
-        for name, curve in {**reported, experiment.monitor: monitored or {}}.items()
+        for name, curve in {**reported, experiment.monitor: monitored}.items()
         if curve
     }
     return RunResult(run.variant, run.seed, in_rounds, columns, clock)
@@ -151,15 +152,14 @@ def results_cells(results: Sequence[RunResult]) -> DataFrame:
     return cells
 
 
-def matrix_cells(
-    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
+def over_axes(
+    results: Sequence[RunResult], values: Series, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
-    """Return the final values of one metric over a grid as text: the first axis down, the second across."""
+    """Arrange one value per variant over a grid, nan for none: the first axis down, the second across."""
     (down, rows), (across, columns) = axes.items()
-    places = runs_table(results).drop_duplicates("variant").set_index("variant")
-    places["cell"] = results_cells(results)[metric]
+    places = runs_table(results).drop_duplicates("variant").set_index("variant").assign(cell=values)
     matrix = places.pivot(index=down, columns=across, values="cell")
-    return matrix.reindex(index=rows, columns=columns).fillna("-")
+    return matrix.reindex(index=rows, columns=columns)
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:

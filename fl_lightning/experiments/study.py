@@ -14,6 +14,7 @@ Differs: Optuna leaves stopped trials out, and with them the option that often m
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optuna
 from optuna import Study, pruners, samplers
-from optuna.exceptions import OptunaError
+from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
@@ -31,11 +32,11 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.experiments.experiment import as_text
-from fl_lightning.experiments.space import Parameter, Search
+from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.sweep_plan import Plan, with_values
 from fl_lightning.federation import differences
 from fl_lightning.reports.charts import Chart, draw
-from fl_lightning.reports.panels import bars, points
+from fl_lightning.reports.panels import bars
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -296,51 +297,35 @@ def importances(study: optuna.Study) -> dict[str, float]:
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
     """Draw the importances as bars, into PNG and SVG files."""
     panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
-    _save([Chart("importance", "importance, share of all", panel, names_are_long=True)], path)
+    chart = Chart("importance", "importance, share of all", panel, names_are_long=True)
+    _save(draw([chart])[0], path)
 
 
-def draw_trials(
-    path: Path,
-    study: optuna.Study,
-    metric: str,
-    parameters: Mapping[str, Parameter],
-    names: Mapping[str, str],
-) -> None:
-    """Draw the values of all trials, over their numbers and over each option, into PNG and SVG files.
+def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
+    """Draw the values of complete trials, in order and over each option, into PNG and SVG files.
 
     Args:
-        path: path of the files, without suffix.
+        out: folder of the files ``trials`` and ``options``.
         study: study with at least one complete trial.
         metric: name of the metric.
-        parameters: searched parameters, by path.
-        names: short names of the options, by path.
     """
-    history = {
-        label: [(float(one.number), value) for one, value in _points(study, state)]
-        for state, label in _SHOWN.items()
-    }
-    running = np.maximum if study.direction == StudyDirection.MAXIMIZE else np.minimum
-    numbers, values = zip(*history["complete"], strict=True)
-    best = [*zip(numbers, running.accumulate(values).tolist(), strict=True)]
-    panel = points(history, x="trial", y=metric, line=("best so far", best))
-    charts = [Chart("trials", f"{metric} of each trial", panel)]
-    for option, parameter in parameters.items():
-        keys = [str(key) for key in parameter.choices or ()]
-        groups = {
-            label: [
-                (keys.index(str(one.params[option])) if keys else one.params[option], value)
-                for one, value in _points(study, state)
-                if option in one.params
-            ]
-            for state, label in _SHOWN.items()
-        }
-        is_log = getattr(parameter.distribution, "log", False)
-        panel = points(groups, x=names[option], y=metric, log=is_log, ticks=keys)
-        charts.append(Chart(option, f"over {names[option]}", panel))
-    _save(charts, path)
+    import matplotlib
+    from matplotlib import pyplot
+    from optuna.visualization import matplotlib as drawn
+
+    matplotlib.use("agg")  # no window for pyplot, by which Optuna draws
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        for name, plot in (
+            ("trials", drawn.plot_optimization_history),
+            ("options", drawn.plot_slice),
+        ):
+            figure = np.ravel(plot(study, target_name=metric))[0].figure
+            _save(figure, out / name)
+            pyplot.close(figure)
 
 
-_SHOWN = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped"}
+_SHOWN = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, float]]:
@@ -349,10 +334,9 @@ def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, f
     return [(one, one.value) for one in trials if one.value is not None]
 
 
-def _save(charts: Sequence[Chart], path: Path) -> None:
-    figure, _ = draw(charts)
+def _save(figure: Any, path: Path) -> None:
     for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white")
+        figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white", bbox_inches="tight")
 
 
 def trial_line(

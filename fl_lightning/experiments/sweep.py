@@ -133,12 +133,13 @@ def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
         print(f"\nno trial was completed, so that none is the best: see {out}/trials.csv")
         return
     best = study.best_trial
-    draw_trials(out / "trials", study, search.metric, plan.parameters, names)
+    draw_trials(out, study, search.metric)
     shares = importances(study)
     if shares:
         draw_importance(out / "importance", shares, names)
     by_importance = {path: names[path] for path in [*shares, *names]}
-    files = ["trials.csv", "trials.md", "trials.png", *(["importance.png"] if shares else [])]
+    files = ["trials.csv", "trials.md", "trials.png", "options.png"]
+    files += ["importance.png"] if shares else []
     write_best(out / "best.yaml", best, plan, search.metric)
     rows = cells(told[:_MOST_ROWS], search.metric, by_importance)
     print(f"\n{in_blocks(*rows, width_of(sys.stdout))}\n")

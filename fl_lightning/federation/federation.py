@@ -84,8 +84,8 @@ class Federation(Options, Callback):
         before, saved = self.rounds, self._saved or {}
         earlier = list(before.stages) if before and before.run.module is pl_module else []
         self.rounds = begin(trainer, self, self._calendar)
-        num_groups = len(self._calendar.groups)
-        self._groups_before, self._is_inside = saved.get("groups", num_groups), saved.get("inside")
+        self._groups_before = saved.get("groups", len(self._calendar.groups))
+        self._is_inside = bool(saved.get("inside"))
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None

@@ -222,7 +222,9 @@ def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> Non
     kept = {**before, **numbers}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({n: v if math.isfinite(v) else None for n, v in kept.items()}, indent=1)
-    (folder / RESULTS).write_text(text + "\n")
+    unfinished = folder / f".{RESULTS}.unfinished"  # a killed run leaves no half file
+    unfinished.write_text(text + "\n")
+    unfinished.replace(folder / RESULTS)
     if news := {name: value for name, value in numbers.items() if before.get(name) != value}:
         for board in boards(trainer):
             board.experiment.add_text(f"results/{title}", table(news), trainer.global_step)

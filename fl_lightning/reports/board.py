@@ -113,12 +113,7 @@ class _Changing:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only.
-
-    Args:
-        trainer: Trainer with the loggers.
-        logged: names of the metrics logged so far.
-    """
+    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only."""
     names = [*logged]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     curves = [callback for callback in callbacks if getattr(callback, "has_curves", False)]

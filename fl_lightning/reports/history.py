@@ -126,12 +126,7 @@ class History:
 
 
 def begin(folder: Path, after: int) -> None:
-    """Keep the first rounds of a folder's history, and drop later ones.
-
-    Args:
-        folder: folder of the run.
-        after: number of rounds to keep.
-    """
+    """Continue a folder's history after a number of rounds; later rounds are dropped."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [line for line in History.read(folder).rounds if line.number <= after]
     part = folder / f".{NAME}.part"

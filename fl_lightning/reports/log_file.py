@@ -16,10 +16,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
+import lightning
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from typing_extensions import override
@@ -278,12 +279,7 @@ def folder_of(trainer: Trainer) -> str | None:
 
 def software() -> str:
     """Return the versions of the most important packages, in words."""
-    found = [f"{name} {_version(name)}".strip() for name in ("fl-lightning", "lightning", "torch")]
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    from fl_lightning import __version__
 
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    found = f"fl-lightning {__version__}, lightning {lightning.__version__}"
+    return f"{found}, torch {torch.__version__}, Python {platform.python_version()}"

@@ -8,9 +8,11 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,10 +20,15 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import Federation, log_figure, run_folder
+from fl_lightning.federation import Federation, limited, log_figure, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
+from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail, folder_of, software
 from fl_lightning.reports.progress import federation_of, unit
+from fl_lightning.reports.run_charts import in_bytes
+
+_DRY_ROUNDS = 2
+_DRY_CLIENTS = 20  # most clients that a dry run trains in a round and process
 
 
 class RunOverview(Callback):
@@ -119,9 +126,9 @@ def _model(module: LightningModule) -> Iterator[str]:
     inner = f" ({type(network).__name__})" if isinstance(network, torch.nn.Module) else ""
     yield f"{type(module).__name__}{inner}"
     sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    yield f"{_short(sum(size for size, _ in sizes))} parameters"
+    yield f"{sum(size for size, _ in sizes):,} parameters"
     if frozen := sum(size for size, trains in sizes if not trains):
-        yield f"{_short(frozen)} of them frozen"
+        yield f"{frozen:,} of them frozen"
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -164,17 +171,90 @@ def _machine(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.precision)
 
 
-def _short(count: int) -> str:
-    """Format a number of parameters with three digits.
+class DryRun(Callback):
+    """Stops a fit after two rounds, and logs an estimate of the whole run's seconds, memory and bytes.
 
-    Example:
-        >>> _short(152_074), _short(21_700_000), _short(67)
-        ('152 k', '21.7 M', '67')
+        seconds = a + s (C / K - 1) + (R - 1) s C / K + R v / e
+
+    R rounds of C clients, of which K train here; a: start and first round; s: second round, both without
+    their validation; v: a validation, in every e-th round. On a CPU these are seconds that this process
+    computes, so that other programs do not count.
+
+    Args:
+        options: options of the Trainer; changed to K clients in a round, and a validation in each.
+        federation: the federation; None for central training.
+        data: the data module.
+
+    Attributes:
+        seconds: estimated seconds of the whole fit.
     """
-    for size, name in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if count >= size:
-            return f"{count / size:.3g}{name}"
-    return str(count)
+
+    def __init__(self, options: Any, federation: Federation | None, data: Any) -> None:
+        super().__init__()
+        self.seconds = math.nan
+        self._every = options["check_val_every_n_epoch"] or 1
+        options["check_val_every_n_epoch"] = 1
+        options["min_epochs"] = options["min_steps"] = None
+        self._share, self._marks = 1.0, list[float]()
+        self._validation = self._paused = 0.0
+        count = getattr(data, "num_clients", None)
+        if federation is not None and count is not None:
+            limit = options["limit_train_batches"]
+            cohort = limited(
+                federation.cohort.expected_size(count), 1.0 if limit is None else limit
+            )
+            devices = options["devices"] if isinstance(options["devices"], int) else 1
+            options["limit_train_batches"] = min(cohort, _DRY_CLIENTS * devices)
+            self._share = cohort / options["limit_train_batches"]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        is_cpu = trainer.strategy.root_device.type == "cpu"
+        self._clock = time.thread_time if is_cpu else time.perf_counter
+        self._mark()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the clock: the round before ends here, with its checkpoint."""
+        self._mark()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop after the second round."""
+        trainer.should_stop = len(self._marks) > _DRY_ROUNDS
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock during a validation."""
+        self._validation = -self._clock()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Store the seconds of the validation."""
+        self._validation += self._clock()
+        self._paused += self._validation
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the estimate."""
+        self._mark()
+        for line in self._lines(trainer) if trainer.is_global_zero else ():
+            rank_zero_info(f"estimate: {line}")
+
+    def _mark(self) -> None:
+        self._marks.append(self._clock() - self._paused)
+
+    def _lines(self, trainer: Trainer) -> Iterator[str]:
+        import resource  # not on Windows
+
+        began, *starts, end = self._marks
+        last = end - starts[-1]
+        a_round = last * self._share + self._validation / self._every
+        rounds = max(1, trainer.max_epochs or 1)
+        first = (starts[1] if len(starts) > 1 else end) - began
+        self.seconds = first - last + rounds * a_round
+        yield f"{duration(self.seconds)} for {rounds} {unit(trainer)}s, {a_round:.3g} s for each"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        yield f"{in_bytes(peak)} of memory in each process"
+        for way, words in (("up", "from clients"), ("down", "to clients")):
+            sent = trainer.callback_metrics.get(f"round/total_bytes_{way}")
+            if sent is not None:
+                yield f"{in_bytes(float(sent) * self._share * rounds)} {words}"
 
 
 class PartitionReport(Callback):

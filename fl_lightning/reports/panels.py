@@ -58,14 +58,7 @@ class Line:
 def curves(
     lines: Sequence[Line], *, x: str = "round", y: str = "", from_zero: bool = False
 ) -> Panel:
-    """Return a panel of curves.
-
-    Args:
-        lines: the curves.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        from_zero: whether the vertical axis begins at 0.
-    """
+    """Return a panel of curves, with labels of the axes."""
 
     def panel(axes: Any) -> list[Tooltip]:
         for line in lines:
@@ -220,8 +213,9 @@ def table_map(
     def panel(axes: Any) -> list[Tooltip]:
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb  # a second
 
-        least = float(np.nanmin(values)) if numbers else 0.0
-        most = float(np.nanmax(values)) if values.size else 1.0
+        finite = values[np.isfinite(values)]
+        least = float(finite.min()) if numbers and finite.size else 0.0
+        most = float(finite.max()) if finite.size else 1.0
         # the square root keeps one example apart from none where another cell has a hundred
         norm = PowerNorm(0.5, vmin=least, vmax=most if most > least else least + 1)
         full = to_rgb(SERIES[0])  # from transparent, for any background
@@ -247,13 +241,7 @@ def table_map(
 
 
 def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]) -> Panel:
-    """Return a panel with a bar for each name, labelled with the mean, and a whisker for the deviation.
-
-    Args:
-        names: labels of the bars.
-        means: lengths of the bars.
-        whiskers: standard deviations; one that is not finite has no whisker.
-    """
+    """Return a panel with a bar for each mean, and a whisker for each finite standard deviation."""
 
     def panel(axes: Any) -> list[Tooltip]:
         at = np.arange(len(names))
@@ -280,54 +268,6 @@ def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]
         ]
 
     return panel
-
-
-def points(
-    groups: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    x: str,
-    y: str,
-    log: bool = False,
-    ticks: Sequence[str] = (),
-    line: tuple[str, Sequence[tuple[float, float]]] | None = None,
-) -> Panel:
-    """Return a panel of points (x, y), the first group filled, the others hollow.
-
-    Args:
-        groups: points by label.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        log: whether the horizontal axis is logarithmic.
-        ticks: names of the horizontal places 0, 1, …; empty for a numeric axis.
-        line: label and points of a stepped line.
-    """
-
-    def panel(axes: Any) -> list[Tooltip]:
-        for number, (label, pairs) in enumerate(groups.items()):
-            face = "none" if number else SERIES[0]
-            edge = SERIES[-1] if number else SERIES[0]
-            axes.scatter(*_columns(pairs), label=label, facecolors=face, edgecolors=edge)
-        if line is not None:
-            axes.step(*_columns(line[1]), where="post", color=SERIES[1], label=line[0])
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(loc="best")
-        axes.set(xlabel=x, ylabel=y)
-        if log:
-            axes.set_xscale("log")
-        if ticks:
-            axes.set_xticks(range(len(ticks)), ticks)
-            axes.set_xlim(-0.5, len(ticks) - 0.5)
-        return [
-            Tooltip(a, b, f"{label}, {a:.4g}: {b:.4g}")
-            for label, ps in groups.items()
-            for a, b in ps
-        ]
-
-    return panel
-
-
-def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.float64]:

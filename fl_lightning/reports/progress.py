@@ -166,12 +166,7 @@ class RoundProgressBar(ProgressBar):
 
     @contextmanager
     def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show another bar within this context; yields a function that advances the bar by one.
-
-        Args:
-            what: name of the things that are counted.
-            total: number of things; infinite if unknown.
-        """
+        """Show another bar within this context; yields a function that advances the bar by one."""
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self.is_enabled:
             self._open()

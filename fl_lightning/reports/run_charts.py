@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,15 +196,11 @@ def _participants(history: History) -> Section:
     return _section("Participants", caption.strip(), panels)
 
 
-def _in_words(counts: Iterable[float], what: str) -> str:
-    """Describe how many clients have each count; of more than 6 different counts only the range."""
-    found = sorted(Counter(int(count) for count in counts).items())
-    if len(found) > 6:
-        return f"{sum(n for _, n in found):,} clients {what.format(f'{found[0][0]} to {found[-1][0]}')}"
-    shown = {1: what.removesuffix("s")}
-    first, *others = [f"{n:,}{{}} {shown.get(count, what).format(count)}" for count, n in found]
-    unit = " client" if found[0][1] == 1 else " clients"
-    return ", ".join([first.format(unit), *(one.format("") for one in others)])
+def _in_words(counts: Collection[float], what: str) -> str:
+    """Describe counts of clients, as ``5 clients took part in 1 to 3 rounds``."""
+    least, most = f"{min(counts):g}", f"{max(counts):g}"
+    of = least if least == most else f"{least} to {most}"
+    return f"{len(counts):,} clients {what.format(of).removesuffix('s' if of == '1' else '')}"
 
 
 def _partition(folder: Path) -> Section:
@@ -304,3 +300,9 @@ def byte_unit(num_bytes: float) -> tuple[str, float]:
     """Return the unit that suits a number of bytes, and the bytes of that unit."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))
+
+
+def in_bytes(num_bytes: float) -> str:
+    """Format a number of bytes with four digits and the unit that suits it."""
+    unit, size = byte_unit(num_bytes)
+    return f"{num_bytes / size:.4g} {unit}"

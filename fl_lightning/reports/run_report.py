@@ -26,7 +26,7 @@ from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.progress import federation_of
-from fl_lightning.reports.run_charts import byte_unit, evaluated_clients, read_table, run_sections
+from fl_lightning.reports.run_charts import evaluated_clients, in_bytes, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
 _CONFIG = "config.yaml"
@@ -285,9 +285,9 @@ def _bytes(history: History, once: Mapping[str, float]) -> Iterator[tuple[str, s
     for way, words in (("up", "from clients"), ("down", "to clients")):
         of = {p: sum(c.values()) for p, c in history.bytes_by_purpose(way, once).items()}
         if of:
-            yield f"bytes {words}", _size(sum(of.values()))
+            yield f"bytes {words}", in_bytes(sum(of.values()))
         if len(of) > 1:
-            yield from ((f"bytes {words}: {purpose}", _size(n)) for purpose, n in of.items())
+            yield from ((f"bytes {words}: {purpose}", in_bytes(n)) for purpose, n in of.items())
 
 
 def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
@@ -306,11 +306,6 @@ def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, floa
         for name, values in ends.items()
     ]
     page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
-
-
-def _size(num_bytes: float) -> str:
-    unit, size = byte_unit(num_bytes)
-    return f"{num_bytes / size:.4g} {unit}"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -142,6 +142,27 @@ def test_every_clients_figures_are_there_in_python_without_a_logger():
     assert found == pytest.approx({c: right / number for c, (right, number) in expected.items()})
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (2, [1, 2]), (0, [2])])
+def test_values_of_clients_stand_at_the_step_of_their_round(every, steps, tmp_path):
+    class Counted(ClientEvaluation):
+        times = 0
+
+        def _report(self, *args):
+            self.times += 1
+            super()._report(*args)
+
+    evaluation, logger = Counted(every_n_rounds=every), CSVLogger(tmp_path)
+    trainer = toy_trainer(Federation(seed=0), evaluation, max_epochs=3, logger=logger)
+    trainer.fit(Scored(), datamodule=toy_data(**OPTIONS))
+    with open(f"{trainer.log_dir}/metrics.csv") as file:
+        rows = [*csv.DictReader(file)]
+    of = {
+        n: [int(r["step"]) for r in rows if r[n]] for n in ("val/right", "clients/val/right_mean")
+    }
+    assert of == {"val/right": [0, 1, 2], "clients/val/right_mean": steps}
+    assert evaluation.times == len(steps), "each model is evaluated once"
+
+
 class TestParts:
     def test_validation_and_test_examples_and_those_that_train_are_a_disjoint_cover(self):
         data = toy_data(**OPTIONS)

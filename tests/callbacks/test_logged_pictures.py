@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
-from fl_lightning.federation.logs import log_figure, log_histogram
+from fl_lightning.federation.logs import keep_once, log_figure, log_histogram, logged_once
 
 
 class Album(Logger):
@@ -120,3 +120,17 @@ def test_mlflow_files_have_the_picture(tmp_path):
     log(logger, tmp_path)
     (picture,) = tmp_path.rglob("figures/*.png")
     assert picture.name == "clients_a_picture_3.png"
+
+
+def test_what_is_logged_once_is_written_beside_and_put_in_place(tmp_path):
+    """A kill in the middle leaves the file before or the file after, never half of one."""
+    trainer = toy_trainer(logger=CSVLogger(tmp_path))
+    keep_once(trainer, "test", {"test/loss": 0.5})
+    file = Path(trainer.log_dir, "results.json")
+    before = Path(tmp_path, "before.json")
+    before.hardlink_to(file)  # the same file, unless another is put in its place
+    old = before.read_text()
+    keep_once(trainer, "test", {"test/accuracy": 1.0})
+    assert before.read_text() == old
+    assert logged_once(file.parent) == {"test/loss": 0.5, "test/accuracy": 1.0}
+    assert [path.name for path in file.parent.iterdir()] == ["results.json"]

@@ -13,9 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import resolve
+from fl_lightning.cli.export import trained_module
 from fl_lightning.federation.processes.fork import num_usable_cores
+from fl_lightning.models import ImageClassifier
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+NETWORK = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())["model"]["init_args"]
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
 TESTED = ["--data.init_args.client_test_fraction", "0.1"]  # clients hold out test examples as well
 QUIET = ["--trainer.enable_progress_bar", "false", "--report", "false"]
@@ -381,3 +384,33 @@ class TestTheWrongCommand:
     def test_no_word_at_all_prints_help(self, capsys):
         main([])
         assert "fit" in capsys.readouterr().out
+
+
+def test_an_exported_program_and_its_onnx_give_the_modules_outputs(trained, capsys):
+    onnx = pytest.importorskip("onnx")
+    from onnx.reference import ReferenceEvaluator
+
+    words = ["export", f"--ckpt_path={LAST}", "--program=model.pt2"]
+    assert "has no example_input_array: give --input_shape" in fails(capsys, *words)
+    main([*words, "--onnx=model.onnx", "--state_dict=model.pt", "--input_shape=[1,8,8]"])
+    module, images = trained_module(Path(LAST)), torch.rand(5, 1, 8, 8)
+    with torch.no_grad():
+        expected = module(images)
+        assert torch.equal(torch.export.load("model.pt2").module()(images), expected)
+    evaluator = ReferenceEvaluator(onnx.load("model.onnx"))
+    (found,) = evaluator.run(None, {evaluator.input_names[0]: images.numpy()})
+    assert torch.from_numpy(found) == pytest.approx(expected, abs=1e-5)
+    weights = torch.load("model.pt")
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_dry_run_estimates_the_bytes_of_all_clients_and_leaves_no_file(caplog, monkeypatch):
+    monkeypatch.setattr("fl_lightning.reports.overview._DRY_CLIENTS", 2)
+    main(["fit", *QUICK, *SHORT, "--trainer.max_epochs=40", "--dry_run=true"])
+    estimate = [line for line in caplog.messages if line.startswith("estimate: ")]
+    assert re.search(r"\d:\d\d for 40 rounds, [\d.e-]+ s for each", estimate[0])
+    network = ImageClassifier(**NETWORK | {"optimizer": None})
+    size = sum(tensor.numel() for tensor in network.parameters())
+    megabytes = [float(line.split()[1]) for line in estimate[2:]]  # up and down: float32, a header
+    assert megabytes == pytest.approx(2 * [40 * 5 * 4 * size / 1e6], rel=0.005)
+    assert not list(Path().iterdir())

@@ -496,9 +496,6 @@ class TestAScriptMayBuild:
         blocks["trainer"] = {"logger": False}
         cli = self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
         assert (cli.trainer.max_epochs, cli.config_init.federation.local_steps) == (7, 3)
-        monkeypatch.setenv("PL_FEDERATION__LOCAL_STEPS", "3")
-        with pytest.raises(ConfigurationError, match=r"PL_FEDERATION='\{local_steps: 3\}'"):
-            self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
 
     @pytest.mark.parametrize(
         ("text", "says"),

@@ -17,7 +17,7 @@ BEFORE = {
     80: """\
 data        Digits, 20 clients with 58 to 59 examples, 1,174 in all; 5 of 10
             classes each
-model       ImageClassifier (VisionTransformer), 152 k parameters
+model       ImageClassifier (VisionTransformer), 152,074 parameters
 optimizer   AdamW, lr 0.003
 federation  5 of 20 clients a round, 1 local epoch, 3 rounds; Mean
 machine     CPU, 2 processes of 1 thread
@@ -28,7 +28,7 @@ engine      sequential, because 48 local steps do not repay a trial
 """,
     120: """\
 data        Digits, 20 clients with 58 to 59 examples, 1,174 in all; 5 of 10 classes each
-model       ImageClassifier (VisionTransformer), 152 k parameters
+model       ImageClassifier (VisionTransformer), 152,074 parameters
 optimizer   AdamW, lr 0.003
 federation  5 of 20 clients a round, 1 local epoch, 3 rounds; Mean
 machine     CPU, 2 processes of 1 thread

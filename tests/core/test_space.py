@@ -104,6 +104,20 @@ def test_any_memory_layout_reads_in_logical_order():
     assert tensor.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
+def test_a_tensor_with_other_memory_is_read_where_it_is():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    space = Space({"weight": weight, "bias": torch.zeros(1)})
+    with torch.inference_mode():
+        assert space.read().tolist() == [0, 0, 0, 0, 0]
+    weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert space.read().tolist() == [1, 2, 3, 4, 0]
+    weight.data = weight.data.t()
+    assert space.read().tolist() == [1, 3, 2, 4, 0]
+    weight.data.mul_(2)
+    assert space.read().tolist() == [2, 6, 4, 8, 0]
+    assert not space.read().requires_grad
+
+
 def test_frozen_parameters_are_left_out():
     module = network()
     module[0].requires_grad_(False)

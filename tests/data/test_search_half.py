@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,19 +52,20 @@ def test_halves_are_disjoint_and_cover_what_the_client_trains_on(fraction):
         assert len(batch["search"][1]) == len(batch["train"][1]) == len(mine)
 
 
+@example(sizes=[3, 7], fraction=0.5)
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=5), st.floats(0.05, 0.5))
 def test_every_example_of_the_second_half_is_somebodys_partner(sizes, fraction):
     ends = np.cumsum(sizes)
     shards = FlatShards.of(
         [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     )
-    training, search = shards.hold_out(fraction, np.random.default_rng(0))
+    training, search = shards.hold_out(fraction, np.random.default_rng(0), at_most_half=True)
+    assert (search.num_examples <= training.num_examples).all()
     halves = SearchHalf(training, search)
     for mine, others in zip(training, search, strict=True):
         partners = halves.partners(mine)
         assert set(partners.tolist()) <= set(others.tolist())
-        if len(mine) >= len(others):
-            assert set(partners.tolist()) == set(others.tolist())
+        assert set(partners.tolist()) == set(others.tolist())
 
 
 def test_a_central_run_sees_the_same_pairs():
@@ -94,3 +95,11 @@ def test_shards_that_overlap_are_refused():
 def test_a_fraction_out_of_range_is_refused(fraction):
     with pytest.raises(ConfigurationError, match="search_fraction must be 0 or in"):
         federated(search_fraction=fraction)
+
+
+def test_no_search_example_of_an_odd_shard_is_left_over():
+    data = federated(num_clients=4, search_fraction=0.5)  # three examples each
+    for client in range(4):
+        batch = data.train_batch(data.clients[client])
+        own, others = (batch[half][0][:, 0].div(2).long().tolist() for half in ("train", "search"))
+        assert (len(own), len(set(others))) == (2, 1)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from fl_lightning.experiments.compare import _bars, _curves, write_comparison
+from fl_lightning.experiments.compare import _bars, _curves, _matrix, write_comparison
 from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant, run_loggers
 from fl_lightning.experiments.results import RunResult, latex
 
@@ -79,6 +79,23 @@ def test_two_axes_are_matrices(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "attack \\ rule" in page
     assert page.count("<svg") == 1
+
+
+def test_a_diverged_seed_is_not_left_out_of_a_cell():
+    """A mean over the seeds that survive would be 0.9; the table has none either."""
+    grid = {"lr": {"a": {}, "b": {}}, "rule": {"x": {}, "y": {}}}
+    experiment = Experiment(grid=grid, report=["test/accuracy"], seeds="0,1")
+    runs = [
+        RunResult(
+            v, seed, {}, {"test/accuracy": np.nan if (v.name, seed) == ("a / x", 1) else value}
+        )
+        for v in experiment.all_variants
+        for seed, value in enumerate((0.9, 0.5))
+    ]
+    for given, cells in ((runs, ["0.7"] * 3), (runs[:2], [])):
+        axes = Figure().subplots()
+        _matrix("test/accuracy", given, experiment)(axes)
+        assert [text.get_text() for text in axes.texts] == cells
 
 
 def test_the_users_loggers_stay_with_names_of_runs():

@@ -20,12 +20,13 @@ from fl_lightning.experiments.results import (
     RunResult,
     curves_table,
     head_and_rows,
-    matrix_cells,
+    over_axes,
     read_result,
     results_cells,
     runs_table,
     spreads,
 )
+from fl_lightning.experiments.runs import save_state
 from fl_lightning.reports.history import RoundLine, append
 
 BASE = {"trainer": {}}
@@ -141,13 +142,33 @@ def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
     assert results_cells([found])["calibration bytes up"].tolist() == ["4 MB"]
 
 
+@pytest.mark.parametrize(
+    ("monitored", "best"),
+    [
+        ((math.inf, 30.0, 20.0), 3),
+        ((math.nan, 20.0, 30.0), 2),
+        ((math.nan, math.inf, -math.inf), None),
+    ],
+)
+def test_the_best_round_is_one_of_a_finite_value(tmp_path, monitored, best):
+    run = PlannedRun(Variant("a", ()), 0, "text", tmp_path)
+    save_state(run, {"seconds": 1})
+    for number, value in enumerate(monitored, start=1):
+        append(tmp_path, RoundLine(number, {"val/perplexity": value, "val/accuracy": number / 4}))
+    report = {"report": ["val/accuracy"], "monitor": "val/perplexity", "mode": "min"}
+    columns = read_result(run, Experiment(base=BASE, variants={"a": None}, **report)).columns
+    assert columns.get("best round") == best
+    assert columns.get("val/accuracy (best round)") == (None if best is None else best / 4)
+
+
 def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
     axes = {"attack": ["none", "flip"], "defence": ["mean", "median"]}
     results = [
         result(f"{a} / {d}", 0, value, {"attack": a, "defence": d})
         for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
     ]
-    head, rows = head_and_rows(matrix_cells(results, "test/accuracy", axes), "attack")
+    grid = over_axes(results, results_cells(results)["test/accuracy"], axes)
+    head, rows = head_and_rows(grid.fillna("-"), "attack")
     assert head == ["attack", "mean", "median"]
     assert rows == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
 

@@ -137,8 +137,8 @@ def test_few_or_equal_trials_say_nothing_about_importance():
 
 def test_pictures(tmp_path):
     study = mixed("minimize")
-    draw_trials(tmp_path / "trials", study, "val/loss", PARAMETERS, NAMES)
+    draw_trials(tmp_path, study, "val/loss")
     draw_importance(tmp_path / "importance", importances(study), NAMES)
-    for name in ("trials", "importance"):
+    for name in ("trials", "options", "importance"):
         assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3].std() > 0.05
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")

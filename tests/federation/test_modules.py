@@ -407,6 +407,12 @@ def test_refusals(module, callback, message):
         fit(module, *([callback] if callback else []))
 
 
+def test_examples_that_change_by_epoch_are_refused():
+    trainer = toy_trainer(Federation(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"every_n_epochs does not .* are divided once"):
+        trainer.fit(ToyModule(), datamodule=toy_data())
+
+
 def test_several_optimizers_are_refused():
     # Lightning itself refuses several optimizers with automatic optimization, before we can
     with pytest.raises((ConfigurationError, RuntimeError), match="optimizers"):

@@ -120,7 +120,9 @@ def is_written(command):
         return list(Path("runs").rglob("*.ckpt"))
     words = shlex.split(command)
     named = [
-        words[number + 1] for number, word in enumerate(words) if word in ("--out", "--export")
+        words[number + 1]
+        for number, word in enumerate(words)
+        if word in ("--out", "--export", "--sweep")
     ]
     return all(Path(name).exists() for name in named or ["runs/search/best.yaml"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.transport.resident import raising_at_signals
 from fl_lightning.reports.screen import markdown
 
+_say = partial(print, flush=True)
 # options that may be given several times, which the parser cannot tell from a function
 _SEVERAL = {
     "config": ("A YAML file of the run, as for fit; may be repeated, later files win.", True),
@@ -262,7 +264,3 @@ def _configs(paths: Sequence[str]) -> list[str]:
         if not Path(path).is_file():
             raise ConfigurationError(f"config: there is no file {path}")
     return [f"--config={Path(path).absolute()}" for path in paths]
-
-
-def _say(words: str) -> None:
-    print(words, flush=True)

@@ -6,7 +6,6 @@ of its sub-networks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +15,13 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.latency import Networks, add_networks, check_writable, networks_of
+from fl_lightning.cli.latency import (
+    Networks,
+    add_networks,
+    check_writable,
+    networks_of,
+    show_progress,
+)
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
@@ -127,7 +132,7 @@ def search(
         given: the parsed options of the command.
         options: words after ``--``, options of a supernet's configuration.
         defaults: default values of the command's options.
-        validate: function that runs ``validate`` with an additional callback.
+        validate: function that runs a command line with additional callbacks.
         resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
@@ -261,9 +266,7 @@ def _told(score: Objective, budget: int) -> Objective:
     def scored(architecture: Architecture) -> float:
         nonlocal done
         value, done = score(architecture), done + 1
-        if sys.stderr.isatty():
-            end = "\n" if done == budget else ""
-            print(f"\r{done} of {budget} networks", end=end, file=sys.stderr, flush=True)
+        show_progress(f"done: {done}" if done == budget else f"{done} of {budget} networks")
         return value
 
     return scored

@@ -24,8 +24,8 @@ from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
 from fl_lightning.nas.sub_networks.recalibration import TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
-# runs ``validate`` with words of the command line and an additional callback
-Validate = Callable[[Sequence[str], Callback], None]
+# runs a command line of Lightning with additional callbacks
+Validate = Callable[[list[str], Sequence[Callback]], None]
 # from the words of a fit's command line to its configuration as YAML
 Resolve = Callable[[Sequence[str]], str]
 
@@ -68,7 +68,7 @@ def look_at(
         defaults: default values of these options.
         options: further words of a fit's command line.
         look: function that is called once, with the loaded supernet.
-        validate: function that runs ``validate`` with an additional callback.
+        validate: function that runs a command line with additional callbacks.
         resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
@@ -84,7 +84,7 @@ def look_at(
         *("--trainer.logger=false", "--trainer.enable_progress_bar=false", "--verbose=false"),
     ]
     try:
-        validate([*words, *options, f"--ckpt_path={given.ckpt_path}", *here], looking)
+        validate(["validate", *words, *options, f"--ckpt_path={given.ckpt_path}", *here], [looking])
     except RuntimeError as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise

@@ -36,7 +36,8 @@ from fl_lightning.client.state.tensors import same_value
 from fl_lightning.core.errors import ConfigurationError
 
 # Attributes that torch gives every module, such as hooks; a step does not compute them.
-_TORCHS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+_MEMBERS = "_parameters", "_buffers", "_modules"
+_TORCHS = frozenset(vars(nn.Module())) - {"training", *_MEMBERS}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, random.SystemRandom)
 _CODE = (types.FunctionType, type)
@@ -163,8 +164,9 @@ class Attributes:
         whole = [each for each in self._noted if isinstance(each.read, type)]
         self._rest = [each for each in self._noted if not isinstance(each.read, type)]
         self._views = [n.value.values() if isinstance(n.value, dict) else n.value for n in whole]
-        # names of attributes do not change alone
-        self._views += [n.value for n in whole if n.write is _refill_dict]
+        # names of attributes and of a module's parts do not change alone
+        dicts = (n for n in whole if n.write is _refill_dict and not n.path.endswith(_MEMBERS))
+        self._views += [n.value for n in dicts]
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:

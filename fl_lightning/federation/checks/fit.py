@@ -36,6 +36,11 @@ _CALLBACKS = {
     callbacks.LearningRateFinder: "find the rate in a central run, without the federation block",
     callbacks.BatchSizeFinder: "find the size in a central run, without the federation block",
 }
+_OPTIONS = {
+    "overfit_batches": "use limit_train_batches",
+    "reload_dataloaders_every_n_epochs": "clients' examples are divided once, before the first round: set "
+    "it to 0, and change examples over rounds in training_step, e.g. by current_epoch",
+}
 _AVERAGES_STEPS = (
     "averages after steps, and a federation's are rounds: subclass WeightAveraging, with should_update "
     "true for an epoch_idx and a decay meant for rounds"
@@ -78,7 +83,7 @@ def _strategy_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def _trainer_problems(trainer: Trainer) -> Iterator[str]:
-    yield from _strategy_problems(trainer)
+    yield from (*_strategy_problems(trainer), *_callback_problems(trainer))
     if trainer.accumulate_grad_batches < 1:
         yield (
             "trainer.accumulate_grad_batches must be at least 1 batch, "
@@ -89,6 +94,12 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
             f"trainer.gradient_clip_val must not be negative, got {trainer.gradient_clip_val}: it "
             "is the largest norm (or value) of a gradient; 0 or null is no clipping"
         )
+    for option, advice in _OPTIONS.items():
+        if getattr(trainer, option):
+            yield f"trainer.{option} does not work with a federation: {advice}"
+
+
+def _callback_problems(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):
@@ -99,8 +110,6 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
         )
         if is_lightnings:
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
-    if trainer.overfit_batches:  # type: ignore[attr-defined]
-        yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
 
 
 def check_validation_interval(trainer: Trainer, num_groups: int) -> None:

@@ -99,7 +99,9 @@ def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str]
         while True:
             for line in _new(lines_of(started), told):
                 run = run or next(iter(_STARTED.findall(line)), "")
-                _tell(line, say, logs.folder / RUN_LOG)
+                say(line)
+                with (logs.folder / RUN_LOG).open("a") as file:
+                    file.write(f"{line}\n")
             status, details = control.status_of(run) if run else _not_started(told)
             if status.startswith("finished"):
                 break
@@ -164,12 +166,6 @@ class Logs:
             wrong = [line.strip() for line in lines if path.name != RUN_LOG and _WRONG.search(line)]
             found += [f"{path.name}: {line}" for line in wrong[-_MOST_LINES:]]
         return found
-
-
-def _tell(line: str, say: Callable[[str], None], log: Path) -> None:
-    say(line)
-    with log.open("a") as file:
-        file.write(f"{line}\n")
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:

@@ -199,6 +199,8 @@ class Sites(FitClients):
         told = answer.options.get("reductions")
         kinds = told if isinstance(told, dict) else {}
         for name in sorted({name for client in answer.clients for name in client.metrics}):
+            if _OF_SERVER.match(name):
+                rank_zero_warn(f"site {site}: {name} is left out: the server measures it itself")
             kind = kinds.get(name)
             if self._kinds.setdefault(name, kind) != kind:
                 rank_zero_warn(
