@@ -109,8 +109,7 @@ def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[st
     try:
         for _ in visit.steps(batches):
             pass
-        means = visit.logs.collect()
-        logged = {name: each.cpu() for name, each in means.items() if PER_EXAMPLE not in name}
+        logged = {n: v.cpu() for n, v in visit.logs.collect().items() if PER_EXAMPLE not in n}
         return logged | {k: torch.tensor(v) for k, v in visit.logs.collect_metrics().items()}
     except (ValueError, RuntimeError, IndexError) as error:
         if visit.size != 1:
