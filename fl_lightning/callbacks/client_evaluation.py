@@ -260,14 +260,16 @@ def _save(path: Path, values: Mapping[int, Mapping[str, float]], examples: Clien
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
-    """Mean over the worst tenth of the clients, at least one.
+    """Mean over the worst tenth of the clients, at least one; nan is worst of all.
 
     Example:
         >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)
         tensor(0.0263)
     """
     count = max(1, round(len(values) / 10))
-    return values.sort(descending=not higher_is_better).values[:count].mean()
+    worst = -torch.inf if higher_is_better else torch.inf
+    order = values.nan_to_num(worst).argsort(descending=not higher_is_better)
+    return values[order[:count]].mean()
 
 
 def jains_index(values: Tensor) -> Tensor:

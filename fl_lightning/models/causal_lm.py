@@ -221,10 +221,12 @@ class CausalLM(LightningModule):
             table = csv.writer(file)
             table.writerows([["round", "prompt", "answer"]] * is_new)
             table.writerows([self.current_epoch + 1, *row] for row in rows)
+        # as Lightning logs the metrics of a validation: in a fit the step has been counted already
+        step = self.global_step - (self.trainer.state.fn == "fit")
         shown = "\n\n".join(f"**{prompt}** {answer}" for prompt, answer in rows)
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("val/answers", shown, self.global_step)
+                logger.experiment.add_text("val/answers", shown, step)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> list[Tensor]:
         """Return greedy answers of at most 64 tokens, one per prompt."""

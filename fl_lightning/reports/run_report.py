@@ -297,14 +297,17 @@ def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, floa
     for stage, table in evaluated_clients(folder).items():
         known = table.drop(columns=["client", "num_examples"], errors="ignore")
         spread = known.agg(["mean", lambda column: column.std(ddof=0), "min", "median", "max"])
-        rows = [[name, *(f"{n:.4g}" for n in spread[name])] for name in spread.columns]
-        head = [f"clients, {stage}", "mean", "std", "min", "median", "max"]
+        rows = [
+            [name, str(known[name].count()), *(f"{n:.4g}" for n in spread[name])]
+            for name in spread.columns
+        ]
+        head = [f"clients, {stage}", "with a number", "mean", "std", "min", "median", "max"]
         page.table(head, rows, fold=f"Over {len(table)} clients ({stage})")
-    ends = {name: [*history.curve(name).values()] for name in history.names}
-    rows = [
-        [name, f"{values[-1]:.6g}", f"{min(values):.6g}", f"{max(values):.6g}"]
-        for name, values in ends.items()
-    ]
+    rows = []
+    for name in history.names:
+        values = [*history.curve(name).values()]
+        numbers = [value for value in values if not math.isnan(value)] or values
+        rows.append([name, *(f"{n:.6g}" for n in (values[-1], min(numbers), max(numbers)))])
     page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
 
 

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ClientEvaluation, ConfigurationError, Federation, Personal
+from fl_lightning.callbacks.client_evaluation import worst_decile
 from fl_lightning.federation.visits.client_visits import evaluate_clients
 
 SHORT = {"validation": "val", "test": "test"}
@@ -161,6 +162,12 @@ def test_values_of_clients_stand_at_the_step_of_their_round(every, steps, tmp_pa
     }
     assert of == {"val/right": [0, 1, 2], "clients/val/right_mean": steps}
     assert evaluation.times == len(steps), "each model is evaluated once"
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_diverged_client_is_in_the_worst_decile(higher_is_better):
+    values = torch.tensor([0.5, torch.nan, 0.7])
+    assert worst_decile(values, higher_is_better=higher_is_better).isnan()
 
 
 class TestParts:

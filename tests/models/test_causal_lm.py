@@ -317,6 +317,8 @@ def test_answers_to_prompts_are_in_the_table_the_board_and_the_report(tmp_path):
     board = event_accumulator.EventAccumulator(str(tmp_path / "run"))
     board.Reload()
     assert "val/answers/text_summary" in board.Tags()["tensors"]
+    answers, losses = board.Tensors("val/answers/text_summary"), board.Scalars("val/loss")
+    assert [event.step for event in answers] == [event.step for event in losses] == [0, 1]
 
 
 def test_prompts_need_a_tokenizer():

@@ -156,12 +156,24 @@ def test_the_command_makes_the_page_again(tmp_path, capsys):
         main(["report", str(folder.parent)])
 
 
+def test_a_nan_is_neither_the_least_nor_a_clients_number(tmp_path):
+    for number, loss in enumerate((float("nan"), 0.5, 0.25), start=1):
+        append(tmp_path, RoundLine(number, {"val/loss": loss}))
+    (tmp_path / "clients_test.csv").write_text("client,num_examples,test/loss\n0,9,1.5\n1,9,\n")
+    page = write_report(tmp_path).read_text()
+    assert "<td>val/loss</td><td>0.25</td><td>0.25</td><td>0.5</td>" in page
+    assert "<td>test/loss</td><td>1</td><td>1.5</td>" in page, "one of two clients has a number"
+
+
 def test_few_values_are_dots_and_few_different_ones_are_words():
     few = {f"client {n}": float(n) for n in range(5)}
     axes = Figure().subplots()
     tooltips = distribution({"a": few}, x="loss")(axes)
     assert [tooltip.text for tooltip in tooltips] == [f"client {n}: {n}" for n in range(5)]
     assert not axes.patches
+    assert [label.get_text() for label in axes.get_yticklabels()] == list("01234")
+    distribution({"a": {f"client 1, round {n}": n for n in range(5)}})(axes := Figure().subplots())
+    assert not axes.get_yticklabels()  # they would be cut off
     assert distribution({"a": {str(n): float(n % 3) for n in range(90)}}) is None
     many = {str(n): float(n) for n in range(100)}
     tooltips = distribution({"a": many}, x="loss")(axes := Figure().subplots())
