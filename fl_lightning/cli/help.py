@@ -17,16 +17,16 @@ from typing import Any
 from fl_lightning.cli.names import classes_of, contents
 
 OF_LIGHTNING = {
-    "fit": "Train: over many clients with a federation block, centrally without.",
+    "fit": "Train over clients, or centrally without a federation block.",
     "validate": "Metrics of a model on the validation set, and every client's.",
     "test": "Metrics of a model on the test set.",
-    "predict": "What a model predicts for the data module's examples.",
+    "predict": "Predictions of a model for the data module's examples.",
 }
 OURS = {
     "init": "Make a project to start from: a module, data, a YAML, a test.",
     "configs": "List the configurations of the package, or copy one.",
     "report": "Make a run's report.html again, also while it trains.",
-    "export": "Take adapters or weights out of a checkpoint.",
+    "export": "Write a run's model as weights, adapters, a program or ONNX.",
     "compare": "Many runs from one file: variants x seeds, a table and a figure.",
     "sweep": "Search values for options: learning rates, steps, classes.",
     "search": "Find an architecture under constraints, without training.",
@@ -37,7 +37,7 @@ COMMANDS = OF_LIGHTNING | OURS
 _FIRST = """\
 to begin with:
   fl-lightning fit --config quickstart            two minutes; 95 % of digits
-  fl-lightning configs                            what else there is
+  fl-lightning configs                            lists more of them
   fl-lightning fit --federation.help              the options of the block
   fl-lightning fit --federation.aggregator.help   what one of them takes
   fl-lightning init my_project                    your own module and data"""
@@ -152,7 +152,7 @@ def run_help(command: str) -> str:
             "",
             OF_LIGHTNING[command],
             "",
-            "what is run:",
+            "the configuration:",
             *in_columns(_WHAT, 26),
             "",
             "this run:",

@@ -151,7 +151,8 @@ def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
         axes.set(xlabel=x)
         axes.grid(visible=True, axis="both")
         names = [owner.removeprefix("client ") for owner in owners]
-        axes.set_yticks(*((range(len(owners)), names) if len(owners) <= 15 else ([],)))
+        fits = len(owners) <= 15 and max(map(len, names)) <= 6  # the tooltips have long names
+        axes.set_yticks(*((range(len(owners)), names) if fits else ([],)))
         axes.set_ylabel("client" if owners[0].startswith("client ") else "")
         axes.margins(y=0.08)
         if len(groups) > 1:

@@ -198,8 +198,7 @@ def _participants(history: History) -> Section:
 
 def _in_words(counts: Collection[float], what: str) -> str:
     """Describe counts of clients, as ``5 clients took part in 1 to 3 rounds``."""
-    least, most = f"{min(counts):g}", f"{max(counts):g}"
-    of = least if least == most else f"{least} to {most}"
+    of = " to ".join(dict.fromkeys(f"{end(counts):g}" for end in (min, max)))
     return f"{len(counts):,} clients {what.format(of).removesuffix('s' if of == '1' else '')}"
 
 

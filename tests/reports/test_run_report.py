@@ -171,6 +171,9 @@ def test_few_values_are_dots_and_few_different_ones_are_words():
     tooltips = distribution({"a": few}, x="loss")(axes)
     assert [tooltip.text for tooltip in tooltips] == [f"client {n}: {n}" for n in range(5)]
     assert not axes.patches
+    assert [label.get_text() for label in axes.get_yticklabels()] == list("01234")
+    distribution({"a": {f"client 1, round {n}": n for n in range(5)}})(axes := Figure().subplots())
+    assert not axes.get_yticklabels()  # they would be cut off
     assert distribution({"a": {str(n): float(n % 3) for n in range(90)}}) is None
     many = {str(n): float(n) for n in range(100)}
     tooltips = distribution({"a": many}, x="loss")(axes := Figure().subplots())
