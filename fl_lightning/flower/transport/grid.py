@@ -28,6 +28,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fl_lightning.core.processes import holder_of, try_lock
+from fl_lightning.flower.site.ledger import whole_file
 from fl_lightning.flower.transport.channel import CATEGORIES, Category, Lost, packed, unpacked
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,8 @@ class GridChannel:
         """Store the report of a site for ``fl-lightning network status``."""
         self._seen[name] = told
         if path := os.environ.get(NAMES_VARIABLE):
-            Path(path).with_name(SEEN).write_text(json.dumps(self._seen))
+            with whole_file(Path(path).with_name(SEEN)) as file:  # `status` may read it now
+                file.write(json.dumps(self._seen).encode())
 
     def _push(self, content: RecordDict, node: int, kind: str, ttl: float) -> str | None:
         message = Message(content, dst_node_id=node, message_type=kind, ttl=ttl)
