@@ -54,7 +54,7 @@ CAPS = {
     "engines": (3846, 19),
     "experiments": (2716, 12),
     "federation": (11436, 59),
-    "flower": (8434, 38),
+    "flower": (8436, 38),
     "kernels": (1635, 11),
     "models": (1467, 8),
     "nas": (11387, 47),
