@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2103, 13),
     "cli": (4380, 22),
-    "client": (4239, 21),
+    "client": (4238, 21),
     "core": (2493, 15),
     "data": (6746, 30),
     "engines": (3846, 19),
