@@ -39,10 +39,11 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 def test_the_python_of_the_page_on_data_does_what_is_said():
     # whose other blocks are scripts
-    arrays, sensor = (block for block in blocks("data.md") if "trainer.fit" not in block)
+    arrays, targets, sensor = (block for block in blocks("data.md") if "trainer.fit" not in block)
     names = run_block(arrays)
     names["data"].setup("fit")
     assert len(names["data"].clients) == 2
+    assert len(set(run_block(targets)["data"].labels)) == 3
     run_block(sensor, names)
     examples = torch.ones(1, 1000), torch.tensor([3]), 50, [1]
     inputs, label = names["Sensor"]().apply(*examples)

@@ -202,6 +202,13 @@ class Parser(LightningArgumentParser):
         print(in_lines(told, sys.stderr), file=sys.stderr)
         sys.exit(2)
 
+    @override
+    def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
+        """Parse words; jsonargparse passes a null on to the parser inside this one as the text None."""
+        if isinstance(args, list) and not self.exit_on_error:
+            args = [re.sub("=None$", "=null", word) for word in args]
+        return super().parse_args(args, *rest, **options)
+
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Register a function that builds models or data modules; their errors are reported like those of other classes."""
         takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters

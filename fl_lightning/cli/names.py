@@ -182,20 +182,26 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def no_such_class(path: str, module: str, name: str) -> str:
     """Return the error message for a class that does not exist in the named module."""
-    close = get_close_matches(name, names_in(module) or (), n=1)
-    hint = f"Did you mean {module}.{close[0]}? " if close else ""
+    hint = did_you_mean(name, {each: f"{module}.{each}" for each in names_in(module) or ()})
     return f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
 
 
 def _check_short(path: str, name: str) -> None:
     block, _, option = path.partition(".")
     known = paths(block, option) if block == "federation" else {}
-    close = get_close_matches(name, known, n=1)
-    if close and name not in known:
+    hint = did_you_mean(name, known)
+    if hint and name not in known:
         raise ConfigurationError(
             f"{path} must be a class, with class_path and init_args, got {name}. "
-            f"Did you mean {known[close[0]]}? {where_listed(path)}"
+            f"{hint}{where_listed(path)}"
         )
+
+
+def did_you_mean(name: str, known: Mapping[str, str]) -> str:
+    """Return a question that names known classes which begin like a misspelt name, or the closest; may be empty."""
+    longer = sorted(each for each in known if name and each.startswith(name))
+    close = longer[:3] or get_close_matches(name, known, n=1)
+    return f"Did you mean {' or '.join(known[each] for each in close)}? " if close else ""
 
 
 def where_listed(path: str) -> str:

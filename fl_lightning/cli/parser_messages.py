@@ -23,8 +23,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning.pytorch import callbacks
+
 from fl_lightning.cli.checks import imported
-from fl_lightning.cli.names import no_such_class, paths, where_listed
+from fl_lightning.cli.names import did_you_mean, no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
 
 MOST_CHARACTERS = 500
@@ -44,6 +46,7 @@ _FRAME = re.compile(
     r"Does not validate against any of|Subtypes: |Errors:$|Given value type: |Expected a path but|$"
 )
 _CLASS_PATH = re.compile(r"class_path['\"]?[=:] ?['\"](?P<path>[\w.]+)")
+_NAME = re.compile(r"[\['\"]*(?P<path>[A-Za-z_][\w.]*)")
 _GIVEN = re.compile(r"Given value: (?P<given>.*)$|(?P<text>.*?)\. Got value: (?P<got>.*)$")
 _UNRECOGNISED = re.compile(
     r"[Uu]nrecognized arguments: (?P<name>[^\s=]+)[\s=]?(?P<rest>.*)|"
@@ -56,10 +59,12 @@ _REQUIRED = re.compile(
 _NO_NAME = re.compile(r".*module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 _NO_MODULE = re.compile(r".*No module named '(?P<module>[\w.]+)'")
 _NO_CLASS = re.compile(
-    r"Import path |Not a valid subclass of|Subclasses are disabled|Expected a dot import path|"
+    r"Import path |Unexpected import path format|Not a valid subclass of|Subclasses are disabled|Expected a dot import path|"
     r"Expected an import path|.*Subclass types expect|a class path \(str\)|a dict with |"
     r"a dict without |.*expects a function or a callable class|Expected an instantiatable"
 )
+# a value that is no class, which the parser shows in the reason only
+_NO_PATH = re.compile(r"(?:Expected a dot import path string|Unexpected import path format): (.*)")
 _KIND = re.compile(
     r"does not (?:implement protocol|correspond to a subclass of) (\w+)|Not a valid subclass of (\w+)"
 )
@@ -238,7 +243,10 @@ def _unknown_class(found: Complaint) -> str | None:
 
 
 def _wrong_class(found: Complaint) -> str | None:
-    given = found.given or ""
+    given = found.given
+    if given is None:
+        given = next((m[1] for m in map(_NO_PATH.match, found.reasons) if m), None)
+    shown, given = _shown(given), given or ""
     if nested := re.fullmatch(r"NestedArg\(key='(.*)', val='(.*)'\)", given):
         said = (
             f"{found.path}.{nested[1]}: got {nested[2]}, but no class: give {found.path} one first"
@@ -249,8 +257,9 @@ def _wrong_class(found: Complaint) -> str | None:
         return None
     kinds = [f"a {one or other}" for one, other in _KIND.findall(" ".join(found.reasons))]
     kind = f" that is {' or '.join(dict.fromkeys(kinds))}" if kinds else ""
-    allowed = [f"a class{kind}, with class_path and init_args", *_allowed(others)]
-    must = f"{found.path} must be {' or '.join(allowed)}{_shown(found.given)}"
+    what, with_ = ("a list of classes", "each with") if given[:1] == "[" else ("a class", "with")
+    allowed = [f"{what}{kind}, {with_} class_path and init_args", *_allowed(others)]
+    must = f"{found.path} must be {' or '.join(allowed)}{shown}"
     owner, _, own = found.class_path.rpartition(".")
     if owner.partition(".")[0] not in (
         "",
@@ -258,12 +267,13 @@ def _wrong_class(found: Complaint) -> str | None:
     ):  # a user's class means others by the name
         return f"{must}. Give the class that {own} takes with its module: my_module.MyClass"
     block, _, option = found.path.replace(".init_args", "").partition(".")
-    known = paths(block, option) or public_paths()
-    named = _CLASS_PATH.search(given)
+    known = {**(paths(block, option) or public_paths())}
+    if option == "callbacks":
+        known |= {name: f"lightning.pytorch.callbacks.{name}" for name in callbacks.__all__}
+    named = _CLASS_PATH.search(given) or _NAME.match(given)
     name = named["path"] if named else given
-    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
-    hint = f"Did you mean {known[close[0]]}? " if close else ""
-    if named and "." not in name:
+    hint = did_you_mean(name.rpartition(".")[2], known)
+    if _CLASS_PATH.search(given) and "." not in name:
         hint = f"A class needs its whole path here, my_module.{name}. {hint}"
     return f"{must}. {hint}{where_listed(found.path)}"
 

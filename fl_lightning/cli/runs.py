@@ -33,7 +33,7 @@ from fl_lightning.federation import (
 )
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import is_terminal, laid_out, width_of
-from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen
+from fl_lightning.reports.log_file import LOGGERS, NAME, EarlyMessages, tidy_screen, with_place
 from fl_lightning.reports.run_report import REPORT, RunReport
 
 
@@ -118,11 +118,15 @@ def report_whereabouts(trainer: Trainer) -> None:
 
 
 def in_columns(line: str) -> str:
-    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged."""
+    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged.
+
+    A command to type stays one line, which can be pasted into a shell.
+    """
     if not is_terminal(sys.stdout):
         return line
     label, _, text = line.partition(":")
-    return laid_out(f"{label}: {text.strip()}", width_of(sys.stdout) - 1)
+    width = sys.maxsize if label in ("look", "next") else width_of(sys.stdout) - 1
+    return laid_out(f"{label}: {text.strip()}", width)
 
 
 _EXPECTED_WARNINGS = (
@@ -178,6 +182,6 @@ def _warning(
 ) -> str:
     if is_terminal(sys.stderr):
         return f"{laid_out(f'warning: {message}', width_of(sys.stderr) - 1)}\n"
-    where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
+    said = with_place(message, category, filename, lineno)
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
-    return f"{now} | WARNING | {message} ({where})\n"
+    return f"{now} | WARNING | {said}\n"

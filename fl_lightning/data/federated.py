@@ -305,6 +305,8 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _roles(self) -> Roles:
+        if self.label_column is not None:
+            _ = self.labels  # refused if wrong, also by a partition without labels
         drawn = self._drawn.indices
         holds_out = self.client_val_fraction or self.client_test_fraction
         if drawn is not None and holds_out and len(drawn.unique()) < len(drawn):

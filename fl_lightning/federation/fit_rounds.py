@@ -237,17 +237,16 @@ def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) ->
         num_rounds: rounds of the run; infinite if no end is planned.
 
     Example:
-        >>> cost_line(4e6, 4e6, num_clients=5, num_rounds=50)
-        'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
+        >>> cost_line(4e6, 4e6, num_clients=1, num_rounds=50)
+        'a client sends about 4 MB and receives 4 MB a round; 1 client in 50 rounds: 200 MB and 200 MB'
     """
     line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
     if not math.isfinite(num_rounds):
         return line
     total = num_clients * num_rounds
-    return (
-        f"{line}; {num_clients} clients in {num_rounds:g} round{'s' * (num_rounds != 1)}: {_shown(total * up)} and "
-        f"{_shown(total * down)}"
-    )
+    clients = f"{num_clients} client{'s' * (num_clients != 1)}"
+    rounds = f"{num_rounds:g} round{'s' * (num_rounds != 1)}"
+    return f"{line}; {clients} in {rounds}: {_shown(total * up)} and {_shown(total * down)}"
 
 
 def _shown(num_bytes: float) -> str:

@@ -89,6 +89,8 @@ class CausalLM(LightningModule):
         freeze_a: train only B of each adapter (FFA-LoRA).
         four_bit: load the base in 4 bits (NF4 of QLoRA), with bitsandbytes.
         dtype: data type of the base; ``auto`` is that of the saved weights. Adapters are in float32.
+        attention: implementation of attention in transformers, e.g. ``eager``, with which clients can
+            train in slots; None is the library's choice. For networks by name or configuration.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         prompts: texts whose answers are written after every validation to ``answers.csv`` beside the
             logs, to TensorBoard and to the report. The data module must have a ``tokenizer``.
@@ -119,6 +121,7 @@ class CausalLM(LightningModule):
         freeze_a: bool = False,
         four_bit: bool = False,
         dtype: _Dtype = "auto",
+        attention: str | None = None,
         gradient_checkpointing: bool = False,
         prompts: list[str] | None = None,
         seed: int = 0,
@@ -130,7 +133,7 @@ class CausalLM(LightningModule):
             raise ConfigurationError(
                 "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
             )
-        base: Any = build_causal_lm(network, four_bit, dtype, seed)
+        base: Any = build_causal_lm(network, four_bit, dtype, attention, seed)
         self.base_name = network if isinstance(network, str) else type(base).__name__
         originals = {id(parameter) for parameter in base.parameters()}
         if gradient_checkpointing:

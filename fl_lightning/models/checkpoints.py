@@ -52,7 +52,7 @@ def load_backbone(network: nn.Module, path: str) -> None:
         [[1.0, 1.0]]
     """
     expected = network.state_dict()
-    found = _strip_prefixes(read_tensors(path), set(expected))
+    found = {_strip(name, expected): tensor for name, tensor in read_tensors(path).items()}
     heads = tuple(f"{name}." for name in head_names(network))
     head = {name for name in found.keys() | expected.keys() if name.startswith(heads)}
     body = {
@@ -96,14 +96,11 @@ def _read(path: str, option: str) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail with any exception
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigurationError(
             f"{option}: {path!r} could not be read as a file of tensors "
-            f"({_first_line(error)}). Give a state dict saved by torch.save or safetensors."
+            f"({reason}). Give a state dict saved by torch.save or safetensors."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
@@ -123,11 +120,7 @@ def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in content.items()}
 
 
-def _strip_prefixes(tensors: Mapping[str, Tensor], expected: set[str]) -> dict[str, Tensor]:
-    return {_strip(name, expected): tensor for name, tensor in tensors.items()}
-
-
-def _strip(name: str, expected: set[str]) -> str:
+def _strip(name: str, expected: Mapping[str, Tensor]) -> str:
     """Remove wrappers' prefixes from a name until the network has it."""
     while name not in expected and name.startswith(_PREFIXES):
         name = name.partition(".")[2]

@@ -30,7 +30,6 @@ from fl_lightning.models.schedule import Schedule, scheduled
 
 Batch = tuple[Tensor, Tensor]
 
-
 # A patch embedding of larger images would not fit into memory.
 MOST_PIXELS = 16_384
 
@@ -104,11 +103,10 @@ class ImageClassifier(LightningModule):
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
-            only_by_name: dict[str, Any] = {"pretrained": pretrained, "drop_rate": drop_rate}
-            only_by_name |= {"network_kwargs": network_kwargs}
-            if given := [name for name, value in only_by_name.items() if value]:
+            if pretrained or drop_rate or network_kwargs:
                 raise ConfigurationError(
-                    f"{', '.join(given)}: for networks by name; pass it to your own network itself"
+                    "pretrained, drop_rate and network_kwargs are for networks by name: give them to "
+                    "your own network itself"
                 )
             self.network = network
         else:

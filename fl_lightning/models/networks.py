@@ -152,7 +152,11 @@ def _is_inside(name: str, modules: tuple[str, ...] | list[str]) -> bool:
 
 
 def build_causal_lm(
-    network: str | dict[str, Any] | nn.Module, four_bit: bool, dtype: str, seed: int
+    network: str | dict[str, Any] | nn.Module,
+    four_bit: bool,
+    dtype: str,
+    attention: str | None,
+    seed: int,
 ) -> nn.Module:
     """Load a causal language model by name, or make it with random weights from a configuration.
 
@@ -163,8 +167,9 @@ def build_causal_lm(
         return network
     transformers = _extra("transformers")
     numbers = "auto" if dtype == "auto" else getattr(torch, dtype)
+    chosen = {} if attention is None else {"attn_implementation": attention}
     if isinstance(network, str):
-        options = _quantised(transformers) if four_bit else {}
+        options = chosen | (_quantised(transformers) if four_bit else {})
         is_recent = int(transformers.__version__.split(".")[0]) >= 5
         options["dtype" if is_recent else "torch_dtype"] = numbers
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -177,11 +182,14 @@ def build_causal_lm(
         return model
     if four_bit:
         raise ConfigurationError("CausalLM: four_bit loads saved weights: give network as a name")
-    return _random(transformers, network, None if dtype == "auto" else numbers, seed)
+    model = _random(transformers, network, chosen, seed)
+    return model if dtype == "auto" else model.to(numbers)
 
 
-def _random(transformers: Any, network: dict[str, Any], dtype: Any, seed: int) -> nn.Module:
-    """Make a model from a configuration."""
+def _random(
+    transformers: Any, network: dict[str, Any], chosen: dict[str, str], seed: int
+) -> nn.Module:
+    """Make a model with random weights from a configuration."""
     options = dict(network)
     kind = options.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
@@ -195,11 +203,9 @@ def _random(transformers: Any, network: dict[str, Any], dtype: Any, seed: int) -
     config = _explained("model.network", lambda: known[kind](**options))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = _explained(
-            f"model.network: {kind}",
-            lambda: transformers.AutoModelForCausalLM.from_config(config),
-        )
-    return model if dtype is None else model.to(dtype)
+        load = transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = _explained(f"model.network: {kind}", lambda: load(config, **chosen))
+    return model
 
 
 def _quantised(transformers: Any) -> dict[str, Any]:

@@ -116,6 +116,16 @@ def _plain_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 
 NAME = "run.log"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def with_place(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> str:
+    """Return a warning with its kind and place in the code, which warnings of this package do without."""
+    if Path(filename).is_relative_to(_PACKAGE):
+        return str(message)
+    return f"{message} ({category.__name__}, {os.path.relpath(filename)}:{lineno})"
+
+
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -243,8 +253,7 @@ class RunLog(Callback):
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        where = f"{category.__name__}, {os.path.relpath(filename)}:{lineno}"
-        self._write(logging.WARNING, f"{message} ({where})")
+        self._write(logging.WARNING, with_place(message, category, filename, lineno))
         self._showed(message, category, filename, lineno, file, line)
 
     def _attach(self, handler: logging.Handler) -> None:

@@ -271,7 +271,7 @@ class Inner:
 
     Args:
         what: name of the things that are counted.
-        total: number of things; infinite if unknown.
+        total: number of things; infinite if unknown, 0 for work without a count.
     """
 
     def __init__(self, what: str, total: float) -> None:
@@ -286,7 +286,8 @@ class Inner:
     def line(self, width: int) -> Table:
         """Return a bar of the given width, in columns."""
         is_known = 0 < self.total < float("inf")
-        label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
+        count = f" {self.done}{f'/{self.total:.0f}' if is_known else ''}" if self.total else ""
+        label = f"{self.what}{count}"
         share = self.done / self.total if is_known else None
         return run_line(label, share, duration(self.seconds), {}, width)
 
@@ -330,6 +331,20 @@ def _length(words: Sequence[str]) -> int:
     return len("  ".join([*words, ""]))
 
 
+@contextmanager
+def progress_bar(trainer: Trainer, what: str, total: float) -> Iterator[Callable[[], None]]:
+    """Show a bar in this block, and yield the function that advances it by one.
+
+    The bar is part of a `RoundProgressBar`; without one, nothing is shown.
+    """
+    own = trainer.progress_bar_callback
+    if isinstance(own, RoundProgressBar):
+        with own.counting(what, total) as tick:
+            yield tick
+    else:
+        yield lambda: None
+
+
 def federation_of(trainer: Trainer) -> Federation | None:
     """Return the federation among a Trainer's callbacks; None if there is none."""
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
@@ -371,9 +386,11 @@ def round_line(trainer: Trainer) -> str:
     words = [f"{name} {number(value)}" for name, value in metrics_in_order(trainer).items()]
     known = logged_in_round(trainer)
     if "round/cohort_size" in known:
-        words.append(f"{int(known['round/cohort_size'])} clients")
-    if float(known.get("round/skipped", 0.0)):
-        words.append(f"{int(known['round/skipped'])} skipped")
+        sampled = int(known["round/cohort_size"])
+        absent = {name: int(known.get(f"round/{name}", 0)) for name in ("skipped", "lost")}
+        told = ", ".join(f"{count} {name}" for name, count in absent.items() if count)
+        clients = f"{sampled} client{'s' * (sampled != 1)}"
+        words.append(f"{sampled - sum(absent.values())} of {clients} ({told})" if told else clients)
     if "round/seconds" in known:
         words.append(f"{float(known['round/seconds']):.1f} s")
     federation = federation_of(trainer)

@@ -25,7 +25,7 @@ from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import FRAGMENTS, Page
-from fl_lightning.reports.progress import federation_of
+from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.reports.run_charts import evaluated_clients, in_bytes, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
@@ -158,8 +158,9 @@ class RunReport(Callback):
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
         try:
-            write_report(folder)
-            show_results(trainer, folder, History.read(folder))
+            with progress_bar(trainer, f"writing {REPORT}", 0):
+                write_report(folder)
+                show_results(trainer, folder, History.read(folder))
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return

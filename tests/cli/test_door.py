@@ -19,6 +19,7 @@ from docs.command_help import as_text
 from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClassifier
 from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import imported
+from fl_lightning.cli.errors import Parser
 from fl_lightning.cli.help import (
     COMMANDS,
     GROUPS,
@@ -29,6 +30,7 @@ from fl_lightning.cli.help import (
     run_help,
 )
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
+from fl_lightning.cli.parser_messages import sentence
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data import IID, Digits
@@ -252,6 +254,61 @@ def test_a_wrong_value_is_told_with_what_to_write(layer, says, tmp_path, capsys,
     assert (end.value.code, says in " ".join(capsys.readouterr().err.split())) == (2, True)
 
 
+ENTRY = """\
+Parser key "federation.updates":
+  Does not validate against any of the Union subtypes
+  Errors:
+    - Unexpected import path format: TopK(0.1)
+    - Expected a <class 'NoneType'>
+  Given value: ['TopK(0.1)']"""
+SOURCE_OF_DATA = """\
+Parser key "data":
+  Errors:
+    - Problem with given class_path 'fl_lightning.FederatedDataModule':
+        Parser key "source":
+          - Expected a path but Digit either not accessible or invalid
+          - Expected a dot import path string: Digit"""
+OF_LIGHTNING_ITSELF = """\
+Parser key "trainer.callbacks":
+  Errors:
+    - Expected a dot import path string: EarlyStoping
+    - Expected a <class 'NoneType'>
+  Given value: EarlyStoping"""
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            ENTRY,
+            (
+                "federation.updates must be a list of classes, each with class_path and init_args or null, "
+                "got ['TopK(0.1)']. Did you mean fl_lightning.updates.TopK?"
+            ),
+        ),
+        (
+            SOURCE_OF_DATA,
+            (
+                "data.init_args.source must be a class, with class_path and init_args, got Digit. "
+                "Did you mean fl_lightning.data.Digits?"
+            ),
+        ),
+        (OF_LIGHTNING_ITSELF, "Did you mean lightning.pytorch.callbacks.EarlyStopping?"),
+        (
+            OF_LIGHTNING_ITSELF.replace("EarlyStoping", "Dirichlet").replace(
+                "trainer.callbacks", "data.partition"
+            ),
+            (
+                "Did you mean fl_lightning.data.DirichletPerClass or fl_lightning.data.DirichletPerClient "
+                "or fl_lightning.data.DirichletSizes?"
+            ),
+        ),
+    ],
+)
+def test_a_misspelt_class_is_shown_with_those_that_may_be_meant(message, says):
+    assert says in sentence(message)
+
+
 def test_names_of_classes_of_other_modules_are_left_to_the_parser():
     """A module of a user that the command line imports may define them."""
     check_classes(["fit", "--model", "mine.Net", "--federation.aggregator", "MyKrum"], [])
@@ -289,6 +346,35 @@ def test_yaml_without_an_end_is_refused(kind, tmp_path):
     said, code, has_torch = answer("fit", "--config", "run.yaml", folder=tmp_path)
     assert says in " ".join(said.split()), said
     assert (code, has_torch, "Traceback" in said) == (2, False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "given"),
+    [
+        (["cohort.fraction=null", "cohort.size=3"], "cohort", (None, 3)),
+        (["cohort.size=3", "cohort.fraction=null"], "cohort", (None, 3)),
+        (["local_epochs=null", "local_steps=3"], "", (None, 3)),
+        (["privacy.epsilon=2", "privacy.noise_multiplier=null"], "privacy", (None, 2.0)),
+    ],
+)
+def test_an_option_is_replaced_by_its_alternative_in_either_order(words, place, given):
+    """A null passes through the parsers of the classes around the option."""
+    block = {
+        "local_epochs": 2,
+        "cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"fraction": 0.25}},
+        "privacy": {
+            "class_path": "fl_lightning.CentralDP",
+            "init_args": {"clip_norm": 1.0, "noise_multiplier": 1.0},
+        },
+    }
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--federation", type=Federation | None, default=None)
+    typed_words = [f"--federation.{word}" for word in words]
+    block = parser.parse_args(["--federation", str(block), *typed_words]).federation
+    found = block[place].init_args if place else block
+    pair = ("fraction", "size", "local_epochs", "local_steps", "noise_multiplier", "epsilon")
+    names = [name for name in pair if any(f"{name}=" in word for word in words)]
+    assert tuple(found[name] for name in names) == given
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])

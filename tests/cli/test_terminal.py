@@ -88,7 +88,8 @@ class TestAtATerminal:
         assert ("train/loss" in last) == (columns == 120)
 
     def test_at_the_end_there_are_results_files_and_the_next_command(self, shown):
-        columns, _, lines = shown
+        columns, written, lines = shown
+        assert "writing report.html  0:0" in written
         end = next(i for i, line in enumerate(lines) if line.startswith("round 3/3"))
         table = "\n".join(lines[end + 1 : end + 9])
         squeezed = re.sub(r" +", " ", without_numbers(table))
@@ -100,9 +101,10 @@ class TestAtATerminal:
             f"checkpoint {folder}/checkpoints/last.ckpt (after round 3)",
             f"messages {folder}/run.log",
             "look tensorboard --logdir runs",
-            f"next fl-lightning validate --config {folder}/config.yaml --ckpt_path {folder}/ch",
         ):
             assert said in files
+        command = f"fl-lightning validate --config {folder}/config.yaml --ckpt_path {folder}/ch"
+        assert f"next        {command}" in written, "a command in several lines cannot be pasted"
         assert all(len(line) <= columns for line in lines)
 
 

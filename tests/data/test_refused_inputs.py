@@ -250,6 +250,7 @@ SETS = {
     "classes of real numbers": (divided(LabelShards(classes_per_client=1), labels=[n / 7 for n in range(12)]), "set data.bins"),
     "one bin": (divided(bins=1), "bins must be at least 2, got 1"),
     "bins of text": (divided(LabelShards(classes_per_client=1), labels=list("ab") * 6, bins=2), "divides one finite number per example"),
+    "two labels of twelve": (divided(IID(), labels=[1, 2]), "data.labels: .* has 12 examples, got 2 values"),
     "labels of no name": (divided(LabelShards(classes_per_client=1), labels="colour"), "no attribute 'colour'"),
     "an endless set": (divided(dataset=Endless()), "map-style|IterableDataset|Endless"),
     "an empty set": (divided(dataset=TensorDataset(torch.zeros(0, 1), torch.zeros(0))), "the source has no training examples: there is nothing to divide"),

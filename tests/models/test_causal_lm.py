@@ -89,6 +89,16 @@ def test_means_are_over_tokens_of_all_batches_and_of_each_client(options):
         found = evaluation.per_client[client]
         assert found["val/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
         assert found["val/loss"] == pytest.approx(total / count, rel=1e-5)
+        assert found.keys() == {"val/loss", "val/perplexity"}  # without weights of means
+
+
+def test_slots_train_adapters_with_eager_attention(tmp_path):
+    found = []
+    for engine in ("sequential", "slots"):
+        module = model(attention="eager")
+        fit(module, 1, tmp_path, engine=engine)
+        found.append(trained(module))
+    torch.testing.assert_close(*found)
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -8,12 +8,14 @@ import sys
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 from terminal_screen import seen
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
 from fl_lightning.reports import progress as run_bar
-from fl_lightning.reports.progress import Inner, Pace, number, run_line
+from fl_lightning.reports.log_file import with_place
+from fl_lightning.reports.progress import Inner, Pace, number, round_line, run_line
 from fl_lightning.reports.screen import plain
 
 
@@ -62,6 +64,28 @@ def test_a_part_of_a_round_has_its_own_count():
     inner.done = 2
     assert re.fullmatch(r"clients 2/5  ━+ +  0:00", plain(inner.line(77)))
     assert plain(Inner("batches", float("inf")).line(77)) == "batches 0  0:00"
+    assert plain(Inner("writing report.html", 0).line(77)) == "writing report.html  0:00"
+
+
+@pytest.mark.parametrize(
+    ("logged", "said"),
+    [
+        ({"cohort_size": 1, "skipped": 0}, "1 client"),
+        ({"cohort_size": 10, "skipped": 2}, "8 of 10 clients (2 skipped)"),
+        ({"cohort_size": 9, "skipped": 2, "lost": 1}, "6 of 9 clients (2 skipped, 1 lost)"),
+    ],
+)
+def test_the_line_of_a_round_says_how_many_clients_counted(logged, said):
+    trainer = toy_trainer(max_epochs=3)
+    for name, value in logged.items():
+        trainer.callback_metrics[f"round/{name}"] = torch.tensor(float(value))
+    assert round_line(trainer) == f"epoch 1/3: {said}"
+
+
+def test_a_warning_of_this_package_has_no_place_in_the_code():
+    assert with_place("skipped: client 3", UserWarning, run_bar.__file__, 7) == "skipped: client 3"
+    elsewhere = with_place("careful", UserWarning, "mine.py", 7)
+    assert elsewhere == "careful (UserWarning, mine.py:7)"
 
 
 def test_a_negative_rate_is_refused():

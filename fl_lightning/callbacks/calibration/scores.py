@@ -40,7 +40,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import example_reader, loader_option
 from fl_lightning.federation import Ranks, Visit, shares, training_loader, visiting
-from fl_lightning.reports.progress import RoundProgressBar, federation_of
+from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import apportion
@@ -153,20 +153,6 @@ def run_everywhere(trainer: Trainer, work: Callable[[], None]) -> None:
         raise failure
     if others := [words for words in failures if words is not None]:
         raise ConfigurationError(f"another process failed: {others[0]}")
-
-
-@contextmanager
-def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar in this block, and yield the function that advances it by one.
-
-    The bar is part of a `RoundProgressBar`; without one, nothing is shown.
-    """
-    own = trainer.progress_bar_callback
-    if isinstance(own, RoundProgressBar):
-        with own.counting(what, total) as tick:
-            yield tick
-    else:
-        yield lambda: None
 
 
 # number of examples to score by owner, for the owners that this process handles

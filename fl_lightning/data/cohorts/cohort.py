@@ -156,7 +156,7 @@ class SizedCohort(Cohort):
         if (self.fraction is None) == (self.size is None):
             raise ConfigurationError(
                 f"{type(self).__name__} needs either fraction or size, got fraction={self.fraction} and "
-                f"size={self.size}"
+                f"size={self.size}: give one of them, and null for the other"
             )
         check_range("fraction", self.fraction, "in (0, 1]", _FRACTION)
         check_range("size", self.size, "at least 1 client")

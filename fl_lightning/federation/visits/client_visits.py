@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metrics import metrics_of
+from fl_lightning.core.metrics import PER_EXAMPLE, metrics_of
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.groups import limited
@@ -109,7 +109,7 @@ def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[st
     try:
         for _ in visit.steps(batches):
             pass
-        logged = {name: value.cpu() for name, value in visit.logs.collect().items()}
+        logged = {n: v.cpu() for n, v in visit.logs.collect().items() if PER_EXAMPLE not in n}
         return logged | {k: torch.tensor(v) for k, v in visit.logs.collect_metrics().items()}
     except (ValueError, RuntimeError, IndexError) as error:
         if visit.size != 1:
