@@ -53,7 +53,7 @@ CAPS = {
     "data": (6748, 30),
     "engines": (3846, 19),
     "experiments": (2716, 12),
-    "federation": (11434, 59),
+    "federation": (11436, 59),
     "flower": (8434, 38),
     "kernels": (1635, 11),
     "models": (1467, 8),

@@ -255,5 +255,7 @@ def kept_secret(trainer: Trainer) -> int:
     unfinished.unlink(missing_ok=True)
     with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as to:
         to.write(f"{secret:x}\n")
+        to.flush()
+        os.fsync(to.fileno())  # else the file is empty after a power failure
     os.replace(unfinished, file)
     return secret
