@@ -5,7 +5,7 @@ The module is built from the ``config.yaml`` that the run has saved beside the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def _program(module: LightningModule, shape: Sequence[int] | None) -> torch.expo
     return torch.export.export(module, (example,), dynamic_shapes=(batch,))
 
 
-_WRITERS = {
+_WRITERS: dict[str, Callable[[LightningModule, str, Any], None]] = {
     "adapter": _write_adapter,
     "state_dict": lambda module, target, shape: torch.save(module.state_dict(), target),
     "program": lambda module, target, shape: torch.export.save(_program(module, shape), target),
