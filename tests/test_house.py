@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (2089, 13),
     "cli": (4407, 22),
-    "client": (4239, 21),
+    "client": (4238, 21),
     "core": (2493, 15),
     "data": (6748, 30),
     "engines": (3846, 19),

@@ -89,7 +89,6 @@ class RecordedClock:
         next_ended: returns the next client to finish, given the clients at work; called when the record
             is used up.
 
-
     Example:
         >>> clock = RecordedClock([Ended(1, 0, 2.0)], lambda at_work: Ended(at_work[0].client, 0, 3.0))
         >>> clock.start(Visit(0, 0, 0)), clock.start(Visit(1, 0, 1))

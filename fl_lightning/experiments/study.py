@@ -320,7 +320,7 @@ def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
             ("trials", drawn.plot_optimization_history),
             ("options", drawn.plot_slice),
         ):
-            figure = np.ravel(plot(study, target_name=metric))[0].figure
+            figure = np.ravel(plot(study, target_name=metric))[0].figure  # type: ignore[arg-type]
             _save(figure, out / name)
             pyplot.close(figure)
 
