@@ -18,12 +18,12 @@ from fl_lightning.callbacks.calibration.scores import (
     ExampleOwners,
     example_owners,
     own_share,
-    progress_bar,
     run_everywhere,
     scoring_context,
 )
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import Ranks, Visit, visiting
+from fl_lightning.reports.progress import progress_bar
 from fl_lightning.sparsity.heads import (
     Features,
     FittedHead,
