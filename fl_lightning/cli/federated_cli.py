@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -188,8 +188,7 @@ class FederatedCLI(LightningCLI):
         """Build the Trainer, with the federation and the callbacks of every run."""
         federation = self._get(self.config_init, "federation")
         options = self._get(self.config_init, "trainer")
-        given = options.get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
+        given = self._given(options)
         options["callbacks"] = [*given]
         if self.subcommand == "fit":
             self._interruption = Interruption()
@@ -205,7 +204,7 @@ class FederatedCLI(LightningCLI):
             options["callbacks"].append(federation)
             self._choose_processes(options, federation)
         if self._is_dry:
-            options["callbacks"].append(DryRun(options, federation, self.datamodule))
+            options["callbacks"].insert(1, DryRun(options, federation, self.datamodule))
         options["callbacks"] += self._companions(
             given, options, is_federated=federation is not None
         )
@@ -217,6 +216,17 @@ class FederatedCLI(LightningCLI):
         if federation is not None and self._is_fit:
             check_strategy(trainer)
         return trainer
+
+    def _given(self, options: Mapping[str, Any]) -> list[Callback]:
+        """Return the configuration's callbacks; a dry run's save models in its own folder only."""
+        given = options.get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        if not self._is_dry:
+            return given
+        for callback in given:
+            if isinstance(callback, ModelCheckpoint):
+                callback.dirpath = None
+        return [c for c in given if isinstance(c, ModelCheckpoint) or not isinstance(c, Checkpoint)]
 
     def _companions(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
@@ -273,6 +283,7 @@ class FederatedCLI(LightningCLI):
         self._scratch = TemporaryDirectory(prefix="fl_dry_run_")
         config.trainer.default_root_dir = self._scratch.name
         config.trainer.logger = config.trainer.logger is not False
+        config.trainer.profiler = None
         config.report = config.test_after_fit = False
 
     @property
@@ -282,7 +293,8 @@ class FederatedCLI(LightningCLI):
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit the model; if it is interrupted, print how to resume."""
-        folders = checkpoint_folders(self.trainer)
+        # what a dry run has saved is removed, and cannot be resumed
+        folders = [] if self._is_dry else checkpoint_folders(self.trainer)
         try:
             self.trainer.fit(*args, **kwargs)
         except Interrupted as stop:

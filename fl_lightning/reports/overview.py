@@ -26,6 +26,8 @@ from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail, folder_of, software
 from fl_lightning.reports.progress import federation_of, unit
 from fl_lightning.reports.run_charts import in_bytes
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import as_aggregator
 
 _DRY_ROUNDS = 2
 _DRY_CLIENTS = 20  # most clients that a dry run trains in a round and process
@@ -177,35 +179,38 @@ class DryRun(Callback):
         seconds = a + s (C / K - 1) + (R - 1) s C / K + R v / e
 
     R rounds of C clients, of which K train here; a: start and first round; s: second round, both without
-    their validation; v: a validation, in every e-th round. On a CPU these are seconds that this process
-    computes, so that other programs do not count.
+    their validations; v: those of a round, in every e-th. On a CPU these are seconds that this process
+    computes, so that other programs do not count. It should be the first of the callbacks, so that what
+    others do at the end of the fit is not taken for a part of the last round.
 
     Args:
-        options: options of the Trainer; changed to K clients in a round, and a validation in each.
+        options: options of the Trainer; changed to K clients in a round, and a validation in each. K is C
+            where a number of clients has a meaning of its own, as with privacy and robust rules.
         federation: the federation; None for central training.
         data: the data module.
 
     Attributes:
-        seconds: estimated seconds of the whole fit.
+        seconds: estimated seconds of the whole fit; inf if it has no end.
     """
 
     def __init__(self, options: Any, federation: Federation | None, data: Any) -> None:
         super().__init__()
         self.seconds = math.nan
-        self._every = options["check_val_every_n_epoch"] or 1
-        options["check_val_every_n_epoch"] = 1
+        self._every: float = options["check_val_every_n_epoch"] or 1
+        if options["check_val_every_n_epoch"] is not None:
+            options["check_val_every_n_epoch"] = 1
         options["min_epochs"] = options["min_steps"] = None
         self._share, self._marks = 1.0, list[float]()
         self._validation = self._paused = 0.0
         count = getattr(data, "num_clients", None)
-        if federation is not None and count is not None:
-            limit = options["limit_train_batches"]
-            cohort = limited(
-                federation.cohort.expected_size(count), 1.0 if limit is None else limit
-            )
-            devices = options["devices"] if isinstance(options["devices"], int) else 1
-            options["limit_train_batches"] = min(cohort, _DRY_CLIENTS * devices)
-            self._share = cohort / options["limit_train_batches"]
+        if federation is None or count is None or _counts_clients(options, federation):
+            return
+        limit = options["limit_train_batches"]
+        cohort = limited(federation.cohort.expected_size(count), 1.0 if limit is None else limit)
+        devices = options["devices"] if isinstance(options["devices"], int) else 1
+        if cohort > (most := _DRY_CLIENTS * devices):
+            options["limit_train_batches"] = most
+            self._share = cohort / most
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -213,22 +218,33 @@ class DryRun(Callback):
         self._clock = time.thread_time if is_cpu else time.perf_counter
         self._mark()
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate at the end of a round also if validations are counted in batches of all rounds."""
+        batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval
+        is_count = isinstance(interval, int) and isinstance(batches, int)
+        if trainer.check_val_every_n_epoch is None and is_count:
+            self._every = interval / batches
+            trainer.val_check_batch = batches
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the clock: the round before ends here, with its checkpoint."""
         self._mark()
+        self._validation = 0.0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop after the second round."""
-        trainer.should_stop = len(self._marks) > _DRY_ROUNDS
+        if len(self._marks) > _DRY_ROUNDS:
+            trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock during a validation."""
-        self._validation = -self._clock()
+        self._began = self._clock()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the seconds of the validation."""
-        self._validation += self._clock()
-        self._paused += self._validation
+        """Add the seconds of the validation."""
+        seconds = self._clock() - self._began
+        self._validation += seconds
+        self._paused += seconds
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the estimate."""
@@ -240,21 +256,49 @@ class DryRun(Callback):
         self._marks.append(self._clock() - self._paused)
 
     def _lines(self, trainer: Trainer) -> Iterator[str]:
-        import resource  # not on Windows
-
         began, *starts, end = self._marks
         last = end - starts[-1]
         a_round = last * self._share + self._validation / self._every
-        rounds = max(1, trainer.max_epochs or 1)
-        first = (starts[1] if len(starts) > 1 else end) - began
-        self.seconds = first - last + rounds * a_round
-        yield f"{duration(self.seconds)} for {rounds} {unit(trainer)}s, {a_round:.3g} s for each"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        yield f"{in_bytes(peak)} of memory in each process"
+        steps = trainer.global_step / len(starts)  # 1 in a federation
+        limits = ((trainer.max_epochs, 1), (trainer.max_steps, steps))
+        ends = [math.ceil(n / per) for n, per in limits if n is not None and n >= 0 and per]
+        rounds, name = min(ends, default=None), unit(trainer)
+        if rounds is None:
+            self.seconds = math.inf
+            yield f"{a_round:.3g} s for each {name}, whose number has no limit"
+        else:
+            first = (starts[1] if len(starts) > 1 else end) - began
+            self.seconds = first - last + rounds * a_round
+            yield f"{duration(self.seconds)} for {rounds} {name}s, {a_round:.3g} s for each"
+        if (peak := _peak_memory()) is not None:
+            yield f"{in_bytes(peak)} of memory in each process"
         for way, words in (("up", "from clients"), ("down", "to clients")):
             sent = trainer.callback_metrics.get(f"round/total_bytes_{way}")
             if sent is not None:
-                yield f"{in_bytes(float(sent) * self._share * rounds)} {words}"
+                total = in_bytes(float(sent) * self._share * (rounds or 1))
+                yield f"{total} {words}" + f" in each {name}" * (rounds is None)
+
+
+def _counts_clients(options: Any, federation: Federation) -> bool:
+    """Return whether fewer clients in a round would be refused, or cost other than their share."""
+    aggregator = as_aggregator(federation.aggregator)
+    return (
+        federation.client_privacy is not None  # needs a random sample
+        or federation.min_replies > 1
+        or isinstance(aggregator, RobustRule)  # compares clients with one another
+        or aggregator.protection is not None
+        or isinstance(options["val_check_interval"], int)  # so many groups of clients
+    )
+
+
+def _peak_memory() -> int | None:
+    """Return the most bytes that this process has had; None on Windows, which does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB
 
 
 class PartitionReport(Callback):

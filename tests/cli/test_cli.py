@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
@@ -404,13 +407,118 @@ def test_an_exported_program_and_its_onnx_give_the_modules_outputs(trained, caps
     assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
 
 
-def test_a_dry_run_estimates_the_bytes_of_all_clients_and_leaves_no_file(caplog, monkeypatch):
+class Clock(Callback):
+    """A clock that goes on by 1 s in a round, 3 s in a validation and 1000 s after the fit."""
+
+    now = 0.0
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        Clock.now += 1
+
+    def on_validation_start(self, trainer, pl_module):
+        Clock.now += 3
+
+    def on_train_end(self, trainer, pl_module):
+        Clock.now += 1000
+
+
+@pytest.fixture
+def estimate(caplog, monkeypatch):
+    """Run dry with 2 of 5 clients and the clock above; return the estimate, line by line."""
+    clock = SimpleNamespace(thread_time=lambda: Clock.now)
+    monkeypatch.setattr("fl_lightning.reports.overview.time", clock)
     monkeypatch.setattr("fl_lightning.reports.overview._DRY_CLIENTS", 2)
-    main(["fit", *QUICK, *SHORT, "--trainer.max_epochs=40", "--dry_run=true"])
-    estimate = [line for line in caplog.messages if line.startswith("estimate: ")]
-    assert re.search(r"\d:\d\d for 40 rounds, [\d.e-]+ s for each", estimate[0])
+
+    def run(*words):
+        callbacks = f"--trainer.callbacks=[{__name__}.Clock]"
+        engine = "--federation.engine=sequential"  # none is tried, which takes long without an end
+        main(["fit", *QUICK, *SHORT, callbacks, engine, "--dry_run=true", *words])
+        assert not list(Path().iterdir())
+        return [line for line in caplog.messages if line.startswith("estimate: ")]
+
+    return run
+
+
+def bytes_of(lines):
+    return [float(line.split()[1]) for line in lines]
+
+
+def network_size():
     network = ImageClassifier(**NETWORK | {"optimizer": None})
-    size = sum(tensor.numel() for tensor in network.parameters())
-    megabytes = [float(line.split()[1]) for line in estimate[2:]]  # up and down: float32, a header
-    assert megabytes == pytest.approx(2 * [40 * 5 * 4 * size / 1e6], rel=0.005)
-    assert not list(Path().iterdir())
+    return sum(tensor.numel() for tensor in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        # 1 s for 2 clients, 2.5 s for 5, and 3 s in every third round
+        ("max_epochs=40 check_val_every_n_epoch=3", "2:20 for 40 rounds, 3.5 s for each"),
+        ("max_epochs=-1 max_steps=100", "9:10 for 100 rounds, 5.5 s for each"),
+        ("max_epochs=40 max_steps=8", "0:44 for 8 rounds, 5.5 s for each"),
+        # 5 clients, as many batches in a round: 3 s in every second
+        (
+            "max_epochs=40 check_val_every_n_epoch=null val_check_interval=10",
+            "1:40 for 40 rounds, 2.5 s for each",
+        ),
+    ],
+)
+def test_a_dry_run_estimates_the_seconds_and_bytes_of_the_whole_fit(estimate, words, says):
+    found = estimate(*(f"--trainer.{word}" for word in words.split()))
+    rounds = int(re.search(r"for (\d+) rounds", says)[1])
+    assert found[0] == f"estimate: {says}"
+    # up and down: 5 clients, float32, a header
+    megabytes = 2 * [rounds * 5 * 4 * network_size() / 1e6]
+    assert bytes_of(found[2:]) == pytest.approx(megabytes, rel=0.005)
+
+
+def test_a_dry_run_of_a_fit_without_end_estimates_a_round(estimate, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    says, *sent = estimate("--trainer.max_epochs=-1")
+    assert says == "estimate: 5.5 s for each round, whose number has no limit"
+    assert [line.split(maxsplit=3)[3] for line in sent] == [
+        "from clients in each round",
+        "to clients in each round",
+    ]
+    assert bytes_of(sent) == pytest.approx(2 * [5 * 4 * network_size() / 1e6], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "--federation.privacy=CentralDP",
+            "--federation.privacy.clip_norm=1.0",
+            "--federation.privacy.noise_multiplier=1.0",
+        ],
+        ["--federation.min_replies=4"],
+        ["--federation.aggregator=Krum", "--federation.aggregator.num_attackers=1"],
+    ],
+)
+def test_a_dry_run_trains_all_clients_where_their_number_has_a_meaning(estimate, words):
+    assert estimate("--trainer.max_epochs=40", *words)[0] == (
+        "estimate: 2:40 for 40 rounds, 4 s for each"
+    )
+
+
+def test_a_dry_run_leaves_the_checkpoints_of_an_earlier_run_alone(estimate, tmp_path_factory):
+    saved = tmp_path_factory.mktemp("models") / "best.ckpt"
+    saved.write_text("of a run")
+    options = {"dirpath": str(saved.parent), "filename": "best", "enable_version_counter": False}
+    options |= {"monitor": "val/accuracy", "mode": "max"}
+    saver = {"class_path": "ModelCheckpoint", "init_args": options}
+    estimate(f"--trainer.callbacks+={json.dumps(saver)}")
+    assert [path.name for path in saved.parent.iterdir()] == ["best.ckpt"]
+    assert saved.read_text() == "of a run"
+
+
+class Stop(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_dry_run_names_no_checkpoint(capsys):
+    stop = f"--trainer.callbacks=[{__name__}.Stop]"
+    with pytest.raises(SystemExit):
+        main(["fit", *QUICK, *SHORT, stop, "--trainer.max_epochs=3", "--dry_run=true"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "stopped by Ctrl-C without a checkpoint: start again without ckpt_path" in said
