@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule
 
+from fl_lightning.cli.latency import check_writable
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, check_checkpoint, run_of
 
@@ -44,19 +45,20 @@ def export(given: Any) -> None:
     Raises:
         ConfigurationError: if an option is refused.
     """
-    targets = [given[name] for name in _WRITERS if given[name] is not None]
+    targets = {name: Path(given[name]) for name in _WRITERS if given[name] is not None}
     if not targets:
         raise ConfigurationError(
             "export: give --adapter FOLDER, --state_dict FILE, --program FILE or --onnx FILE"
         )
-    for target in targets:
-        if Path(target).exists():
+    for name, target in targets.items():
+        if target.exists():
             raise ConfigurationError(f"export: {target} exists: name another, or remove it")
+        check_writable(f"export --{name}", target, is_folder=name == "adapter")
     module = trained_module(Path(given.ckpt_path))
-    for name, write in _WRITERS.items():
-        if given[name] is not None:
-            write(module, given[name], given.input_shape)
-    print("\n".join(f"{target} is written" for target in targets))
+    for name, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _WRITERS[name](module, given[name], given.input_shape)
+    print("\n".join(f"{given[name]} is written" for name in targets))
 
 
 def _write_adapter(module: LightningModule, target: str, shape: Any) -> None:
@@ -71,28 +73,58 @@ def _write_adapter(module: LightningModule, target: str, shape: Any) -> None:
 def _write_onnx(module: LightningModule, target: str, shape: Any) -> None:
     if find_spec("onnx") is None or find_spec("onnxscript") is None:
         raise ConfigurationError("export --onnx needs ONNX: pip install 'fl-lightning[onnx]'")
-    program = torch.onnx.export(_program(module, shape), dynamo=True, verbose=False)
+    made = program_of(module, shape)
+    try:
+        program = torch.onnx.export(made, dynamo=True, verbose=False)
+    except RuntimeError as error:  # an operator that ONNX does not have
+        raise ConfigurationError(
+            f"export --onnx: torch.onnx cannot translate {type(module).__name__}: {_first_line(error)}. "
+            "Use other operators in its forward, or export --program"
+        ) from error
     assert program is not None
     program.save(target)
 
 
-def _program(module: LightningModule, shape: Sequence[int] | None) -> torch.export.ExportedProgram:
+def program_of(
+    module: LightningModule, shape: Sequence[int] | None
+) -> torch.export.ExportedProgram:
     """Return the program of a module's ``forward`` for batches of any size."""
+    name = type(module).__name__
     example = module.example_input_array if shape is None else torch.zeros(2, *shape)
-    if not isinstance(example, torch.Tensor):
+    if not isinstance(example, torch.Tensor) or not example.ndim:
+        what = f"{name} has no example_input_array"
+        if example is not None:
+            kind = type(example).__name__
+            what = f"example_input_array of {name} must be a batch as one tensor, got a {kind}"
+            what += " without dimensions" if isinstance(example, torch.Tensor) else ""
         raise ConfigurationError(
-            f"export: {type(module).__name__} has no example_input_array: give --input_shape, the shape "
-            "of one input without the batch, such as [1,28,28]"
+            f"export: {what}: give --input_shape, the shape of one input without the batch, such as "
+            "[1,28,28]"
         )
     example = example[:1].expand(2, *example.shape[1:])  # a batch of one would stay of that size
     batch = {0: torch.export.Dim("batch")}
-    return torch.export.export(module, (example,), dynamic_shapes=(batch,))
+    try:
+        return torch.export.export(module, (example,), dynamic_shapes=(batch,))
+    except Exception as error:  # of torch.export, or whatever the module's forward raises
+        given = "example_input_array" if shape is None else f"--input_shape {list(shape)}"
+        raise ConfigurationError(
+            f"export: torch.export cannot trace {name} by {given}, inputs of {example.dtype} and shape "
+            f"{list(example.shape)}: {_first_line(error)}. Its forward must accept one such tensor, with "
+            "batches of any size, and branch on no values. If it needs whole numbers, set its "
+            "example_input_array to a tensor of them, and leave --input_shape out"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error of torch, without its hints for developers."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return line.partition(" For more information")[0].rstrip(".!")
 
 
 _WRITERS: dict[str, Callable[[LightningModule, str, Any], None]] = {
     "adapter": _write_adapter,
     "state_dict": lambda module, target, shape: torch.save(module.state_dict(), target),
-    "program": lambda module, target, shape: torch.export.save(_program(module, shape), target),
+    "program": lambda module, target, shape: torch.export.save(program_of(module, shape), target),
     "onnx": _write_onnx,
 }
 

@@ -9,7 +9,8 @@ Written at the end, in the folder of the run:
     cell.png, cell.svg      the architecture as a graph
     architecture.yaml       arguments of `Network`
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
-    sections/search.html    the section of report.html: architecture, probabilities and cost over rounds
+    sections/search.html    the section of report.html: architecture, probabilities and cost over rounds,
+                            if a round was complete
 
 The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
 if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
@@ -190,7 +191,7 @@ class SearchReport(Callback):
         folder = Path(run_folder(trainer))
         found = module.architecture
         cost = module.costs.of(module.space.operations_of(found))
-        verdict = self._verdict(module, trainer.current_epoch - 1)
+        verdict = self._verdict(module, max(trainer.current_epoch - 1, 0))
         facts = [f"{cost.flops:,} multiply-adds, {cost.params:,} parameters"]
         if isinstance(module.measure, LatencyTable):
             facts.append(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
@@ -199,14 +200,16 @@ class SearchReport(Callback):
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        _, drawn = pictures.save(pictures.cell_figure(found), folder / "cell")
-        self._write_section(folder, module, drawn.read_text(), f"{verdict}. {', '.join(facts)}.")
         content = retraining(
             found, module.shape, image_size=module.image_size, run=_configuration(folder)
         )
         network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
+        _, drawn = pictures.save(pictures.cell_figure(found), folder / "cell")
+        if self._shares:  # no round is in it if none reached its last batch, as with max_steps
+            text = f"{verdict}. {', '.join(facts)}."
+            self._write_section(folder, module, drawn.read_text(), text)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
     def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import resolve
-from fl_lightning.cli.export import trained_module
+from fl_lightning.cli.export import program_of, trained_module
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.processes.fork import num_usable_cores
 from fl_lightning.models import ImageClassifier
 
@@ -395,7 +397,7 @@ def test_an_exported_program_and_its_onnx_give_the_modules_outputs(trained, caps
 
     words = ["export", f"--ckpt_path={LAST}", "--program=model.pt2"]
     assert "has no example_input_array: give --input_shape" in fails(capsys, *words)
-    main([*words, "--onnx=model.onnx", "--state_dict=model.pt", "--input_shape=[1,8,8]"])
+    main([*words, "--onnx=model.onnx", "--state_dict=new/model.pt", "--input_shape=[1,8,8]"])
     module, images = trained_module(Path(LAST)), torch.rand(5, 1, 8, 8)
     with torch.no_grad():
         expected = module(images)
@@ -403,8 +405,60 @@ def test_an_exported_program_and_its_onnx_give_the_modules_outputs(trained, caps
     evaluator = ReferenceEvaluator(onnx.load("model.onnx"))
     (found,) = evaluator.run(None, {evaluator.input_names[0]: images.numpy()})
     assert torch.from_numpy(found) == pytest.approx(expected, abs=1e-5)
-    weights = torch.load("model.pt")
+    weights = torch.load("new/model.pt")
     assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_target_that_cannot_be_written_is_told_before_the_checkpoint_is_read(capsys):
+    Path("here").write_text("a file")
+    said = fails(capsys, "export", "--ckpt_path=none.ckpt", "--state_dict=here/model.pt")
+    assert "export --state_dict: here/model.pt cannot be written: here is a file" in said
+
+
+class OfExamples(LightningModule):
+    def __init__(self, network, example=None):
+        super().__init__()
+        self.forward, self.example_input_array = network.forward, example
+
+
+IMAGES, CHOSEN = torch.zeros(4, 3), nn.Embedding(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("network", "example", "shape", "says"),
+    [
+        (
+            CHOSEN,
+            None,
+            [4],
+            r"by --input_shape \[4\], inputs of torch.float32 .* leave --input_shape",
+        ),
+        (nn.Unflatten(0, (2, 1)), IMAGES, None, "by example_input_array.* batches of any size"),
+        (nn.Linear(2, 1), IMAGES, None, r"shape \[2, 3\]: .* must have same reduction dim"),
+        (
+            CHOSEN,
+            (IMAGES, IMAGES),
+            None,
+            "must be a batch as one tensor, got a tuple: give --input_shape",
+        ),
+        (
+            CHOSEN,
+            {"x": IMAGES},
+            None,
+            "must be a batch as one tensor, got a dict: give --input_shape",
+        ),
+        (CHOSEN, torch.tensor(1.0), None, "as one tensor, got a Tensor without dimensions"),
+    ],
+)
+def test_what_is_no_program_is_told_in_a_sentence(network, example, shape, says):
+    with pytest.raises(ConfigurationError, match=f"^export: .*{says}"):
+        program_of(OfExamples(network, example), shape)
+
+
+def test_whole_numbers_are_exported_by_the_modules_example():
+    program = program_of(OfExamples(CHOSEN, torch.tensor([[1, 2]])), None)
+    words = torch.tensor([[0, 4], [3, 1], [2, 2]])
+    assert torch.equal(program.module()(words), CHOSEN(words))
 
 
 class Clock(Callback):

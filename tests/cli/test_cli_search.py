@@ -76,6 +76,7 @@ def test_latency_then_search_under_it(tmp_path, capsys):
         (["search", *SMALL, "--table", "t.csv"], "t.csv"),  # whose accuracy it would maximise
         (["search", *SMALL, "--batch_size", "1", "--score", "jacov"], "at least 2 images, got 1"),
         (["search", *SMALL, "--out", "/proc/x"], "out: /proc/x cannot be written"),
+        (["search", *SMALL, "--sweep", "/proc/x.yaml"], "sweep: /proc/x.yaml cannot be written"),
         (["search", *SMALL, "--export", "."], "export: . cannot be written: it is a folder"),
         (
             ["latency", *SPACE, "--out", "/proc/x.json"],
@@ -129,6 +130,16 @@ def test_a_file_with_settings_that_no_space_has_is_refused(settings, says, tmp_p
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit, match=says):
         main(["search", "--space", "space.yaml"])
+
+
+def test_a_sweep_is_written_into_a_new_folder_and_over_no_file(tmp_path):
+    words = ["search", *SMALL, "--sweep", "new/folder/nets.yaml"]
+    main(words)
+    written = (tmp_path / "new/folder/nets.yaml").read_text()
+    assert yaml.safe_load(written)["pruner"] == "hyperband"
+    with pytest.raises(SystemExit, match=r"sweep: new/folder/nets\.yaml exists: name another file"):
+        main([*words, "--seed", "1"])
+    assert (tmp_path / "new/folder/nets.yaml").read_text() == written
 
 
 @pytest.mark.slow

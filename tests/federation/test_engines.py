@@ -537,6 +537,13 @@ def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, caplog):
     assert "local steps do not repay a trial" in caplog.text
 
 
+def test_a_run_of_one_step_is_told_in_the_singular(caplog):
+    one = {"cohort": UniformCohort(size=1), "local_epochs": None, "local_steps": 1, "slots": None}
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        run(toy(), "auto", max_epochs=1, **one)
+    assert "because 1 local step does not repay a trial" in caplog.text
+
+
 def test_who_else_has_the_processor_does_not_count():
     """What the thread itself computes is timed, not what it waits for."""
     measured = trial.Trial(toy_trainer(), None, None, None, [], None)

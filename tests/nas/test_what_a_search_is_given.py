@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from nas.test_supernet import TwoLayers, data
 from nas.test_supernet_federated import alpha, search, singles, supernet
 from toys import toy_trainer, weights
@@ -172,3 +174,15 @@ def test_what_trains_what_was_found_names_no_buffers_of_the_search():
     shape = {"num_classes": 2, "in_channels": 1, "channels": 4, "cells": 1}
     found = retraining(architecture, shape, image_size=8, run=run)
     assert found["federation"] == {"client_state": ["running_*"]}
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"limit_train_batches": 0}])
+def test_a_search_that_ends_within_its_first_epoch_leaves_its_result(limit, tmp_path):
+    module, logger = supernet(alpha_every=1), CSVLogger(tmp_path, "short", version=0)
+    trainer = toy_trainer(max_epochs=3, logger=logger, log_every_n_steps=1, **limit)
+    trainer.fit(module, datamodule=data(singles(), 4, 5))
+    run = tmp_path / "short/version_0"
+    found = yaml.safe_load((run / "architecture.yaml").read_text())["architecture"]
+    assert found == str(module.architecture)
+    assert {"cell.png", "retrain.yaml"} <= {path.name for path in run.iterdir()}
+    assert not (run / "sections").exists()  # over rounds, of which there is none

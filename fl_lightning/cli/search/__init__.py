@@ -155,7 +155,11 @@ def search(
     _check_sources(given)
     networks = networks_of(given)
     if given.sweep is not None:
-        findings.write_sweep(given.sweep, networks.space, retraining_of(networks), given.seed)
+        sweep = Path(given.sweep)
+        check_writable("sweep", sweep)
+        if sweep.exists():
+            raise ConfigurationError(f"sweep: {sweep} exists: name another file, or remove it")
+        findings.write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
         print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
         return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))

@@ -229,7 +229,10 @@ class EngineChooser:
         if size > most_parameters(self._trainer.strategy.root_device):
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
         if num_steps < LEAST_STEPS:
-            raise CannotStack(f"{num_steps:.0f} local steps do not repay a trial")
+            what = (
+                "1 local step does" if round(num_steps) == 1 else f"{num_steps:.0f} local steps do"
+            )
+            raise CannotStack(f"{what} not repay a trial")
         one = trial.seconds_alone()
         if one * num_steps < SLOTS_SECONDS:
             raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")

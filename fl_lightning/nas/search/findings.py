@@ -149,14 +149,14 @@ def export(
 
 
 def write_sweep(
-    path: str, space: SearchSpace, configure: Callable[[Architecture], dict[str, Any]], seed: int
+    path: Path, space: SearchSpace, configure: Callable[[Architecture], dict[str, Any]], seed: int
 ) -> None:
     """Write a file for ``fl-lightning sweep`` whose trials train networks of a space from scratch.
 
     Every decision is an option of the sweep. Hyperband (successive halving) stops trials early.
 
     Args:
-        path: path of the YAML file.
+        path: path of the YAML file, whose folder is made if it is missing.
         space: space of the networks.
         configure: function for the configuration that trains an architecture, see `retraining`.
         seed: seed of the random architecture of the first trial.
@@ -170,7 +170,8 @@ def write_sweep(
         for number, decision in enumerate(space.decisions)
     }
     content = {"pruner": "hyperband", "base": configuration, "space": options}
-    Path(path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
