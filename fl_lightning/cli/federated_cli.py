@@ -299,6 +299,9 @@ class FederatedCLI(LightningCLI):
             self.trainer.fit(*args, **kwargs)
         except Interrupted as stop:
             raise Interrupted(stop.signum, how_to_resume(folders)) from stop
+        finally:
+            if self._is_dry:
+                self._scratch.cleanup()
         forget_early_messages()
         if self._interruption.is_asked:  # during the last round
             raise Interrupted(signal.SIGINT, how_to_resume(folders))
@@ -306,7 +309,6 @@ class FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Test the last model, and print the paths of checkpoints, logs and report."""
         if self._is_dry:
-            self._scratch.cleanup()
             return
         data = self.datamodule
         self._results.keep(self.trainer)

@@ -540,6 +540,7 @@ def test_a_dry_run_of_a_fit_without_end_estimates_a_round(estimate, monkeypatch)
     "words",
     [
         [
+            "--federation.aggregator=null",
             "--federation.privacy=CentralDP",
             "--federation.privacy.clip_norm=1.0",
             "--federation.privacy.noise_multiplier=1.0",
