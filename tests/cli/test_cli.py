@@ -539,12 +539,6 @@ def test_a_dry_run_of_a_fit_without_end_estimates_a_round(estimate, monkeypatch)
 @pytest.mark.parametrize(
     "words",
     [
-        [
-            "--federation.aggregator=null",
-            "--federation.privacy=CentralDP",
-            "--federation.privacy.clip_norm=1.0",
-            "--federation.privacy.noise_multiplier=1.0",
-        ],
         ["--federation.min_replies=4"],
         ["--federation.aggregator=Krum", "--federation.aggregator.num_attackers=1"],
     ],
