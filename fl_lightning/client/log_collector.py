@@ -142,6 +142,11 @@ class LogCollector:
         self._sizes[name] = self._sizes.get(name, 0) + self.batch_size
 
     def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
+        if name.endswith(PER_EXAMPLE):
+            raise ConfigurationError(
+                f"self.log({name!r}, …): names of metrics must not end in {PER_EXAMPLE!r}, which marks "
+                "the weight of another one: use per_example"
+            )
         reduction = getattr(reduce_fx, "__name__", reduce_fx)
         if reduction not in _REDUCTIONS:
             raise ConfigurationError(

@@ -188,7 +188,7 @@ class OptimizerSteps:
         self._watched.__exit__(None, None, None)
 
     def _note(self, optimizer: Optimizer) -> None:
-        self._rates[optimizer].add(tuple([float(group["lr"]) for group in optimizer.param_groups]))
+        self._rates[optimizer].add(_rates(optimizer))
         if self._by_hand:
             self._counts[optimizer] += _has_gradient(optimizer)
         else:
@@ -205,13 +205,20 @@ class OptimizerSteps:
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
 
+    def forget_rates(self) -> None:
+        """Forget the rates of the last client, which are those of its round."""
+        self._rates = {}
+
     def check_one_rate(self) -> None:
         """Check that the learning rate was the same in all steps.
 
         Raises:
             ConfigurationError: if the model changed it from step to step.
         """
-        for rates in self._rates.values():
+        for optimizer, used in self._rates.items():
+            rates = (
+                used | {_rates(optimizer)} if used else used
+            )  # a schedule may follow the last step
             if len(rates) > 1:
                 low, high = (f"{max(rate):g}" for rate in (min(rates), max(rates)))
                 raise ConfigurationError(
@@ -228,6 +235,10 @@ class OptimizerSteps:
             for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
         ]
         return totals[0] if len(totals) == 1 else tuple(totals)
+
+
+def _rates(optimizer: Optimizer) -> tuple[float, ...]:
+    return tuple([float(group["lr"]) for group in optimizer.param_groups])
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

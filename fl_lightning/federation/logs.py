@@ -149,7 +149,7 @@ class EvaluationLogs:
 
     Args:
         module: the module, whose ``log`` and ``log_dict`` are shadowed.
-        is_shared: True if each process evaluates a part of the examples; if False, nothing is reduced.
+        is_shared: True if each process evaluates a part of the examples, False if each evaluates all.
 
     Attributes:
         batch: the batch of the current step; None between steps.
@@ -189,8 +189,9 @@ class EvaluationLogs:
         self._log_dict(dictionary, *args, **options)
 
     def _reduce(self, options: dict[str, Any]) -> None:
-        if not self._is_shared:
-            options["sync_dist"] = False
+        if not self._is_shared:  # a sum would count each example once per process
+            reduction = options.get("reduce_fx", "mean")
+            options["sync_dist"] = getattr(reduction, "__name__", reduction) != "sum"
         elif not options.get("on_step"):
             options.setdefault("sync_dist", True)
 

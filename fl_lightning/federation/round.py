@@ -151,14 +151,15 @@ class Round:
             stage.settle(self.record, self._processes)
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
-        record.update_norm = float(self.server.close_round(change))
-        if has_replies and not record.update_norm and not record.means.names:
-            raise RoundFailure(
-                f"round {self.server.round_index + 1}: no client has a loss, and the model has not moved: "
-                "have training_step return the loss of a batch; None skips the batch"
-            )
-        for stage in having["stepped"]:
-            stage.stepped(self.server.model.params)
+        with self.server.reversible():
+            record.update_norm = float(self.server.close_round(change))
+            if has_replies and not record.update_norm and not record.means.names:
+                raise RoundFailure(
+                    f"round {self.server.round_index + 1}: no client has a loss, and the model has not "
+                    "moved: have training_step return the loss of a batch; None skips the batch"
+                )
+            for stage in having["stepped"]:
+                stage.stepped(self.server.model.params)
         self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
 
     def close(self) -> None:

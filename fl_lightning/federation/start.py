@@ -281,7 +281,8 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     counts_of(trainer).planned_batches = 0
     trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
     install(trainer, rounds)
-    cleanup.enter_context(warnings.catch_warnings())
+    filters = list(warnings.filters)  # not `catch_warnings`, which would also restore `showwarning`
+    cleanup.callback(setattr, warnings, "filters", filters)
     # schedules step once a round, also where no client of this process has stepped the optimizer
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     # a warning about single steps: a federation's checkpoint holds the round's global model

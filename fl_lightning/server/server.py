@@ -11,7 +11,8 @@ the server's values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -172,8 +173,7 @@ class Server:
     def close_round(self, change: PseudoGradient | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm, a scalar.
 
-        Without updates the model stays, unless the aggregator is private and must not show that. If the
-        step raises, the server is as before, and its round is open.
+        Without updates the model stays, unless the aggregator is private and must not show that.
 
         Args:
             change: maps the aggregate to the pseudo-gradient; the identity if None.
@@ -181,19 +181,27 @@ class Server:
         Raises:
             RoundFailure: if the new model is not finite.
         """
-        before, state = self.model.params.clone(), copy.deepcopy(self.state_dict())
         norm = torch.zeros(())
-        try:
-            if self.num_replies or self._aggregator.is_private:
-                norm = self._step(change, before)
-            if self._schedule is not None:
-                self._schedule.step()
-        except BaseException:  # also an interruption, after which a checkpoint may follow
-            self.model.params.copy_(before)
-            self.load_state_dict(state)
-            raise
+        if self.num_replies or self._aggregator.is_private:
+            norm = self._step(change, self.model.params.clone())
+        if self._schedule is not None:
+            self._schedule.step()
         self.is_open = False
         return norm
+
+    @contextmanager
+    def reversible(self) -> Iterator[None]:
+        """Undo `close_round` if the block raises: the server is as before, and its round is open."""
+        vectors = self.model.params, self.model.buffers
+        before, state = [vector.clone() for vector in vectors], copy.deepcopy(self.state_dict())
+        try:
+            yield
+        except BaseException:  # also an interruption, after which a checkpoint may follow
+            for vector, value in zip(vectors, before, strict=True):
+                vector.copy_(value)
+            self.load_state_dict(state)
+            self.is_open = True
+            raise
 
     def _step(self, change: PseudoGradient | None, before: Tensor) -> Tensor:
         aggregate = self._aggregator.close()

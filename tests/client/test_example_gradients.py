@@ -178,6 +178,22 @@ def test_state_in_an_attribute_does_not_join_examples(vectorize):
     assert module.scale == 1.0
 
 
+def test_a_generator_of_the_module_draws_on_for_every_example():
+    seen = []
+
+    class Noisy(Net):
+        def training_step(self, batch, index):
+            seen.append(torch.rand((), generator=self.generator).item())
+            return super().training_step(batch, index)
+
+    module = Noisy()
+    module.generator = torch.Generator().manual_seed(0)
+    made = gradients(module, vectorize=False)
+    made(Space.of_parameters(module), batch(4), 0, 0.5)
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(0))
+    assert seen == expected.tolist()
+
+
 @pytest.mark.parametrize("metric", [False, True])
 def test_logged_values_arrive_where_they_may(metric):
     collector, module = LogCollector(), Net(metric)

@@ -781,6 +781,9 @@ class TestRefusals:
     def test_a_rate_that_the_module_changes_between_local_steps(self, module, block):
         with pytest.raises(ConfigurationError, match="need one learning rate in all local steps"):
             run(module, **block)
+        if module is ByHand:  # the schedule steps after the only step
+            with pytest.raises(ConfigurationError, match="need one learning rate"):
+                run(module, **block, local_epochs=None, local_steps=1)
         if "correction" in block and module is WarmingUp:
             run(module, correction=Scaffold(option="I"))
 

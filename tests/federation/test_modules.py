@@ -298,7 +298,7 @@ def test_a_logged_mean_is_weighted_by_its_batch_size_over_clients_as_in_one_plac
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_a_logged_mean_over_batches_counts_all_batches_alike(engine):
-    federation = Federation(local_epochs=1, engine=engine)
+    federation = Federation(local_epochs=1, engine=engine, spot_check=1.0)
     data = toy_data(3, num_examples=61, batch_size=4)
     trainer, _ = fit(ByBatches(), federation=federation, data=data, max_epochs=1)
     plan = federation.rounds.run.plan
@@ -306,6 +306,16 @@ def test_a_logged_mean_over_batches_counts_all_batches_alike(engine):
     assert len({len(x) for x, _ in batches}) > 1
     expected = torch.stack([x.mean() for x, _ in batches]).mean()
     torch.testing.assert_close(trainer.callback_metrics["per_batch"], expected)
+
+
+def test_a_name_that_marks_a_weight_cannot_be_logged():
+    class Marked(ToyModule):
+        def training_step(self, batch, batch_idx):
+            self.log("bits per example", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigurationError, match="must not end in ' per example'"):
+        fit(Marked(), max_epochs=1)
 
 
 def test_frozen_parameters_neither_move_nor_travel():
@@ -357,6 +367,21 @@ def counting_norm():
     module = ToyModule(batch_norm=True)
     module.net[1].momentum = None
     return module
+
+
+class Afterwards(Teacher):
+    """Averages the global model only."""
+
+    on_train_batch_end = ToyModule.on_train_batch_end
+
+    def on_train_epoch_end(self):
+        self.teacher.update_parameters(self.net)
+
+
+def test_an_average_between_rounds_may_count():
+    module = Afterwards(count=0)
+    fit(module, max_epochs=2)
+    assert int(module.teacher.n_averaged) == 2
 
 
 @pytest.mark.parametrize("module", [lambda: Teacher(count=0), counting_norm])

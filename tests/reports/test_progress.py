@@ -4,11 +4,14 @@ import io
 import logging
 import re
 import sys
+import warnings
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from terminal_screen import seen
 from toys import ToyModule, toy_data, toy_trainer
 
@@ -135,6 +138,21 @@ def test_a_module_prints_by_lightnings_own_call(rate, capsys):
     trainer.fit(Printing(), datamodule=toy_data())
     printed = capsys.readouterr().out
     assert [printed.count(f"epoch {n} is over") for n in (0, 1)] == [1, 1]
+
+
+class Careful(ToyModule):
+    def on_train_epoch_end(self):
+        warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+@pytest.mark.filterwarnings("default:careful")
+def test_a_log_ahead_of_the_federation_shows_warnings_of_a_second_fit(tmp_path):
+    for version in range(2):
+        logger = CSVLogger(tmp_path, "toy", version=version)
+        trainer = toy_trainer(RunLog(), Federation(local_steps=1), max_epochs=1, logger=logger)
+        trainer.fit(Careful(), datamodule=toy_data())
+        said = Path(logger.log_dir, "run.log").read_text()
+        assert said.count("careful") == 1
 
 
 def test_a_bar_that_was_never_opened_is_not_closed():

@@ -185,10 +185,15 @@ class Attributes:
         """Return the paths of changed globals, closures and class attributes, which are never restored."""
         return _differences(each for each in self._noted if each.write is None)
 
-    def put_back(self) -> Growth:
-        """Restore all attributes in place, and return the items that were appended to lists."""
+    def put_back(self, *, generators: bool = True) -> Growth:
+        """Restore all attributes in place, and return the items that were appended to lists.
+
+        Without ``generators`` random generators keep their states.
+        """
         grown: Growth = []
         for each in self._noted:
+            if not generators and isinstance(each.value, _GENERATORS):
+                continue
             if each.write is not None and not each.is_same():
                 if each.has_entries and (added := each.growth()):
                     grown.append((each.value, added))
@@ -405,6 +410,9 @@ _KINDS: tuple[tuple[type, Any, Any], ...] = (
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 )
+
+
+_GENERATORS = random.Random, np.random.RandomState, torch.Generator, np.random.Generator
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class _Before:
     def put_back(self) -> None:
         """Restore the attributes; raises if the training step has replaced a parameter."""
         self.check_untouched(values=False)
-        self._attributes.put_back()
+        self._attributes.put_back(generators=False)  # each example has its own draws
 
     def check_untouched(self, *, values: bool = True) -> None:
         """Raise if the training step has changed a parameter, after changing it back."""

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
-from fl_lightning.core.metrics import MetricStates, metrics_of
+from fl_lightning.core.metrics import PER_EXAMPLE, MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators, torch_generator, uniform_numbers
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
@@ -352,6 +352,9 @@ def _of_metrics(
     """Return the relative differences of logged values, less that of two examples near a class boundary."""
     shares = {}
     for name in sorted({*one, *other}):
+        if name.endswith(PER_EXAMPLE):  # slots have it of all clients, sequential training if not 1
+            shares[f"logged {name}"] = abs(float(one.get(name, 1)) - float(other.get(name, 1)))
+            continue
         if name not in one or name not in other:
             shares[f"logged {name}"] = math.inf
             continue

@@ -7,7 +7,7 @@ state, as are those that torch's modules are known to change; the others are con
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -62,8 +62,9 @@ class StateRehearsal:
 
     @property
     def is_needed(self) -> bool:
-        """True if a rehearsal has to decide about some tensor."""
-        return set(candidates(self._module)) != set(self.known)
+        """True if a rehearsal has to decide about some tensor, or about the count of an average."""
+        counts = any(map(_may_count, self._module.modules()))
+        return counts or set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:
         """Return the names of known state and of state found by rehearsals, in the module's order."""
@@ -85,9 +86,11 @@ class StateRehearsal:
                             self._local.homes.bring_home()
                             changed |= visit.changed()
                         self._tell(outside.changes_outside())
-                        return [name for name in names if name in changed]
                 except Exception as error:  # noqa: BLE001 - whatever the user's step raises
                     self.failures[client.client_id] = error
+                    continue
+                check_counts(self._module, changed)
+                return [name for name in names if name in changed]
         return None
 
     def warn_of_failures(self, record: RoundRecord) -> None:
@@ -145,17 +148,12 @@ def known_state(module: nn.Module) -> list[str]:
     These are statistics of batch and instance norm (unless their momentum is 0), the vectors of spectral
     norm, and averaged models.
 
-    Raises:
-        ConfigurationError: if an average needs its count of updates, an integer buffer, which starts
-            anew with every client.
-
     Example:
         >>> known_state(nn.BatchNorm1d(2).eval())
         ['running_mean', 'running_var']
     """
     kept: set[int] = set()
-    for name, child in module.named_modules():
-        _check_count(name, child)
+    for child in module.modules():
         if isinstance(child, AveragedModel):
             kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
         elif isinstance(child, _SpectralNorm) or (
@@ -168,23 +166,32 @@ def known_state(module: nn.Module) -> list[str]:
     return [name for name, tensor in candidates(module).items() if id(tensor) in kept]
 
 
-def _check_count(name: str, child: nn.Module) -> None:
-    """Raise if a running average of a module depends on a count of its updates."""
-    fault = ""
-    if isinstance(child, AveragedModel):
-        if child.avg_fn is None and child.multi_avg_fn is None:
-            fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
-        elif not child.n_averaged:
-            fault = (
-                "replaces the average at its first update: call n_averaged.fill_(1) when it is made"
+def _may_count(module: nn.Module) -> bool:
+    is_norm = isinstance(module, _NormBase)
+    return isinstance(module, AveragedModel) or (is_norm and module.momentum is None)
+
+
+def check_counts(module: nn.Module, changed: Collection[str]) -> None:
+    """Check that no average that clients change depends on a count of its updates.
+
+    Raises:
+        ConfigurationError: if one does: its count, an integer buffer, starts anew with every client.
+    """
+    for name, child in module.named_modules():
+        is_changed = any(each.startswith(f"{name}.") for each in changed)
+        fault = ""
+        if isinstance(child, AveragedModel) and is_changed:
+            if child.avg_fn is None and child.multi_avg_fn is None:
+                fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
+            elif not child.n_averaged:
+                fault = "copies the model at its first update: call n_averaged.fill_(1) in __init__"
+        elif isinstance(child, _NormBase) and child.momentum is None and is_changed:
+            fault = "averages all batches alike: give it a momentum, e.g. 0.1"
+        if fault:
+            raise ConfigurationError(
+                f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts "
+                f"anew with every client, and {fault}"
             )
-    elif isinstance(child, _NormBase) and child.momentum is None and child.track_running_stats:
-        fault = "averages all batches alike: give it a momentum, e.g. 0.1" if child.training else ""
-    if fault:
-        raise ConfigurationError(
-            f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts anew "
-            f"with every client, and {fault}"
-        )
 
 
 def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:

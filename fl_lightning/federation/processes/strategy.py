@@ -104,10 +104,13 @@ class FederatedStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Evaluate every example once, where Lightning would repeat some for equal shares."""
         batches = getattr(dataloader, "batch_sampler", None)
+        assert self.lightning_module is not None
+        is_prediction = self.lightning_module.trainer.predicting
+        self._evaluates_all = self._computes_at_the_end and not is_prediction
         for owner in (dataloader, batches):
             sampler = getattr(owner, "sampler", None)
             if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-                self._evaluates_all |= _without_padding(sampler, whole=self._computes_at_the_end)
+                _without_padding(sampler, whole=self._evaluates_all)
         return super().process_dataloader(dataloader)
 
     @property
@@ -170,19 +173,17 @@ class FederatedStrategy(DDPStrategy):
             self.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
-def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> bool:
-    """Set shares of unequal length; returns True if all processes evaluate all examples.
+def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> None:
+    """Set shares of unequal length, or, if ``whole``, all examples for every process.
 
-    They do if ``whole``, or if a share would be empty: a process without a batch would not know the names
-    of the metrics to reduce. Means over examples stay the same.
+    So it is as well if a share would be empty: a process without a batch would not know the names of the
+    metrics to reduce. Means over examples do not change.
     """
     num_examples = len(sampler.dataset)  # type: ignore[arg-type]
-    whole = whole or num_examples < sampler.num_replicas
-    if whole:
+    if whole or num_examples < sampler.num_replicas:
         sampler.rank, sampler.num_replicas = 0, 1
     sampler.total_size = num_examples
     sampler.num_samples = len(range(sampler.rank, num_examples, sampler.num_replicas))
-    return whole
 
 
 StrategyRegistry.register(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.metrics import PER_EXAMPLE
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
@@ -310,6 +311,7 @@ _OF_SERVER = re.compile(r"(val|test|round|privacy)(/|_|$)")
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LEAST_STEPS, MOST_STEPS = 1e-6, 2**40  # updates are divided by effective steps
+MOST_PER_EXAMPLE = 1e6  # weight of a logged mean, e.g. tokens of an example
 
 
 def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bool) -> None:
@@ -338,5 +340,7 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     for name, metric in answer.metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
             raise ValueError(f"its metric {name} is of {metric.dtype}")
+        if name.endswith(PER_EXAMPLE) and not bool((metric > 0) & (metric <= MOST_PER_EXAMPLE)):
+            raise ValueError(f"its weight {name} is {float(metric)}")
         if name == "train/loss" and not bool(metric.isfinite()):  # aggregators weight by it
             raise ValueError(f"its training loss is {float(metric)}")
