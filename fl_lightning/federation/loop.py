@@ -139,6 +139,11 @@ def set_round(trainer: Trainer, number: int) -> None:
     present.processed = present.completed = number
 
 
+def num_batches(trainer: Trainer) -> float:
+    """Return Lightning's number of batches of an epoch, which are groups of clients in a federation."""
+    return trainer.fit_loop.max_batches
+
+
 def plan_rounds(trainer: Trainer, number: int | None) -> None:
     """Set the number of planned rounds, which schedules may read; None for no end."""
     trainer.fit_loop.max_epochs = -1 if number is None else number

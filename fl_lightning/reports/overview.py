@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import Federation, limited, log_figure, run_folder
+from fl_lightning.federation.loop import num_batches
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail, folder_of, software
@@ -220,7 +221,7 @@ class DryRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate at the end of a round also if validations are counted in batches of all rounds."""
-        batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval
+        batches, interval = num_batches(trainer), trainer.val_check_interval
         is_count = isinstance(interval, int) and isinstance(batches, int)
         if trainer.check_val_every_n_epoch is None and is_count:
             self._every = interval / batches
