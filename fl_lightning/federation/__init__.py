@@ -41,6 +41,7 @@ from fl_lightning.federation.logs import log_once as log_once
 from fl_lightning.federation.logs import logged_in_round as logged_in_round
 from fl_lightning.federation.logs import logged_once as logged_once
 from fl_lightning.federation.logs import table as table
+from fl_lightning.federation.loop import num_batches as num_batches
 from fl_lightning.federation.loop import plan_rounds as plan_rounds
 from fl_lightning.federation.loop import set_round as set_round
 from fl_lightning.federation.loop import training_loader as training_loader

@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import Federation, limited, log_figure, run_folder
-from fl_lightning.federation.loop import num_batches
+from fl_lightning.federation import Federation, limited, log_figure, num_batches, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail, folder_of, software

@@ -536,9 +536,16 @@ def test_a_dry_run_of_a_fit_without_end_estimates_a_round(estimate, monkeypatch)
     assert bytes_of(sent) == pytest.approx(2 * [5 * 4 * network_size() / 1e6], rel=0.005)
 
 
+@pytest.mark.filterwarnings("ignore:privacy")
 @pytest.mark.parametrize(
     "words",
     [
+        [
+            "--federation.aggregator=null",
+            "--federation.privacy=CentralDP",
+            "--federation.privacy.clip_norm=1.0",
+            "--federation.privacy.noise_multiplier=1.0",
+        ],
         ["--federation.min_replies=4"],
         ["--federation.aggregator=Krum", "--federation.aggregator.num_attackers=1"],
     ],
