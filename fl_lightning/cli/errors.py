@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from fl_lightning.cli.checks import imported, is_spec, specs
-from fl_lightning.cli.parser_messages import BARE, sentence, shortened
+from fl_lightning.cli.parser_messages import BARE, close_to, sentence, shortened
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ClientFailure,
@@ -141,7 +141,10 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
         start = next((words for words in _ADDED if str(error).startswith(words)), "")
         text = _with_path(f"{_ADDED.get(start, '')}{error}", "trainer", options)
         option = re.match(r"trainer\.(\w+)", text)
-        value = str(options[option[1]]) if option else ""
+        is_plain = (
+            option is not None and option[1] != "callbacks"
+        )  # which would be shown as objects
+        value = str(options[option[1]]) if option and is_plain else ""
         text = shortened(text).rstrip(".")
         raise ConfigurationError(text if value in text else f"{text}, got {value}") from error
 
@@ -184,7 +187,20 @@ def _build_anew(spec: Any) -> None:
     given = dict_to_namespace(dict(spec))
     kind, options = imported(given.class_path), vars(given.get("init_args") or given)
     if kind is not None:
-        _built(kind, kind, (), {k: v for k, v in options.items() if k != "class_path"})
+        options = {name: value for name, value in options.items() if name != "class_path"}
+        try:
+            _built(kind, kind, (), options)
+        except (
+            TypeError
+        ):  # which `_built` leaves to the parser, and the parser has accepted the mapping
+            names = list(inspect.signature(kind).parameters)
+            unknown = [name for name in options if name not in names]
+            if not unknown:
+                raise
+            said = (
+                f"{unknown[0]!r} is not accepted by {kind.__name__}. {close_to(unknown[0], names)}"
+            )
+            raise Refusal(kind, options, ConfigurationError(f"{unknown[0]}: {said}")) from None
 
 
 add_instantiator(_build, object)  # type: ignore[arg-type]

@@ -174,6 +174,10 @@ class FederatedCLI(LightningCLI):
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
+        if isinstance(config.trainer, list):
+            raise ConfigurationError(
+                f"trainer must be options by name, got {config.trainer}: write trainer: {{max_epochs: 3}}"
+            )
         if self._is_dry:
             self._leave_nothing(config)
         if config.get("ckpt_path") is not None:

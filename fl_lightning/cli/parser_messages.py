@@ -187,7 +187,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
     if unknown := _UNRECOGNISED.search(message):
         name = (unknown["name"] or unknown["option"]).lstrip("-")
         given = f", got {unknown['rest']}" if unknown["rest"] else ""
-        return f"{name}: {name!r} is not accepted{given}. {_close_to(name, options, most=0)}"
+        return f"{name}: {name!r} is not accepted{given}. {close_to(name, options, most=0)}"
     found = complaint(message)
     rules = (
         _unknown_option,
@@ -213,7 +213,7 @@ def _unknown_option(found: Complaint) -> str | None:
     if owner == "Optimizer":  # the base of all: no class was named
         advice = "Say of which class it is: class_path: torch.optim.SGD, …"
     elif owner:
-        advice = _close_to(option, _options_of(found.class_path))
+        advice = close_to(option, _options_of(found.class_path))
     by = f" by {owner}" if owner else ""
     return f"{found.inside(option)}: {option!r} is not accepted{by}. {advice}"
 
@@ -308,7 +308,7 @@ def _shown(value: str | None) -> str:
     return f", got {shown or 'an empty text'}"
 
 
-def _close_to(name: str, names: Sequence[str], most: int = 30) -> str:
+def close_to(name: str, names: Sequence[str], most: int = 30) -> str:
     """Return a suggestion for a misspelt name; without a close one, all names if they are few."""
     longer = [other for other in names if other.startswith(name)]
     close = longer or difflib.get_close_matches(name, names, n=1)

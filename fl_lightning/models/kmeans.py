@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from fl_lightning.core.errors import check_range
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import check_seed, run_seed, torch_generator
 
 SCORES = "homogeneity", "completeness", "v_measure", "adjusted_rand"
@@ -94,6 +94,16 @@ class KMeans(LightningModule):
         sizes, sums = members.sum(0), members.T @ vectors.flatten(1)
         means = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), self.centroids)
         return means, sizes
+
+    def check_batch(self, batch: Any) -> None:
+        """Raise ConfigurationError if the vectors are of another length than the centroids."""
+        vectors, given = _parts(batch)[0], self.centroids.shape[1]
+        length = vectors.flatten(1).shape[1]
+        if length != given:
+            raise ConfigurationError(
+                f"model.num_features is {given}, and the vectors have {length} numbers: set "
+                "num_features to the length of the data's vectors"
+            )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return half the squared distance of the centroids to their clusters' means."""

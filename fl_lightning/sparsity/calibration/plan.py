@@ -87,7 +87,7 @@ def resolve_density(density: float | None, sparsity: float | None) -> float:
         return 1 - sparsity
     if sparsity is not None and not math.isclose(density + sparsity, 1, abs_tol=1e-9):
         raise ConfigurationError(
-            f"density {density} and sparsity {sparsity} contradict each other: they add up to 1. "
+            f"sparsity {sparsity} and density {density} contradict each other: they add up to 1. "
             "Give one."
         )
     return density

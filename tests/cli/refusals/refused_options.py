@@ -200,7 +200,7 @@ def trainer() -> Iterator[Row]:
         (saved, {"save_top_k": 2}),
         (saved, {"monitor": "val/loss", "mode": "up"}),
         (saved, {"every_n_epochs": -1}),
-        (saved, {"every_n_train_steps": 2, "every_n_epochs": 2}),
+        (saved, {"every_n_epochs": 2, "every_n_train_steps": 2}),
         (saved, {"dirname": "x"}),
     ):
         option = next(reversed(options))
@@ -236,15 +236,17 @@ def top() -> Iterator[Row]:
 def data_and_model() -> Iterator[Row]:
     """Models that do not fit the data."""
     at = "model.init_args"
-    yield Row(f"{at}.num_classes", 5, nested(f"{at}.num_classes", 5), "10", name="num_classes")
-    yield Row(f"{at}.num_classes", 1, nested(f"{at}.num_classes", 1), "10", name="num_classes")
+    yield Row(f"{at}.num_classes", 5, nested(f"{at}.num_classes", 5), "label 9", name="num_classes")
+    yield Row(
+        f"{at}.num_classes", 1, nested(f"{at}.num_classes", 1), "at least 2", name="num_classes"
+    )
     yield Row(f"{at}.in_chans", 3, nested(f"{at}.in_chans", 3), "1", name="in_chans")
     yield Row(f"{at}.image_size", 16, nested(f"{at}.image_size", 16), "8", name="image_size")
     source = "data.init_args.source.init_args.image_size"
     yield Row(f"{at}.image_size", 8, nested(source, 16), "16", name="image_size")
     path = f"{at}.network_kwargs"
     yield from (
-        Row(path, value, nested(path, value))
+        Row(path, value, nested(path, value), name="network_kwargs")
         for value in (5, {"no_such": 1}, {"embed_dim": 0}, {"depth": -1}, {"embed_dim": "x"})
     )
     yield Row(f"{at}.checkpoint_path", "no.pt", nested(f"{at}.checkpoint_path", "no.pt"))
@@ -278,7 +280,7 @@ def command_line() -> Iterator[Row]:
     yield words("no_such", "5", "--no_such", "5")
     yield words("trainer.no_such", "5", "--trainer.no_such", "5", says="not accepted|no")
     yield words("word", "", "word")
-    yield words("-x", "", "-x")
+    yield words("x", "", "-x")
     yield words("config", "no_such.yaml", "--config", "no_such.yaml")
     yield words("config", "/", "--config", "/")
     yield words("trainer.max_epochs", "", "--trainer.max_epochs", says="argument")

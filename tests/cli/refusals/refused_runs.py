@@ -18,7 +18,7 @@ WORKS = yaml.safe_load(Path(__file__).with_name("works.yaml").read_text())
 # what a refusal says to do, or what is allowed
 ADVICE = re.compile(
     r"must|needs?\b|either|one of|did you mean|not accepted|there (is|are)|use |set |give |leave |"
-    r"put it|can be|should|has to|expected|available|accepts|not a valid|exclusive|any of|allowed|lists what|hint: did you call|required|cannot|only|instead|lower|raise|--help|without",
+    r"put it|can be|should|has to|expected|available|accepts|not a valid|exclusive|any of|allowed|lists (what|the|those)|hint: did you call|required|cannot|only|instead|lower|raise|--help|without",
     re.IGNORECASE,
 )
 
