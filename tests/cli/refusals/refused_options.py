@@ -105,7 +105,6 @@ def combinations() -> Iterator[Row]:
     yield row("privacy", 2, "", privacy=spec("CentralDP", **noises))
     yield row("privacy", "", "", privacy=spec("CentralDP", clip_norm=1.0))
     yield row("asynchronous", "", "devices", asynchronous=fed_buff, cohort=None)
-    yield row("asynchronous", "", "cohort", asynchronous=fed_buff, devices=devices)
     both = {"asynchronous": fed_buff, "devices": devices, "cohort": None}
     yield row("asynchronous", "Scaffold", "", **both, correction=spec("Scaffold"))
     yield row("updates", "", "low rank", updates=[spec("updates.QSGD"), spec("updates.PowerSGD")])

@@ -117,7 +117,7 @@ def refused(
     for option in () if class_path in given_below else required(class_path):
         if option in needed:
             rest = {name: value for name, value in needed.items() if name != option}
-            yield row(option, "", rest, says="required")
+            yield row(option, "", rest, says="required|must be a mapping with")
 
 
 def required(class_path: str) -> list[str]:
