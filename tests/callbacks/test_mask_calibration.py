@@ -546,9 +546,9 @@ def test_options_are_refused_where_they_are_given(options, says):
     [
         ({}, Refused(), "Refused has no forward"),
         ({"head_name": "body"}, Forward(), "has no module 'body'.*layer"),
-        ({"head_name": None}, Forward(), "give head_name, one of layer"),
-        ({"head_name": None, "head": "freeze", "include": ["*"]}, Forward(), "give head_name"),
-        ({"include": ["*"], "head_name": "layer", "head": "freeze"}, Forward(), "head alone"),
+        ({"head_name": None}, Forward(), "set head_name to one of layer"),
+        ({"head_name": None, "head": "freeze", "include": ["*"]}, Forward(), "set head_name to"),
+        ({"include": ["*"], "head_name": "layer", "head": "freeze"}, Forward(), "only the head"),
         (
             {},
             network(optimizer=lambda p: torch.optim.Adam(p)),

@@ -218,10 +218,8 @@ def test_every_core_takes_part_unless_told_otherwise(caplog):
     state = torch.load(LAST, weights_only=True)
     several = min(num_usable_cores(), 5)
     assert f"trainer.devices: {several} processes of one thread each" in caplog.text
-    assert state["callbacks"]["Federation"]["ranks"] == several
     main(["fit", *QUICK, *ONE_ROUND, *few])
     alone = torch.load(LAST.replace("version_0", "version_1"), weights_only=True)
-    assert alone["callbacks"]["Federation"]["ranks"] == 1
     for name, tensor in alone["state_dict"].items():
         assert torch.equal(tensor, state["state_dict"][name]), name
 

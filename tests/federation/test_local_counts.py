@@ -132,6 +132,7 @@ def test_a_run_is_resumed_at_the_step_of_its_schedule(tmp_path):
 def test_slots_take_the_rate_of_each_step(kind, local, caplog):
     ends = []
     for engine in ("sequential", "slots"):
+        seed_everything(0, verbose=False)
         module = Warming(kind)
         fit(
             module,
@@ -194,7 +195,7 @@ class PlateauBySteps(ToyModule):
         (
             Warming,
             {"correction": Scaffold()},
-            "Scaffold takes .* changes it from step to step: set Scaffold's option",
+            "Scaffold computes .* changes it from step to step: set Scaffold's option",
         ),
         (
             Warming,

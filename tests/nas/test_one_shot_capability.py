@@ -98,7 +98,7 @@ def test_a_client_keeps_to_its_own_limit():
 
     class Noting(type(module)):
         def forward(self, x, architecture=None):
-            current = self._rounds.client
+            current = self._client
             if current is not None and self.training:
                 run.append((current, architecture))
             return super().forward(x, architecture)

@@ -105,7 +105,7 @@ def test_a_search_leaves_no_trace_in_the_run_and_writes_what_it_found(capsys):
     said = capsys.readouterr().out
     assert "| accuracy | flops" in said
     assert {path.name for path in Path("few").iterdir()} == {
-        *("best.yaml", "evaluated.csv", "front.png", "front.svg")
+        *("best.yaml", "evaluated.csv", "front.png", "front.svg", "report.html")
     }
     after = {path: path.stat().st_mtime_ns for path in run_of("one_shot_quickstart").rglob("*")}
     assert after == before

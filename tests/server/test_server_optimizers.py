@@ -110,6 +110,8 @@ def test_a_coordinate_that_joins_starts_as_those_before_it_did(kind, key, start)
     play(server, update([1.0, 1.0]))
 
 
+# outside of a fit nothing silences PyTorch's warning about rounds in which the optimizer takes no step
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 class TestSchedule:
     def steps(self, server, count):
         params = [float(server.model.params)]
