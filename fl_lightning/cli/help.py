@@ -49,7 +49,7 @@ OPTIONS = {
     "report": "Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
     "num_threads": "Threads of a CPU computation; PyTorch chooses if null. Small models gain nothing from "
     "several, and lose much where other programs run as well.",
-    "dry_run": "Train two rounds of at most 20 clients in each process, write nothing, and print an estimate of "
+    "dry_run": "Train two rounds, where possible of at most 20 clients in each process, write nothing, and print an estimate of "
     "the whole run's seconds, memory and bytes.",
     "resume_changed": "With ckpt_path: resume although the configuration is not that of the run.",
     "log_level": "run.log, in the run's folder, keeps messages of this level and above: debug, info, warning or "

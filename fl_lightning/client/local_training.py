@@ -191,7 +191,6 @@ class LocalTrainer:
                 "fixed when a run starts. Freeze before, or start another run."
             )
         self.round_start.note(number)
-        self._optimizer_steps.forget_rates()
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
         self._own_start = self.own.read() if self._apart else None

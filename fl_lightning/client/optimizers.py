@@ -186,6 +186,9 @@ class OptimizerSteps:
 
     def __exit__(self, *_: object) -> None:
         self._watched.__exit__(None, None, None)
+        for optimizer, rates in self._rates.items():
+            if rates:  # a schedule may have stepped after the last step
+                rates.add(_rates(optimizer))
 
     def _note(self, optimizer: Optimizer) -> None:
         self._rates[optimizer].add(_rates(optimizer))
@@ -205,20 +208,13 @@ class OptimizerSteps:
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
 
-    def forget_rates(self) -> None:
-        """Forget the rates of the last client, which are those of its round."""
-        self._rates = {}
-
     def check_one_rate(self) -> None:
         """Check that the learning rate was the same in all steps.
 
         Raises:
             ConfigurationError: if the model changed it from step to step.
         """
-        for optimizer, used in self._rates.items():
-            rates = (
-                used | {_rates(optimizer)} if used else used
-            )  # a schedule may follow the last step
+        for rates in self._rates.values():
             if len(rates) > 1:
                 low, high = (f"{max(rate):g}" for rate in (min(rates), max(rates)))
                 raise ConfigurationError(

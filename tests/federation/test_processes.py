@@ -282,6 +282,38 @@ class TestEvaluation:
         for name in (name for name in one if name.startswith(("val/", "test/"))):
             assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-5), name
 
+    def test_of_several_loaders_a_tiny_one_changes_no_other(self):
+        class Loaders(ToyData):
+            def test_dataloader(self):
+                tiny = torch.utils.data.Subset(self.val, [0])
+                return [torch.utils.data.DataLoader(s, batch_size=8) for s in (self.val, tiny)]
+
+        class Module(ToyModule):
+            def test_step(self, batch, batch_idx, dataloader_idx):
+                x, y = batch
+                self.log("test/loss", F.cross_entropy(self.net(x), y), batch_size=len(y))
+
+        data = FederatedDataModule(Loaders(num_examples=61), num_clients=3, seed=0)
+        module, trainer = fit(2, Module, data, cohort=None, max_epochs=1)
+        found = trainer.test(module, datamodule=data, verbose=False)
+        expected = toy_trainer().test(module, datamodule=data, verbose=False)
+        assert len(found) == 2
+        for ours, alone in zip(found, expected, strict=True):
+            assert ours == pytest.approx(alone, rel=1e-6)
+
+    def test_predictions_are_shared_out_whatever_the_module_does_at_the_end(self, tmp_path):
+        class Predicting(AtTheEnd):
+            def predict_step(self, batch, batch_idx):
+                name = f"{self.global_rank}-{batch_idx}"
+                (tmp_path / name).write_text(str(len(batch[0])))
+                return batch[1]
+
+        module, trainer = fit(2, Predicting, max_epochs=1)
+        source = ToyData(num_examples=61)
+        source.setup("predict")
+        trainer.predict(module, torch.utils.data.DataLoader(source.val, batch_size=8))
+        assert sum(int(path.read_text()) for path in tmp_path.iterdir()) == 61
+
     def test_a_fitted_trainer_goes_on_to_test(self):
         module, trainer = fit(2, ToyModule)
         found = trainer.test(module, datamodule=toy_data(num_examples=61), verbose=False)

@@ -116,10 +116,12 @@ def of_large_numbers(payload):
 
 
 def of_losses():
-    for loss in (torch.nan, torch.inf):
-        metrics = {"train/loss": torch.tensor(loss)}
+    cases = [("train/loss", torch.nan), ("train/loss", torch.inf)]
+    cases += [("train/loss per example", weight) for weight in (torch.nan, torch.inf, -1.0, 1e30)]
+    for name, value in cases:
+        metrics = {"train/loss": torch.tensor(1.0)} | {name: torch.tensor(value)}
         yield (
-            f"a loss of {loss}",
+            f"a {name} of {value}",
             lambda answer, metrics=metrics: replace(
                 answer, clients=tuple(replace(each, metrics=metrics) for each in answer.clients)
             ),

@@ -71,7 +71,7 @@ class StandIn(nn.Module):
 
 
 class BatchValue:
-    """Placeholder for a metric's batch value, which a step cannot use in slots."""
+    """Result of calling a metric in slots, where its value for the batch is not known."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

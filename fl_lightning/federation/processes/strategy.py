@@ -109,8 +109,9 @@ class FederatedStrategy(DDPStrategy):
         self._evaluates_all = self._computes_at_the_end and not is_prediction
         for owner in (dataloader, batches):
             sampler = getattr(owner, "sampler", None)
-            if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-                _without_padding(sampler, whole=self._evaluates_all)
+            whole = self._evaluates_all
+            if isinstance(sampler, DistributedSampler) and (whole or not sampler.drop_last):
+                _without_padding(sampler, whole=whole)
         return super().process_dataloader(dataloader)
 
     @property
