@@ -49,7 +49,8 @@ class Setting:
     def mechanism(self, noise: float) -> Mechanism[Any]:
         """Return the mechanism of a run."""
         run = AccountedRun(self.cohort, NUM_CLIENTS, ROUNDS, seed=0, num_coordinates=NUM_NUMBERS)
-        return self.made(noise).mechanism(run)
+        mechanism: Mechanism[Any] = self.made(noise).mechanism(run)
+        return mechanism
 
     def row(self) -> str:
         """Return the table's row."""

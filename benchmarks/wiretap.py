@@ -92,7 +92,8 @@ class Noisy:
     def _mechanism(self, num_clients: int) -> Mechanism[Any]:
         privacy = LocalDP(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         run = AccountedRun(AllClients(), num_clients=num_clients, num_rounds=1, seed=0)
-        return privacy.mechanism(run, NoiseSource(0))
+        mechanism: Mechanism[Any] = privacy.mechanism(run, NoiseSource(0))
+        return mechanism
 
 
 class Masked:
