@@ -146,7 +146,7 @@ class PrivateStage(AroundFit):
             )
 
     def count_round(self, round_index: int) -> None:
-        """Count a round and all earlier ones as released, also those that were broken off."""
+        """Count a round and all earlier ones as released."""
         self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
@@ -237,10 +237,8 @@ class PrivateStage(AroundFit):
                 cost += f" (of {planned} planned: the next would exceed it)"
         return cost
 
-    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
+    def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
         """Raise if a learning rate follows a number without noise; stop if no budget is left."""
-        if is_broken_off:
-            self.close(record)
         check_monitors(trainer, record.unprotected_names())
         self._stop_within_budget(trainer, trainer.current_epoch + 1)
 

@@ -100,7 +100,7 @@ class PrivateRounds(PrivateStage):
         """Set a secret seed for cohorts whose sampling amplifies privacy."""
         if self.privacy.secure_noise and self.mechanism.amplifies:
             secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
-            run.groups.seed = run.ranks.gather(secret)[0]
+            run.cohorts.seed = run.ranks.gather(secret)[0]
             self.hides_cohorts = True
 
     @override
@@ -150,9 +150,6 @@ class PrivateRounds(PrivateStage):
                 f"too little together: federation.privacy.min_shares is {mechanism.fewest_replies}"
             )
         if mean is not None and mean.grid is not None:
-            for broken_off in range(self.released, self._round_index):
-                # what later rounds release may depend on it
-                self._with_noise(torch.zeros_like(mean.total), broken_off)
             total = mean.grid.value(self._with_noise(mean.total, self._round_index))
             aggregate = (total / mechanism.expected).to(aggregate)
         self.count_round(self._round_index)
