@@ -42,7 +42,7 @@ def serve_echo(folder: str) -> None:
     """
     site = SiteFolder.read(Path(folder))
     log_to(site.folder / "log" / "resident.log")
-    serve(site.socket, lambda: echo)
+    serve(site.socket, echo)
 
 
 def exchange(

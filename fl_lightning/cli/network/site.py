@@ -168,7 +168,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     site = Site(policy, own)
     serve(
         policy.socket,
-        lambda: site.handle,
+        site.handle,
         meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
     )
 

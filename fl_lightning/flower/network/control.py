@@ -20,7 +20,6 @@ from typing import Any
 
 import fl_lightning
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.folder import NetworkFolder, parse_address
 
 _CONNECTION = "network"
@@ -102,21 +101,13 @@ class Control:
         """Return the runs that Flower lists."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
-    def run(self, app: Path) -> subprocess.Popen[str]:
-        """Start a run, and return the command, which prints the log until the run ends.
+    def run(self, app: Path) -> str:
+        """Start a run, and return its number.
 
         Args:
             app: folder of the app.
         """
-        return self._streaming(["run", str(app), _CONNECTION, "--stream"])
-
-    def follow(self, run: str) -> subprocess.Popen[str]:
-        """Return a command that prints the log of a run until the run ends.
-
-        Args:
-            run: number of the run.
-        """
-        return self._streaming(["log", run, _CONNECTION, "--stream"])
+        return str(self._ask("run", str(app), _CONNECTION)["run-id"])
 
     def status_of(self, run: str) -> tuple[str, str]:
         """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer.
@@ -131,16 +122,6 @@ class Control:
         one = found[0] if found else {"status": "unknown"}
         return str(one["status"]), str(one.get("status-details", ""))
 
-    def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            tied([flower_command("flwr"), *words]),
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
     def stop(self, run: str) -> None:
         """End a run.
 
@@ -149,16 +130,12 @@ class Control:
         """
         self._ask("stop", run, _CONNECTION)
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **flower_environment(self._home), "COLUMNS": "200"}
-
     def _ask(self, *words: str) -> dict[str, Any]:
         command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
         done = subprocess.run(
             command,
             check=False,  # errors are JSON as well
-            env=self._environment,
+            env={**os.environ, **flower_environment(self._home)},
             capture_output=True,
             text=True,
             timeout=_SECONDS,
