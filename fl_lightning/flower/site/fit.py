@@ -28,7 +28,7 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import OPTION, RunMask, hold_model, told_mask
+from fl_lightning.flower.packing import RunMask, hold_model, told_mask
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import RunAccount
@@ -176,19 +176,10 @@ class AtSite(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the order with the round's updates."""
         if self._order is not None:
-            rounds = self._rounds
-            rounds.pay()
-            self._memory.end(self._order, [answer.client for answer in rounds.answers])
-            tensors = rounds.tensors | rounds.sums.tensors
-            reductions = rounds.run.collector.reductions
-            shown = {name: how for name, how in reductions.items() if self._allows(name)}
-            options = {OPTION: rounds.sums.logged, "reductions": shown}
-            more: dict[str, Any] = {
-                "vectors": rounds.vectors,
-                "rules": rounds.rules,
-                "options": options,
-            }
-            self._desk.answer(Done(rounds.answers, tensors, failures=rounds.failures, **more))
+            self._rounds.pay()
+            done = self._rounds.done
+            self._memory.end(self._order, [answer.client for answer in done.answers])
+            self._desk.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -216,7 +216,7 @@ class Site:
             order=name,
             clients=tuple(done.answers),
             options=done.options if options is None else options,
-            tensors=done.tensors or {},
+            tensors=done.tensors,
             failure=failure,
         )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.flower.transport.channel import Channel, Lost, ask, packed, state_of, unpacked
+from fl_lightning.flower.transport.channel import Channel, ask, packed, state_of, unpacked
 
 try:
     from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -95,21 +95,16 @@ def _logged(log: str) -> Iterator[None]:
 
 
 def _forward(message: Message, context: Context) -> Message:
-    """Pass an order to the resident process, and return its answer.
+    """Pass an order to the resident process, and return its answer; an empty message without one.
 
     Nothing is raised here: Flower would send the error's text to the server.
     """
     order = unpacked(message.content)
-    answer: bytes | Lost
     if order is None:
-        answer = Lost("its app failed")
+        answer = None
     else:
         answer = ask(Path(str(context.node_config["socket"])), order, message.metadata.ttl)
-    if isinstance(answer, Lost):
-        content = RecordDict({"lost": ConfigRecord({"category": answer.category})})
-    else:
-        content = packed(answer)
-    return Message(content, reply_to=message)
+    return Message(RecordDict() if answer is None else packed(answer), reply_to=message)
 
 
 def _introduce(message: Message, context: Context) -> Message:

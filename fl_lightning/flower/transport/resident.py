@@ -42,7 +42,7 @@ class Resident:
 
     Args:
         path: path of the socket, which only its owner can open; its folder is made if it does not exist.
-        handler: returns the answer to an order; an exception is logged, and the asker gets a `Lost`.
+        handler: returns the answer to an order; an exception is logged, and the asker gets none.
 
     Raises:
         ConfigurationError: if others could reach the socket, or another process serves it.
