@@ -117,7 +117,8 @@ class Packing:
 
     def model(self, model: GlobalModel, round_index: int, *, whole: bool = False) -> Tensor:
         """Return the bytes of a model, uint8 of shape (n,), compressed as configured unless ``whole``."""
-        payload, names = None, ()
+        payload = None
+        names: tuple[str, ...] = ()
         if not whole:
             payload = self._broadcast.send(model.params, model.buffers, round_index).payload
             names = self._broadcast.names

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import ssl
 import subprocess
 import sys
@@ -154,8 +153,8 @@ _PROBE_SECONDS = 10.0
 _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 
 
-def check_server(address: str, certificate: Path) -> None:
-    """Connect to a server as a site does, and raise if that fails.
+def check_server(address: str, certificate: Path) -> float:
+    """Ask a server as a site does, and return the seconds by which this machine's clock is ahead of the server's.
 
     Args:
         address: ``host:port``.
@@ -170,12 +169,10 @@ def check_server(address: str, certificate: Path) -> None:
         trust = ssl.create_default_context(cafile=certificate)
     except (ssl.SSLError, OSError):
         raise ConfigurationError(f"{certificate} is no certificate: ask for it again") from None
+    connection = HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=trust)
     try:
-        with (
-            socket.create_connection((host, port), _PROBE_SECONDS) as plain,
-            trust.wrap_socket(plain, server_hostname=host),
-        ):
-            return
+        connection.request("GET", "/")  # the gate refuses it, with a date
+        told = parsedate_to_datetime(connection.getresponse().headers["Date"])
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(_about_certificate(error, address, certificate)) from None
     except ssl.SSLError as error:
@@ -186,23 +183,8 @@ def check_server(address: str, certificate: Path) -> None:
         raise ConnectionError(f"{address} breaks off: {error.reason}") from None
     except OSError as error:
         raise ConnectionError(f"nobody answers at {address}: {error.strerror or error}") from None
-
-
-def seconds_ahead(address: str, certificate: Path) -> float | None:
-    """Return the whole seconds by which this machine's clock is ahead of a server's; None without an answer.
-
-    Args:
-        address: ``host:port``.
-        certificate: file with the certificate of the authority that the site trusts.
-    """
-    host, port = parse_address(address)
-    trust = ssl.create_default_context(cafile=certificate)
-    connection = HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=trust)
-    try:
-        connection.request("GET", "/")  # the gate refuses it, with a date
-        told = parsedate_to_datetime(connection.getresponse().headers["Date"])
-    except (OSError, HTTPException, TypeError, ValueError):
-        return None
+    except (HTTPException, TypeError, ValueError):
+        raise ConnectionError(f"{address} does not answer as a server of a network does") from None
     finally:
         connection.close()
     return (datetime.now(UTC) - told).total_seconds()

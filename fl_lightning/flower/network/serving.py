@@ -26,7 +26,6 @@ from fl_lightning.flower.network.control import (
     check_server,
     flower_command,
     flower_environment,
-    seconds_ahead,
 )
 from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
 from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
@@ -120,7 +119,7 @@ def wait_for_server(
     until, said = time.monotonic() + seconds, ""
     while True:
         try:
-            return check_server(address, certificate)
+            check_server(address, certificate)
         except ConnectionError as error:
             if time.monotonic() > until:
                 raise ConfigurationError(str(error)) from None
@@ -128,6 +127,8 @@ def wait_for_server(
                 say(f"{error}. Trying again every {pause:g} s.")
             said = str(error)
             time.sleep(pause)
+        else:
+            return
 
 
 def control_of(network: NetworkFolder) -> Control:
@@ -189,11 +190,10 @@ class NodeEnds:
         """Return the seconds until the node is started again."""
         site = self._site
         try:
-            check_server(site.server, site.folder / "ca.crt")
+            ahead = check_server(site.server, site.folder / "ca.crt")
         except (ConnectionError, ValueError) as error:
             return self._told(str(error), PAUSE)
-        ahead = seconds_ahead(site.server, site.folder / "ca.crt")
-        if ahead is not None and not -_MOST_BEHIND < ahead < _MOST_AHEAD:
+        if not -_MOST_BEHIND < ahead < _MOST_AHEAD:
             return self._told(_about_clock(ahead), PAUSE)
         if _REFUSED.search(ended.words):
             return self._told(

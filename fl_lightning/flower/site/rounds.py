@@ -87,7 +87,7 @@ class SiteRounds:
     def obey(self, order: Order | None) -> None:
         """Set the order of the next round; None for a round without training."""
         self._order = order
-        self.done = Done(rules={} if self._sums is None else rules_of(self._sums.agreed_sum))
+        self.done = Done()
 
     def train_group(self, group: ClientGroup) -> bool:
         """Train the clients of the current order, if any; the group from Lightning's loader is ignored."""
@@ -113,6 +113,8 @@ class SiteRounds:
                 OPTION: sums.logged,
                 "reductions": {name: how for name, how in reductions if self._allows(name)},
             }
+            if self._sums is not None:  # whose options follow from the order
+                self.done.rules = rules_of(self._sums.agreed_sum)
             self.run.local.check_constants()
         finally:
             self._clients.restore(model)

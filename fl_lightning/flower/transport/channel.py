@@ -17,6 +17,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
@@ -26,8 +28,8 @@ log = logging.getLogger(__name__)
 class Channel(Protocol):
     """Interface of a channel to the sites.
 
-    A site has one order at a time, and every order one outcome: an answer, or None if it is lost. A lost order
-    may be sent again once its site is among `sites`.
+    A site has one order at a time: another one takes its place. Every order has one outcome: an answer, or None
+    if it is lost. A lost order may be sent again once its site is among `sites`.
     """
 
     def sites(self) -> list[str]:
@@ -102,7 +104,7 @@ def receive(source: Connection) -> tuple[bytes, bytes]:
     return source.recv_bytes(1), source.recv_bytes(LARGEST)
 
 
-class LoopbackChannel:
+class LoopbackChannel(Channel):
     """Channel to sites on the same machine over their sockets; each order has a thread.
 
     Args:
@@ -114,24 +116,18 @@ class LoopbackChannel:
         self._came: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
         self._waiting: set[str] = set()
 
+    @override
     def sites(self) -> list[str]:
-        """Return the names of the sites that are present and idle."""
         free = self._paths.keys() - self._waiting
         return sorted(name for name in free if state_of(self._paths[name]) == "idle")
 
+    @override
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns the outcome.
-
-        Args:
-            site: name of the site.
-            message: bytes of the order.
-            ttl: seconds after which an answer is useless.
-        """
         self._waiting.add(site)
         threading.Thread(target=self._ask, args=[site, message, ttl], daemon=True).start()
 
+    @override
     def receive(self, seconds: float) -> list[tuple[str, bytes | None]]:
-        """Return an outcome of an order with its site, if one comes in this many seconds."""
         try:
             return [self._came.get(block=seconds > 0, timeout=seconds or None)]
         except queue.Empty:

@@ -25,10 +25,11 @@ from typing import Any
 import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+from typing_extensions import override
 
 from fl_lightning.core.processes import holder_of, try_lock
 from fl_lightning.flower.site.ledger import whole_file
-from fl_lightning.flower.transport.channel import packed, unpacked
+from fl_lightning.flower.transport.channel import Channel, packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class _Sent:
     idle: int = 0
 
 
-class GridChannel:
+class GridChannel(Channel):
     """Channel to sites over Flower.
 
     Args:
@@ -74,19 +75,13 @@ class GridChannel:
         self._seen: dict[str, Mapping[str, str]] = {}
         self._looked = -_LOOK_SECONDS
 
+    @override
     def sites(self) -> list[str]:
-        """Return the names of the sites that are present and idle."""
         self._look()
         return sorted(self._nodes.keys() - self._orders.keys())
 
+    @override
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns the outcome. An earlier order of the site is given up.
-
-        Args:
-            site: name of the site.
-            message: bytes of the order.
-            ttl: seconds after which an answer is useless.
-        """
         self._look()
         id_ = None
         if site in self._nodes:
@@ -96,8 +91,8 @@ class GridChannel:
         else:
             self._orders[site] = _Sent(id_, time.monotonic() + _DOUBT_SECONDS)
 
+    @override
     def receive(self, seconds: float) -> list[tuple[str, bytes | None]]:
-        """Return outcomes of orders with their sites, after at most this many seconds."""
         until = time.monotonic() + seconds
         while True:
             self._pull_answers()
