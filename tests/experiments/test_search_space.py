@@ -64,7 +64,10 @@ def test_ranges_and_choices_are_read():
         ({}, "there is nothing to search"),
         ({"a": 3}, "a must be a list of values, or have low and high, or choices, got 3"),
         ({"a": {"low": 1}}, "a must have both low and high"),
-        ({"a": {"low": 2, "high": 1}}, "a is no range: `low <= high` must hold, but got (low=2, high=1)"),
+        (
+            {"a": {"low": 2, "high": 1}},
+            "a is no range: `low <= high` must hold, but got (low=2, high=1)",
+        ),
         ({"a": {"low": 0, "high": 1, "log": True}}, "`low >= 1` must hold for `log=True`"),
         ({"a": {"low": 1, "high": 2, "log": "yes"}}, "log: true or false, got 'yes'"),
         ({"a": {"low": "one", "high": 2}}, "low that must be a number, got 'one'"),
