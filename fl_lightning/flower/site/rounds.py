@@ -104,11 +104,10 @@ class SiteRounds:
         """Options of the configuration's hidden sums; empty if updates are sent in clear."""
         return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
-    def train_group(self, group: ClientGroup) -> bool:
-        """Train the clients of the current order, if any; the group from Lightning's loader is ignored."""
+    def train(self, group: ClientGroup) -> None:
+        """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
         if self._order is not None:
             self._train(self._order)
-        return self.run.trainer.is_last_batch
 
     def _train(self, order: Order) -> None:
         model = self._begin(order)
