@@ -233,7 +233,7 @@ class Sites(FitClients):
     def _agreed(self) -> dict[str, Any]:
         """Return the facts about the model that must be equal at the server and the sites."""
         return {
-            "num_clients": self._run.groups.population.num_clients,
+            "num_clients": self._run.cohorts.population.num_clients,
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.is_private,
             "constants": self._constants,

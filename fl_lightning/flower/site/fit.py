@@ -82,8 +82,7 @@ class AtSite(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the fit loop's batches by orders."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._options = options_at_site(self._given, len(data.clients))
+        self._options = options_at_site(self._given)
         plan_rounds(trainer, self._fit.num_rounds)  # for schedules of rates, which are built next
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
@@ -205,13 +204,10 @@ class AtSite(Callback):
         self._cleanup.close()
 
 
-def options_at_site(options: Options, num_clients: int) -> Options:
+def options_at_site(options: Options) -> Options:
     """Return a copy of a federation's options for a site, without those of the server."""
     own = copy.copy(options)
-    own.cohort, own.clients_per_group = (
-        AllClients(),
-        num_clients,
-    )  # one group: orders name its clients
+    own.cohort = AllClients()  # orders name the clients
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
     own.engine, own.slots, own.speedups = "sequential", None, None

@@ -89,11 +89,10 @@ class SiteRounds:
         self._order = order
         self.done = Done()
 
-    def train_group(self, group: ClientGroup) -> bool:
-        """Train the clients of the current order, if any; the group from Lightning's loader is ignored."""
+    def train(self, group: ClientGroup) -> None:
+        """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
         if self._order is not None:
             self._train(self._order)
-        return self.run.trainer.is_last_batch
 
     def _train(self, order: Order) -> None:
         model = self._begin(order)
