@@ -12,7 +12,6 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -23,10 +22,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.client_examples import (
+    Change,
     ExampleTransform,
     Poison,
     changed_reader,
@@ -45,7 +46,7 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
+from fl_lightning.data.roles import Roles, check_fractions, divide, partners
 from fl_lightning.data.shards import FlatShards, gathers, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import (
@@ -58,17 +59,6 @@ from fl_lightning.data.training_set import (
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 _CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
-
-# Methods that Lightning calls on a data module only if they are overridden; the source's are used.
-_HANDED_THROUGH = (
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_exception",
-)
 
 
 class FederatedDataModule(ForwardingDataModule):
@@ -91,7 +81,7 @@ class FederatedDataModule(ForwardingDataModule):
             disjoint from the other two parts.
         search_fraction: for a search over architectures: share of each client's training examples, in
             (0, 0.5], that trains the choices of the architecture instead of the weights; 0 for none.
-            Batches then contain examples of both, see `SearchHalf`, in a central run as well.
+            Batches then are ``{train: …, search: …}``, in a central run as well.
         transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         example_transforms: transforms of every client's examples, inputs and labels, before
@@ -158,26 +148,16 @@ class FederatedDataModule(ForwardingDataModule):
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
-        self._poison: tuple[Tensor, Poison] | None = None  # attacker of each example, or -1
+        self._poison: tuple[Tensor, Change] | None = None  # attacker of each example, or -1
         self._trained_partition: str | None = None  # fingerprint in an evaluated checkpoint
         self._is_central = False  # whether training reads all examples, including held-out ones
         self._is_set_up = False
-        for name in _HANDED_THROUGH:
-            if is_overridden(name, source, LightningDataModule):
-                setattr(self, name, self._handed_through(name))
 
-    def _handed_through(self, name: str) -> Any:
-        """Return a method of the source; the loaders that it returns apply the transforms."""
-        method = getattr(self.source, name)
-        if not self.transforms or not name.endswith("_dataloader"):
-            return method
-        return lambda: self._transformed(method())
-
-    def _transformed(self, loaders: Any) -> Any:
-        """Return loaders whose batches are transformed."""
-        return (
-            with_transforms(loaders, lambda: self.fitted_transforms) if self.transforms else loaders
-        )
+    @override
+    def changed(self, loaders: Any) -> Any:
+        if not self.transforms:
+            return loaders
+        return with_transforms(loaders, lambda: self.fitted_transforms)
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
@@ -196,7 +176,7 @@ class FederatedDataModule(ForwardingDataModule):
         if self.search_fraction or self.example_transforms:
             return self._pooled_loader()
         self._is_central = True
-        return self._transformed(self.source.train_dataloader())
+        return self.changed(self.source.train_dataloader())
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' training examples, for a central run."""
@@ -397,26 +377,19 @@ class FederatedDataModule(ForwardingDataModule):
         """Function from indices, shape (B,), to a training batch."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
-            attackers, poison = self._poison
-            read = changed_reader(
-                read,
-                attackers,
-                lambda inputs, labels, *_: poison.change(inputs, labels),
-                "attackers.poison",
-                "use attackers.forge",
-            )
-        return (
-            SearchHalf(self._roles.train, self._roles.search).paired(read)
-            if self.search_fraction
-            else read
-        )
+            read = changed_reader(read, *self._poison, "attackers.poison")
+        if not self.search_fraction:
+            return read
+        partner = partners(self._roles.train, self._roles.search)
+        return lambda some: {"train": read(some), "search": read(partner[some])}
 
     @cached_property
     def _owners(self) -> Tensor:
-        """Client of each example, shape (N,); -1 for no client."""
+        """Client of each example, shape (N,), see `owners_of`."""
         roles = self._roles
-        shards = (roles.learning, roles.validation, roles.test)
-        return owners_of(shards, self._num_stored)
+        return owners_of(
+            (roles.train, roles.search, roles.validation, roles.test), self._num_stored
+        )
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
@@ -428,7 +401,6 @@ class FederatedDataModule(ForwardingDataModule):
             self._owners,
             transforms_of(self.example_transforms, self.seed),
             "data.example_transforms",
-            "transform examples in the data set",
         )
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -448,12 +420,13 @@ class FederatedDataModule(ForwardingDataModule):
         """
         self._poison = None
         if poison is not None:
-            learning, total = self._roles.learning, self._num_stored
-            attackers = poisoned_examples(learning, clients, poison.share, total, seed)
+            roles, total = self._roles, self._num_stored
+            trained = [shards for shards in (roles.train, roles.search) if len(shards)]
+            attackers = poisoned_examples(trained, clients, poison.share, total, seed)
             if len(clients) and are_classes(self._classes):
                 batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
-                check_poison(batch, self._classes, poison)
-            self._poison = attackers, poison
+                check_poison(batch, int(self._classes.max()) + 1, poison)
+            self._poison = attackers, lambda inputs, labels, *_: poison.change(inputs, labels)
         self.__dict__.pop("train_batch", None)
 
     @property
