@@ -230,16 +230,22 @@ def _check_share(poison: object, share: float) -> None:
 _NOBODY, _SEVERAL = -1, -2  # owners of an example
 
 
-def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
+def owners_of(
+    shards: Sequence[FlatShards], num_examples: int, *, may_be_several: bool = False
+) -> Tensor:
     """Owner (client) of each example, shape (N,); -1 for no client, -2 for several.
 
     Args:
         shards: shards of training, validation and test.
         num_examples: N.
+        may_be_several: whether an example may belong to several clients.
+
+    Raises:
+        ConfigurationError: if an example belongs to two clients, and must not.
 
     Example:
         >>> shards = FlatShards(np.array([2, 0, 0]), np.array([1, 1, 1]))
-        >>> owners_of([shards], 4)
+        >>> owners_of([shards], 4, may_be_several=True)
         tensor([-2, -1,  0, -1])
     """
     owners = np.full(num_examples, _NOBODY, dtype=np.int64)
@@ -250,6 +256,11 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
         is_shared = (before != _NOBODY) & (before != clients)
         is_shared |= owners[flat.indices] != clients
         owners[flat.indices[is_shared]] = _SEVERAL
+    if len(shared := np.flatnonzero(owners == _SEVERAL)) and not may_be_several:
+        raise ConfigurationError(
+            f"data.example_transforms: example {shared[0]} belongs to two clients, "
+            "which would change it differently: use a partition whose shards do not overlap"
+        )
     return torch.from_numpy(owners)
 
 
@@ -269,7 +280,7 @@ def poisoned_examples(
         ConfigurationError: if an attacker shares an example with another client, which would train on
             the changed example.
     """
-    owners = owners_of(shards, num_examples)
+    owners = owners_of(shards, num_examples, may_be_several=True)
     attackers = torch.full((num_examples,), _NOBODY)
     for client in clients:
         shard = torch.cat([flat[client] for flat in shards])
@@ -294,18 +305,13 @@ def changed_reader(
 
     Args:
         read: function from indices to a batch, a pair of inputs and labels.
-        owners: client that changes each example, shape (N,), see `owners_of`.
+        owners: client that changes each example, shape (N,); -1 for none.
         change: the change.
         option: name of the option, for errors.
     """
 
     def read_changed(indices: Tensor) -> Any:
         batch, clients = read(indices), owners[indices]
-        if (shared := indices[clients == _SEVERAL]).numel():
-            raise ConfigurationError(
-                f"{option}: example {int(shared[0])} belongs to two clients, which would change it "
-                "differently: use a partition whose shards do not overlap"
-            )
         present = clients[clients >= 0].unique().tolist()
         if not present:
             return batch

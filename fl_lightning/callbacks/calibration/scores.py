@@ -38,7 +38,7 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import example_reader, loader_option
+from fl_lightning.data.training_set import TrainingSet
 from fl_lightning.federation import Ranks, Visit, shares, training_loader, visiting
 from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.sparsity.calibration.calibrate import Calibration
@@ -101,9 +101,9 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
     if isinstance(data, FederatedDataModule):
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
-        loader = _checked(training_loader(trainer))
-        size, read = int(loader_option(loader, "batch_size") or 32), example_reader(loader)
-        everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
+        training = TrainingSet(_checked(training_loader(trainer)))
+        size, read = int(training.option("batch_size") or 32), training.reader()
+        everything = torch.arange(len(training))
     return ExampleOwners(np.array([len(everything)]), lambda _: everything, read, size)
 
 
