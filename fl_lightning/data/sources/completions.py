@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from fl_lightning.data.sources.hugging_face import DatasetSource, column
-from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.rows import StoredRows
 from fl_lightning.data.sources.source import Loaded
 
 _IGNORED = -100  # label of tokens that are not predicted
@@ -184,12 +184,12 @@ def _encoded(
 
 
 @final
-class TokenRows(Rows):
+class TokenRows(StoredRows):
     """Tokenized examples of different lengths, in memory.
 
     Args:
         examples: tokens and labels of each example, int32 of shape (L,).
-        columns: see `Rows`.
+        columns: see `StoredRows`.
         padding: token that pads the rows of a batch.
         packing: whether a batch is one row without padding.
 

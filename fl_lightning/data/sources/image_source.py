@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.rows import StoredRows
 from fl_lightning.data.sources.source import Source
 from fl_lightning.data.transforms import PixelPipeline
 
@@ -78,7 +78,7 @@ class ImageSource(Source, ABC):
         return examples if trains and self.augment else examples.evaluation()
 
 
-class ImageRows(Rows):
+class ImageRows(StoredRows):
     """Labelled images of one size with a pixel pipeline; see `ImageTensors` for an example.
 
     Args:

@@ -41,7 +41,7 @@ def as_tensor(values: Any, name: str) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-class Rows(Dataset[Any], ABC):
+class StoredRows(Dataset[Any], ABC):
     """Examples in memory, from which whole batches are read; `TensorRows` is an example.
 
     Args:
@@ -105,12 +105,12 @@ class Rows(Dataset[Any], ABC):
 
 
 @final
-class TensorRows(Rows):
+class TensorRows(StoredRows):
     """A data set that returns whole batches: rows of each of its tensors.
 
     Args:
         parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
-        columns: see `Rows`.
+        columns: see `StoredRows`.
         pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
 
     Raises:
