@@ -185,9 +185,7 @@ def weights(module):
 
 
 class SaveEverywhere(Callback):
-    """Saves after every group, after validation and at the end of every round."""
-
-    sees_groups = True
+    """Saves after a round's training, after validation and at the end of every round."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -196,7 +194,7 @@ class SaveEverywhere(Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.save(trainer, f"group{batch_idx}")
+        self.save(trainer, "trained")
 
     def on_validation_end(self, trainer, module):
         self.save(trainer, "validation")

@@ -91,7 +91,7 @@ GROUPS = {
     "clients": ("personal", "client_state", "client_memory_gb", "devices", "attackers"),
     "what travels": ("updates", "download", "privacy"),
     "the server": ("min_replies", "server_schedule", "asynchronous", "stages"),
-    "speed": ("engine", "slots", "speedups", "spot_check", "pad_batches", "clients_per_group"),
+    "speed": ("engine", "slots", "speedups", "spot_check", "pad_batches"),
     "randomness": ("seed",),
 }
 _ASKED = re.compile(r"--(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+)\.help")

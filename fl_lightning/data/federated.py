@@ -190,14 +190,14 @@ class FederatedDataModule(ForwardingDataModule):
         )
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Set the groups of clients that `train_dataloader` returns; None for central training."""
+        """Set what `train_dataloader` returns, the clients of rounds; None for central training."""
         self._rounds = rounds
         self._trained_partition = None
         self._is_central = self._is_central and rounds is None
 
     @property
     def trains_in_rounds(self) -> bool:
-        """True if `train_dataloader` returns groups of clients."""
+        """True if `train_dataloader` returns clients of rounds."""
         return self._rounds is not None
 
     @cached_property

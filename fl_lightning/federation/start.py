@@ -1,12 +1,11 @@
 """The start of a fit: from options, Trainer, module and data to the rounds that the loop drives.
 
-A round is an epoch, a group of clients a batch, the server's step an optimizer step of Lightning's.
+A round is an epoch of one batch, its clients; the server's step is an optimizer step of Lightning's.
 In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,17 +34,13 @@ from fl_lightning.federation.checks.fit import (
     check_validation_interval,
 )
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
-from fl_lightning.federation.clients.engine_options import (
-    num_short_clients,
-    trains_in_large_groups,
-)
 from fl_lightning.federation.fit_rounds import FitRounds
-from fl_lightning.federation.groups import RoundGroups, Share
-from fl_lightning.federation.hooks import call_batch_hooks_per_round, keep_groups_from_hooks
+from fl_lightning.federation.hooks import keep_groups_from_hooks
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_cohorts import RoundCohorts, Share
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.devices import VirtualTime
@@ -62,7 +57,7 @@ from fl_lightning.server.server import Server, as_aggregator
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Replace batches by groups of clients in Lightning's loop, until the fit is over.
+    """Replace batches by the clients of a round in Lightning's loop, until the fit is over.
 
     Raises:
         ConfigurationError: for settings that cannot be federated, all at once.
@@ -79,12 +74,12 @@ def prepare(
     if options.attackers is not None:
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
-    calendar = Calendar.of(trainer, module, options)
+    calendar = Calendar.of(trainer, options)
     planned_batches = int(calendar.num_batches.max(initial=0))
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
-    data.train_in_rounds(calendar.groups)
+    data.train_in_rounds(calendar.cohorts)
     cleanup.callback(data.train_in_rounds, None)
-    # so that Lightning counts rounds; the limit counts clients, not groups of them
+    # so that Lightning counts rounds; the limit counts clients
     limit = 1.0 if trainer.limit_train_batches else trainer.limit_train_batches
     for name, value in {"log_every_n_steps": 1, "limit_train_batches": limit}.items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
@@ -99,7 +94,7 @@ def prepare(
 class Calendar:
     """Schedule of one fit: the clients of each round, and how much each client trains."""
 
-    groups: RoundGroups  # of clients, round by round
+    cohorts: RoundCohorts  # the clients of each round
     num_steps: Integers  # local steps of every client's round, shape (num_clients,)
     num_batches: Integers  # local batches of every client's round, shape (num_clients,)
     accumulate: int  # batches of a local step; an epoch's last step takes those that are left
@@ -111,7 +106,7 @@ class Calendar:
         return max(1, int(self.num_steps.max(initial=0)))
 
     @classmethod
-    def of(cls, trainer: Trainer, module: LightningModule, options: Options) -> Calendar:
+    def of(cls, trainer: Trainer, options: Options) -> Calendar:
         """Return the calendar of a Trainer whose data are set up.
 
         Raises:
@@ -140,26 +135,25 @@ class Calendar:
         if aggregator.protection is not None:
             fewest = max(FEWEST_CLIENTS, (privacy and privacy.min_shares) or 0)
         ranks = trainer.world_size
-        groups = RoundGroups(
+        cohorts = RoundCohorts(
             time.cohort or options.cohort,
             Population(sizes),
             options.seed,
             share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
-            clients_per_group=_clients_per_group(trainer, module, options, data),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
         fixed = options.cohort.has_fixed_size
-        most = groups.num_clients if fixed else len(sizes)
+        most = cohorts.num_clients if fixed else len(sizes)
         raise_together(
-            lambda: check_validation_interval(trainer, len(groups)),
+            lambda: check_validation_interval(trainer),
             lambda: check_cohort_size(most, options.min_replies, options.aggregator),
             lambda: check_trusted(options.aggregator, options.cohort, len(sizes)),
         )
         if aggregator.protection is not None:
             terms = Terms(most_clients=most, seed=options.seed, num_processes=ranks)
             aggregator.protection.begin(terms)
-        return cls(groups, num_steps, batches, accumulate, time)
+        return cls(cohorts, num_steps, batches, accumulate, time)
 
     def run_of(
         self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
@@ -168,30 +162,7 @@ class Calendar:
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )
-        return Run(trainer, self.groups, work, options.client_memory_gb * 1e9)
-
-
-def _clients_per_group(
-    trainer: Trainer, module: LightningModule, options: Options, data: FederatedDataModule
-) -> int:
-    """Return the number of clients in a group."""
-    if options.clients_per_group is not None:
-        return options.clients_per_group
-    per_epoch = data.clients.num_examples.mean() / data.batch_size
-    of_steps = (options.local_steps or 0) * trainer.accumulate_grad_batches
-    per_client = float(of_steps or per_epoch * (options.local_epochs or 1))
-    rounds: float | None = trainer.max_epochs
-    rounds = math.inf if rounds is None or rounds < 0 else rounds
-    cohort = options.cohort.expected_size(len(data.clients))
-    by_hand = not module.automatic_optimization  # never in slots
-    if not by_hand and trains_in_large_groups(
-        options.engine, module, trainer.strategy.root_device, rounds * cohort * per_client
-    ):
-        return cohort
-    interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
-    if isinstance(interval, int) or interval != 1.0:
-        return 1
-    return num_short_clients(module, max(1.0, per_client), data.batch_size)
+        return Run(trainer, self.cohorts, work, options.client_memory_gb * 1e9)
 
 
 def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
@@ -250,7 +221,7 @@ def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> Pri
         local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
     secure = aggregator.noise_shares
     if secure is not None and options.cohort.has_fixed_size:
-        fewest = secure.fewest_survivors(calendar.groups.num_clients)
+        fewest = secure.fewest_survivors(calendar.cohorts.num_clients)
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
     run = AccountedRun(
         options.cohort,
@@ -279,7 +250,7 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     """Install a run's rounds in Lightning's loop and hooks, until the fit is over."""
     cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
-    trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
+    trainer.accumulate_grad_batches = 1  # global_step counts rounds
     install(trainer, rounds)
     filters = list(warnings.filters)  # not `catch_warnings`, which would also restore `showwarning`
     cleanup.callback(setattr, warnings, "filters", filters)
@@ -291,4 +262,3 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
         keep_groups_from_hooks(owner, cleanup)
-    call_batch_hooks_per_round(trainer, run.groups, cleanup)

@@ -115,9 +115,7 @@ def test_what_is_said_logged_and_accounted(caplog):
     assert "privacy/clip_fraction" not in facts(silent)
 
 
-@pytest.mark.parametrize("clients_per_group", [1, 3])
-def test_every_step_of_local_epochs_is_accounted(clients_per_group):
-    """In however many groups the clients come: for Lightning these are accumulated batches."""
+def test_every_step_of_local_epochs_is_accounted():
     sizes = toy_data().clients.num_examples
     local = LocalSampling(sizes, 8, 3 * -(-sizes // 8))
     made = private().mechanism(AccountedRun(UniformCohort(size=3), 6, 2, seed=4, local=local))
@@ -127,7 +125,6 @@ def test_every_step_of_local_epochs_is_accounted(clients_per_group):
         cohort=UniformCohort(size=3),
         local_steps=None,
         local_epochs=3,
-        clients_per_group=clients_per_group,
     )
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(made.epsilon(2), rel=1e-4)
 
@@ -155,9 +152,9 @@ def test_a_budget_ends_the_run_and_noise_is_found_for_one():
 
 
 def test_resuming_spends_and_draws_nothing_twice(tmp_path):
-    options = {"privacy": private(), "cohort": PoissonCohort(fraction=0.6), "clients_per_group": 1}
+    options = {"privacy": private(), "cohort": PoissonCohort(fraction=0.6)}
     module, trainer = run(callbacks=[SaveEverywhere(tmp_path)], **options)
-    for moment in ("0-end", "1-group1", "2-validation"):
+    for moment in ("0-end", "1-trained", "2-validation"):
         again, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(again), weights(module)), moment
         assert facts(resumed) == facts(trainer)

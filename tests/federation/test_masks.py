@@ -12,6 +12,7 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.data import Cohort
+from fl_lightning.federation import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server import FedBuff
 from fl_lightning.server.attacks import SignFlip
@@ -184,9 +185,9 @@ def test_masks_may_change_between_rounds(engine):
 
 
 def test_resumed_with_masks_that_change(tmp_path):
-    options = {"max_epochs": 5, "federation": {"clients_per_group": 1}}
+    options = {"max_epochs": 5}
     expected, *_ = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
-    for moment in ("1-end", "2-group1", "2-end", "3-validation"):
+    for moment in ("1-end", "2-trained", "2-end", "3-validation"):
         found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(found), weights(expected)), moment
 
@@ -211,13 +212,11 @@ def test_masks_that_change_in_an_asynchronous_run_are_refused():
         run(Masked, NewMasks(), federation=ASYNCHRONOUS)
 
 
-class Values(Callback):
+class Values(Callback, Stage):
     """Notes the server's model before a round, and in it."""
 
-    sees_groups = True
-
-    def __init__(self, block):
-        self.block, self.before, self.inside = block, [], []
+    def __init__(self):
+        self.before, self.inside = [], []
 
     def note(self, where):
         rounds = self.block.rounds
@@ -226,14 +225,13 @@ class Values(Callback):
     def on_train_epoch_start(self, trainer, module):
         self.note(self.before)
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 0:
-            self.note(self.inside)
+    def open(self, round_index, model):
+        self.note(self.inside)
 
 
 def test_entries_that_stay_keep_the_bits_that_a_half_precision_module_lacks():
-    block = Federation(cohort=UniformCohort(size=3), clients_per_group=1, seed=4)
-    values = Values(block)
+    values = Values()
+    values.block = block = Federation(cohort=UniformCohort(size=3), seed=4, stages=[values])
     trainer = toy_trainer(values, NewMasks(), block, precision="bf16-true")
     trainer.fit(Masked(), datamodule=toy_data(batch_size=4))
     (old_space, old), (new_space, new) = values.before[2], values.inside[2]

@@ -265,11 +265,10 @@ def test_norm_counters_stay_with_the_client():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
-    options = {"clients_per_group": 1}
-    whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path), **options)
-    for moment in ("0-group1", "1-end", "2-group1"):
+    whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path))
+    for moment in ("0-trained", "1-end", "2-trained"):
         path = tmp_path / f"{moment}.ckpt"
-        again, resumed = run(KINDS[kind], ckpt_path=path, **options)
+        again, resumed = run(KINDS[kind], ckpt_path=path)
         assert torch.equal(weights(again), weights(whole)), path
         assert memories(resumed).keys() == memories(federation).keys()
         for client, own in memories(federation).items():
@@ -278,7 +277,7 @@ def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["FedRep", "APFL"])
 def test_two_processes_are_one(kind, tmp_path):
-    options = {"aggregator": Mean(exact=True), "clients_per_group": 1}
+    options = {"aggregator": Mean(exact=True)}
     ends, tables = [], []
     for number in (1, 2):
         folder = tmp_path / str(number)

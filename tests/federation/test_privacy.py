@@ -111,7 +111,7 @@ def test_what_is_logged():
 def test_what_no_noise_covers_can_be_left_out(tmp_path):
     callbacks = [SaveEverywhere(tmp_path)]
     privacy = private(log_unprotected=False)
-    _, trainer = run(privacy=privacy, callbacks=callbacks, clients_per_group=2)
+    _, trainer = run(privacy=privacy, callbacks=callbacks)
     names = {name for name in trainer.callback_metrics if not name.startswith(("val", "privacy"))}
     assert names == {"round/update_norm"}
     for path in tmp_path.glob("*.ckpt"):
@@ -150,14 +150,13 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     options = {
         "cohort": PoissonCohort(fraction=0.5),
-        "clients_per_group": 1,
         "privacy": private(adaptive_clip=AdaptiveClip(bits_stddev=2.0)),
     }
     module, trainer = run(4, callbacks=[SaveEverywhere(folder)], **options)
     return folder, options, weights(module), facts(trainer)
 
 
-@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
+@pytest.mark.parametrize("moment", ["0-end", "1-trained", "2-validation"])
 def test_resuming_spends_and_draws_nothing_twice(uninterrupted, moment):
     folder, options, expected, logged = uninterrupted
     module, trainer = run(4, ckpt_path=folder / f"{moment}.ckpt", **options)
@@ -287,19 +286,19 @@ class Cohorts(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         rounds = trainer.callbacks[0].rounds
-        groups, ids = rounds.run.groups, sorted(rounds.record.finished)
-        drawn = groups._sampler.sample(trainer.current_epoch, groups.population, groups.seed)
+        cohorts, ids = rounds.run.cohorts, sorted(rounds.record.finished)
+        drawn = cohorts._sampler.sample(trainer.current_epoch, cohorts.population, cohorts.seed)
         assert ids == drawn.tolist()
-        told = Ranks(trainer).gather((ids, groups.seed))
+        told = Ranks(trainer).gather((ids, cohorts.seed))
         assert told == [told[0]] * trainer.world_size
-        assert groups.seed >= 2**255
+        assert cohorts.seed >= 2**255
         self.seen.append(ids)
 
 
 @pytest.mark.parametrize("cohort", [PoissonCohort(fraction=0.5), UniformCohort(size=3)])
 def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"privacy": private(secure_noise=True), "cohort": cohort, "clients_per_group": 1}
+    options = {"privacy": private(secure_noise=True), "cohort": cohort}
     seen, other, resumed = Cohorts(), Cohorts(), Cohorts()
     run(5, callbacks=[seen, SaveEverywhere(tmp_path)], **options)
     run(5, callbacks=[other], **options)
@@ -315,7 +314,7 @@ def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_pat
     # … and a resumed run draws the rounds to come anew, from inside a round and in several processes as well
     _, trainer = run(5, callbacks=[resumed], ckpt_path=path, **options)
     inside, both = Cohorts(), Cohorts()
-    run(5, callbacks=[inside], ckpt_path=tmp_path / "4-group0.ckpt", **options)
+    run(5, callbacks=[inside], ckpt_path=tmp_path / "4-trained.ckpt", **options)
     assert [len(some.seen) for some in (resumed, inside)] == [2, 1]
     run(4, callbacks=[both], ckpt_path=path, devices=2, **options)
     # at the same ε: rounds are drawn independently

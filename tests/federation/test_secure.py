@@ -43,7 +43,7 @@ def run(
 ):
     seed_everything(0, verbose=False)
     module = module()
-    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(aggregator=aggregator, **options)
     trainer = toy_trainer(*before, federation, *callbacks, **(trainer or {}))
     data = data or toy_data(num_clients=6, batch_size=4, drop_last=True)
@@ -112,7 +112,7 @@ def test_too_many_dropouts_stop_the_run():
 def test_resuming_inside_a_round_gives_the_same_bits(protocol, tmp_path):
     aggregator, devices = SecureMean(protocol=protocol, threshold=0.5), DEVICES
     module, _ = run(aggregator, callbacks=[SaveEverywhere(tmp_path)], devices=devices)
-    for moment in ("0-group1", "1-group3", "1-end"):
+    for moment in ("0-trained", "1-trained", "1-end"):
         again, _ = run(aggregator, ckpt_path=tmp_path / f"{moment}.ckpt", devices=devices)
         assert torch.equal(weights(again), weights(module))
 
@@ -166,11 +166,11 @@ def test_encrypted_updates_give_the_plain_run():
     assert trainer.callback_metrics["secure/client_seconds"] > 0
 
 
-def test_groups_of_an_encrypted_round_may_train_in_slots():
+def test_an_encrypted_round_may_train_in_slots():
     pytest.importorskip("tenseal")
     options = {"trainer": {"max_epochs": 1}, "cohort": UniformCohort(size=4)}
     plain, _ = run(None, **options)
-    encrypted, _ = run(EncryptedMean(), engine="slots", **(options | {"clients_per_group": 2}))
+    encrypted, _ = run(EncryptedMean(), engine="slots", **options)
     assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
 
 
@@ -185,7 +185,7 @@ def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):
     pytest.importorskip("tenseal")
     options = {"trainer": {"max_epochs": 2}}
     module, _ = run(EncryptedMean(fraction=0.5), callbacks=[SaveEverywhere(tmp_path)], **options)
-    path = tmp_path / "1-group3.ckpt"
+    path = tmp_path / "1-trained.ckpt"
     assert "round" not in torch.load(path)["callbacks"]["Federation"]["server"]
     again, _ = run(EncryptedMean(fraction=0.5), ckpt_path=path, **options)
     assert torch.allclose(weights(again), weights(module), atol=1e-4)

@@ -60,7 +60,6 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
         engine=engine,
         speedups=speedups,
         local_epochs=2,
-        clients_per_group=1,
         seed=0,
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=2, **o)
@@ -143,7 +142,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
 def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch):
     expected, _ = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     monkeypatch.undo()  # by itself it would choose none
-    for moment in ("0-group1", "0-end", "1-validation"):
+    for moment in ("0-trained", "0-end", "1-validation"):
         module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
         assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
         assert torch.equal(weights(module), weights(expected)), moment
@@ -164,7 +163,7 @@ def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypat
         assert float(trainer.callback_metrics[name]) == pytest.approx(
             float(first.callback_metrics[name]), rel=1e-5
         )
-    resumed, _ = run(Conv, "auto", None, ckpt=tmp_path / "0-group1.ckpt")
+    resumed, _ = run(Conv, "auto", None, ckpt=tmp_path / "0-trained.ckpt")
     assert torch.equal(weights(resumed), weights(module))
 
 

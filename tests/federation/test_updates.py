@@ -24,7 +24,7 @@ COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=None, **options):
     seed_everything(0, verbose=False)
     module = (module or (lambda: ToyModule(dropout=0.2)))()
-    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
     trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
     data = toy_data(num_clients=6, batch_size=4, drop_last=True)
@@ -101,9 +101,7 @@ def test_slots_send_what_one_after_the_other_sends(monkeypatch):
     run(COMPRESSED, callbacks=[alone], module=ToyModule)
     first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
     together = NoteUpdates(monkeypatch)
-    _, federation = run(
-        COMPRESSED, callbacks=[together], module=ToyModule, engine="slots", clients_per_group=3
-    )
+    _, federation = run(COMPRESSED, callbacks=[together], module=ToyModule, engine="slots")
     assert federation.rounds.clients.engine.slots is not None
     second = {(u.client_id, i // 3): u.delta for i, u in enumerate(together.received)}
     assert first.keys() == second.keys()
@@ -139,7 +137,7 @@ def uninterrupted(tmp_path_factory):
     return folder, weights(module)
 
 
-@pytest.mark.parametrize("moment", ["0-group1", "1-group0", "1-group2", "1-end", "2-group1"])
+@pytest.mark.parametrize("moment", ["0-trained", "1-trained", "1-end", "2-trained"])
 def test_resuming_goes_on_with_the_memories(uninterrupted, moment):
     folder, expected = uninterrupted
     module, _ = run(COMPRESSED, ckpt_path=folder / f"{moment}.ckpt")
@@ -194,7 +192,7 @@ class TestLowRank:
     def test_with_feedback_a_run_goes_on_from_a_checkpoint(self, tmp_path):
         updates = [ErrorFeedback([PowerSGD(1), QSGD(8, block=16)])]
         module, _ = run(updates, callbacks=[SaveEverywhere(tmp_path)])
-        for moment in ("1-group1", "1-end"):
+        for moment in ("1-trained", "1-end"):
             resumed, _ = run(updates, ckpt_path=tmp_path / f"{moment}.ckpt")
             assert torch.equal(weights(module), weights(resumed))
 
@@ -323,7 +321,7 @@ class TestDownload:
 
     def test_resumes_inside_a_round(self, tmp_path):
         module, _ = run(None, download=[QSGD(4)], callbacks=[SaveEverywhere(tmp_path)])
-        resumed, _ = run(None, download=[QSGD(4)], ckpt_path=tmp_path / "1-group1.ckpt")
+        resumed, _ = run(None, download=[QSGD(4)], ckpt_path=tmp_path / "1-trained.ckpt")
         assert torch.equal(weights(module), weights(resumed))
 
     def test_what_leaves_numbers_out_is_refused(self):

@@ -284,7 +284,7 @@ class MaskCalibration(Callback):
         batch_idx: int,
     ) -> None:
         """Share the masks of this round's clients with all processes, before any checkpoint."""
-        if self._clients is not None and trainer.is_last_batch:
+        if self._clients is not None:
             num_bytes = self._clients.exchange(Ranks(trainer))
             if num_bytes:
                 report_client_masks(trainer, self._clients.counts, num_bytes)

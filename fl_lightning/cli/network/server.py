@@ -118,7 +118,6 @@ class OverSites:
             greeting=greeting,
             signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
-        federation.clients_per_group = len(sizes)
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
             calibration.use_remote_clients(asked.scores, asked.sums)

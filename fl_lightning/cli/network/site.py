@@ -33,8 +33,8 @@ from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
-from fl_lightning.flower.site.fit import AtSite
-from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.site.fit import AtSite, Fit
+from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
 
 # switches off what only the server's Trainer does
@@ -90,14 +90,9 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             """Build the Trainer with a callback that carries out orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
-            rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
-            num_rounds = None if rounds is None or rounds < 0 else rounds
             options = self._get(self.config_init, "trainer")
             calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
-            at_site = AtSite(
-                federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
-            )
-            options["callbacks"] = [at_site]
+            options["callbacks"] = [AtSite(federation, fit, policy, calibrates)]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
 
         def instantiate_classes(self) -> None:
@@ -112,7 +107,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Send the site's facts to the server, wait for the first order, and fit."""
             data = self.datamodule
-            if problems := list(of_transforms(data)):
+            if problems := of_transforms(data):
                 raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
@@ -166,7 +161,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     site = Site(policy, own)
     serve(
         policy.socket,
-        lambda: site.handle,
+        site.handle,
         meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
     )
 

@@ -317,9 +317,7 @@ class PrivateStage(AroundFit):
         self.say_cost(trainer)
         self.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
-    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
+    def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
         """Raise if a learning rate follows a number without noise; stop if no budget is left."""
-        if is_broken_off:
-            self.close(record)
         check_monitors(trainer, record.unprotected_names())
         self.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)

@@ -109,7 +109,7 @@ class PrivateRounds(PrivateStage):
         """Set a secret seed for cohorts whose sampling amplifies privacy."""
         if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
             secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
-            run.groups.seed = run.ranks.gather(secret)[0]
+            run.cohorts.seed = run.ranks.gather(secret)[0]
             self.hides_cohorts = True
 
     def say_cost(self, trainer: Trainer) -> None:
@@ -156,9 +156,6 @@ class PrivateRounds(PrivateStage):
         self._check_shares()
         mean = self._in_clear
         if mean is not None and mean.grid is not None:
-            for broken_off in range(self.ledger.released, self._round_index):
-                # what later rounds release may depend on it
-                self._with_noise(torch.zeros_like(mean.total), broken_off)
             steps = self._with_noise(mean.total, self._round_index)
             total = mean.grid.value(steps)
             aggregate = (total / mechanism.expected).to(aggregate)

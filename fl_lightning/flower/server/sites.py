@@ -150,7 +150,7 @@ class Sites(FitClients):
             stage: ``validation`` or ``test``.
             clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
-        model = self._packing().whole_model(self.local.read(), self._run.round_index)
+        model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
         options = self._agreed() | {"stage": stage}
         orders = {
             site: self._order("evaluate", some, options, {"model": model})
@@ -233,7 +233,7 @@ class Sites(FitClients):
     def _agreed(self) -> dict[str, Any]:
         """Return the facts about the model that must be equal at the server and the sites."""
         return {
-            "num_clients": self._run.groups.population.num_clients,
+            "num_clients": self._run.cohorts.population.num_clients,
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.is_private,
             "constants": self._constants,
