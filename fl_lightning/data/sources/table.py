@@ -25,7 +25,7 @@ MOST_CATEGORIES = 1000  # per column: names and free text are no categories
 
 @final
 class Table(Source):
-    """StoredRows of a table in memory: a batch is features (B, F) in float32 and targets (B,).
+    """Rows of a table in memory: a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
     categories or truth values is one-hot encoded; a value that no training row has is 0 everywhere.
