@@ -55,7 +55,7 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
 
 
 class Covers(NamedTuple):
-    """What ε covers, and what it does not, in words for the log."""
+    """Words for the log on what ε covers and what it does not."""
 
     clip_norm: str  # the norm, and of what
     releases: str  # what is private
