@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 FIRST = (
     *("test_readme_session", "test_engines", "test_spot_check", "test_personalisation"),
     *("test_manual_optimization", "test_notebooks", "test_configs", "test_privacy", "test_cli"),
-    *("test_kill", "test_processes", "test_strange_modules"),
+    *("test_processes", "test_strange_modules"),
 )
 
 

@@ -86,6 +86,8 @@ def answer(*words, folder="."):
         (["fti"], "'fti' is no command. Did you mean 'fit'?", 2),
         (["--config", "quickstart"], "a command is missing", 2),
         (["compare", "--config", "quickstart"], "use fl-lightning fit", 2),
+        (["fit", "--config", "experiments/private"], "use fl-lightning compare", 2),
+        (["fit", "--config", "sweeps/quickstart"], "use fl-lightning sweep --search", 2),
         (["fit"], "fit needs a configuration: --config quickstart", 2),
         (["fit", "--federation.agregator", "Krum"], "Did you mean 'aggregator'?", 2),
         (["sweep", "--search", "quickstart"], "has no space of values to try", 2),

@@ -147,7 +147,7 @@ class Sites(FitClients):
             stage: ``validation`` or ``test``.
             clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
-        model = self._packing().whole_model(self.local.read(), self._run.round_index)
+        model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
         options = self._agreed() | {"stage": stage}
         orders = {
             site: self._order("evaluate", some, options, {"model": model})
