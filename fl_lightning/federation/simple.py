@@ -29,7 +29,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.fit import check_simple
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
-from fl_lightning.federation.round import Round, Transaction
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.stages.order import stages_of_steps
@@ -156,8 +156,6 @@ class SimpleFederation:
         """Raise: the gradient of a whole shard needs a Trainer."""
         raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates."""
         return self._clients.train(start, work)
