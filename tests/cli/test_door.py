@@ -20,15 +20,7 @@ from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClas
 from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.errors import Parser
-from fl_lightning.cli.help import (
-    COMMANDS,
-    GROUPS,
-    OF_LIGHTNING,
-    block_help,
-    classes_help,
-    help_of_all,
-    run_help,
-)
+from fl_lightning.cli.help import COMMANDS, GROUPS
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
 from fl_lightning.cli.parser_messages import sentence
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
@@ -110,12 +102,9 @@ def test_the_catalogue_is_what_the_classes_say():
 
 
 def test_help_fits_a_terminal():
-    listed = "\n".join(configs._listed())
-    aggregators = classes_help("federation", "aggregator")
-    runs = [run_help(command) for command in OF_LIGHTNING]
-    for text in (help_of_all(), block_help(), listed, aggregators, *runs):
+    for text in (*contents()["pages"].values(), "\n".join(configs._listed())):
         assert max(map(len, text.splitlines())) <= 80
-    assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
+    assert all(f"\n  {name} " in contents()["pages"][""] for name in COMMANDS)
 
 
 def test_every_option_of_the_block_is_in_one_group():
@@ -124,8 +113,9 @@ def test_every_option_of_the_block_is_in_one_group():
 
 
 def test_an_option_without_classes_in_the_box_says_what_it_takes():
-    assert "derives from Stage" in classes_help("federation", "stages")
-    assert "any Optimizer of torch.optim" in classes_help("federation", "server_optimizer")
+    pages = contents()["pages"]
+    assert "derives from Stage" in pages["--federation.stages.help"]
+    assert "any Optimizer of torch.optim" in pages["--federation.server_optimizer.help"]
 
 
 def test_a_line_in_a_package_is_all_that_a_new_class_needs(tmp_path):
