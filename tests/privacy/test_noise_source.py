@@ -17,7 +17,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.kernels import gaussian_noise as module
 from fl_lightning.kernels.gaussian_noise import first_pass, rounded_gaussian
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, noisy
-from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise, coins
+from fl_lightning.privacy.noise.noise_source import NoiseSource, coins
 from fl_lightning.privacy.private_mean import PrivateMean
 
 
@@ -26,7 +26,7 @@ def secure(request, monkeypatch):
     """Secure words with the package and without it."""
     if request.param == "cryptography":
         pytest.importorskip("cryptography")
-        return SecureNoise()
+        return NoiseSource()
     find = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -35,7 +35,7 @@ def secure(request, monkeypatch):
         return find(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    return SecureNoise()
+    return NoiseSource()
 
 
 def check_uniform(words):
@@ -46,33 +46,33 @@ def check_uniform(words):
 
 
 def test_words_are_uniform(secure):
-    check_uniform(SeededNoise(0).words(100_000, 3))
-    check_uniform(secure.words(100_000, 3))
+    check_uniform(NoiseSource(0).stream(3)(100_000))
+    check_uniform(secure.stream(3)(100_000))
 
 
 def test_seeded_words_depend_on_seed_ids_and_purpose_alone():
-    assert np.array_equal(SeededNoise(0).words(5, 3), SeededNoise(0).words(5, 3))
-    others = [SeededNoise(0).words(5, 4), SeededNoise(1).words(5, 3), coins(0).words(5, 3)]
-    assert not any(np.array_equal(SeededNoise(0).words(5, 3), words) for words in others)
-    draw = SeededNoise(0).stream(3)
-    assert np.array_equal(np.concatenate([draw(2), draw(3)]), SeededNoise(0).words(5, 3))
+    assert np.array_equal(NoiseSource(0).stream(3)(5), NoiseSource(0).stream(3)(5))
+    others = [NoiseSource(0).stream(4)(5), NoiseSource(1).stream(3)(5), coins(0).stream(3)(5)]
+    assert not any(np.array_equal(NoiseSource(0).stream(3)(5), words) for words in others)
+    draw = NoiseSource(0).stream(3)
+    assert np.array_equal(np.concatenate([draw(2), draw(3)]), NoiseSource(0).stream(3)(5))
 
 
 def test_secure_words_never_repeat_and_leave_the_global_generators_alone(secure):
     torch.manual_seed(0)
     before = torch.get_rng_state()
     draw = secure.stream(3)
-    drawn = np.concatenate([secure.words(50, 3), secure.words(50, 3), draw(50), draw(50)])
+    drawn = np.concatenate([secure.stream(3)(50), secure.stream(3)(50), draw(50), draw(50)])
     assert len(np.unique(drawn)) == 200
     assert torch.equal(torch.get_rng_state(), before)
-    assert secure.words(0).shape == (0,)
+    assert secure.stream()(0).shape == (0,)
 
 
 norms = st.floats(1e-6, 1e6)
 
 
 def draw(*ids):
-    return SeededNoise(0).stream(*ids)
+    return NoiseSource(0).stream(*ids)
 
 
 @given(clip_norm=norms, size=st.sampled_from([0, 1, 100, 10**6, 22 * 10**6, 10**9]))
@@ -142,7 +142,7 @@ def test_sums_in_steps_are_exact_in_any_order_and_over_processes():
 
 
 def draw_of_rounded_gaussian(*ids):
-    return SeededNoise(0).stream(*ids)
+    return NoiseSource(0).stream(*ids)
 
 
 @pytest.mark.parametrize("stddev", [256.0, 1000.1, 2.0**20, 3e9, 2.0**52])
@@ -178,7 +178,7 @@ def test_it_is_a_function_of_the_words_alone_in_parts_of_any_size(monkeypatch):
 
 @pytest.mark.parametrize("stddev", [256.0, 12345.678, 2.0**50])
 def test_the_file_of_c_does_the_same_to_the_bit(stddev):
-    strips, words = module._strips(stddev), SeededNoise(0).words(400_000, 5)
+    strips, words = module._strips(stddev), NoiseSource(0).stream(5)(400_000)
     words[:3] = [
         0,
         2**64 - 1,
