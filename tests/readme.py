@@ -28,7 +28,7 @@ def commands(text=MANUAL):
 def words_of(command):
     """The words after ``uv run``, which only chooses the environment."""
     words = shlex.split(command, comments=True)
-    program = re.match(r"uv run (--extra \w+ )?", command)
+    program = re.match(r"uv run (--(?:extra|group) \w+ )?", command)
     return words[len(program[0].split()) :] if program else words
 
 

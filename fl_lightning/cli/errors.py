@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from fl_lightning.cli.checks import imported, is_spec, specs
-from fl_lightning.cli.parser_messages import BARE, close_to, sentence, shortened
+from fl_lightning.cli.parser_messages import BARE, sentence, shortened
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ClientFailure,
@@ -35,7 +35,7 @@ from fl_lightning.core.errors import (
 )
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
-from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.layout import close_to, in_lines
 
 _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),

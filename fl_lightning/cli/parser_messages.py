@@ -14,7 +14,6 @@ which may again be about an option. The deepest option is the one that the user 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from lightning.pytorch import callbacks
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.names import did_you_mean, no_such_class, paths, where_listed
 from fl_lightning.core.public_names import public_paths
+from fl_lightning.reports.layout import close_to
 
 MOST_CHARACTERS = 500
 # classes written without class_path in the YAML: their options stand directly below the option's name
@@ -58,7 +58,7 @@ _NO_CLASS = re.compile(
 _KIND = re.compile(r"(?:correspond to a|implement|Not a valid) (?:subclass of|protocol) (\w+)")
 _ALLOWED = re.compile(
     r".*Expected a (?:typing\.)?Literal\[(?P<choices>.*)\]|"
-    r"Not of type (?P<restricted>\w+)|"
+    r"Not of type (?P<restricted>\w*(?:Int|Float)\b)|"
     r"Expected an? (?:<class ')?(?:\w+\.)*(?P<type>\w+)"
 )
 _TYPES = {
@@ -163,7 +163,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
     said = next(filter(None, (_of_reason(found, reason) for reason in found.reasons)), "")
     said = said or _of_type(found)
     if not said:
-        plain = " ".join(found.reasons).strip(" .")
+        plain = re.sub(r"Not of type \w+: ", "", " ".join(found.reasons)).strip(" .")
         where = f"{found.path}: " if found.path not in plain else ""
         said = f"{shortened(f'{where}{plain}')}. See --help for the options."
     return shortened(said)
@@ -248,19 +248,6 @@ def _close_class(path: str, given: str) -> str:
     if is_spec and "." not in name:
         hint = f"A class needs its whole path here, my_module.{name}. {hint}"
     return f"{hint}{where_listed(path)}"
-
-
-def close_to(name: str, names: Sequence[str], most: int = 30) -> str:
-    """Return a suggestion for a misspelt name; without a close one, all names if they are few."""
-    longer = [other for other in names if other.startswith(name)]
-    close = longer or difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return (
-        f"There are {', '.join(names)}."
-        if 0 < len(names) <= most
-        else "See --help for the options."
-    )
 
 
 def _options_of(class_path: str) -> list[str]:
