@@ -1,13 +1,12 @@
 """A configuration over sites ends in the bits of its simulation."""
 
 import multiprocessing
-import sys
 import time
 
 import pytest
 import torch
 from flower.site_processes import (
-    CLIENTS,
+    OF_RUNS,
     Between,
     configuration,
     differing,
@@ -119,18 +118,9 @@ SLOW = {
     "exact sums": {"federation__aggregator": built("Mean", exact=True)},
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 
 CLASSES = (*DEFAULT, "flower.site_processes.WarmClassifier")
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
 def cases():
@@ -304,24 +294,6 @@ class KillingInSums(Killing):
             self._sites.kill(site)
             self._sites.start(site)
         self._channel.send(site, message, ttl)
-
-
-@pytest.mark.slow
-def test_a_site_that_is_killed_before_its_vector_is_masked_is_left_out(tmp_path):
-    options = {
-        "federation__aggregator": built("secure.SecureMean", threshold=0.5),
-        "federation__cohort": built("UniformCohort", size=6),
-        "trainer__max_epochs": 1,
-    }
-    config = configuration(federation__on_client_failure="skip", **options)
-    with three_sites(config) as sites:
-        channel = KillingInSums(sites, ProtocolStage.MASK)
-        network = over_network(sites, config, tmp_path / "network", channel=channel)
-    [(site, clients)] = channel.killed
-    assert CLIENTS[site] == clients
-    others = configuration(**options, federation__on_client_failure="skip")
-    whole = simulated(others, tmp_path / "alone")
-    assert differing(network, whole) != []
 
 
 @pytest.mark.slow
