@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -98,19 +98,13 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
     Raises:
         RoundFailure: if the run has failed.
     """
-    status, rest, last_alive = "", "", math.inf
+    rest = ""
     try:
         with log.open() as file:
-            while not status.startswith("finished"):
-                if is_alive := _is_locked(file):
-                    last_alive = time.monotonic()
-                status, details = ("running", "") if is_alive else control.status_of(run)
+            for status, details in _states(control, run, file):
                 *lines, rest = f"{rest}{file.read()}".split("\n")
                 for line in filter(str.strip, lines):
                     say(_COLOURS.sub("", line).rstrip())
-                if status == "running" and time.monotonic() > last_alive + _END_SECONDS:
-                    status, details = "finished:failed", "its program was killed"
-                time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
     except Interrupted:
         control.stop(run)
         raise
@@ -122,6 +116,21 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
         raise RunLost(f"the run was lost: {details}")
     if status != "finished:completed":
         raise RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
+
+
+def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:
+    """Yield the status of a run and details, now and then, until the run has finished."""
+    last_alive = math.inf
+    while True:
+        if is_alive := _is_locked(log):
+            last_alive = time.monotonic()
+        status, details = ("running", "") if is_alive else control.status_of(run)
+        if status == "running" and time.monotonic() > last_alive + _END_SECONDS:
+            status, details = "finished:failed", "its program was killed"
+        yield status, details
+        if status.startswith("finished"):
+            return
+        time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
 
 
 def _is_locked(file: TextIO) -> bool:
