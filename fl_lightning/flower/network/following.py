@@ -101,13 +101,16 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
     rest = ""
     try:
         with log.open() as file:
-            for status, details in _states(control, run, file):
+            for state in _states(control, run, file):
                 *lines, rest = f"{rest}{file.read()}".split("\n")
                 for line in filter(str.strip, lines):
                     say(_COLOURS.sub("", line).rstrip())
+                if state[0].startswith("finished"):
+                    break
     except Interrupted:
         control.stop(run)
         raise
+    status, details = state
     if any(line.startswith(_EXPLAINED) for line in log.read_text().splitlines()):
         raise RoundFailure(
             "the run has failed for the reason above; --resume last goes on from its last whole round"
@@ -119,7 +122,7 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
 
 
 def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:
-    """Yield the status of a run and details, now and then, until the run has finished."""
+    """Yield the status of a run and details, again and again."""
     last_alive = math.inf
     while True:
         if is_alive := _is_locked(log):
@@ -128,8 +131,6 @@ def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]
         if status == "running" and time.monotonic() > last_alive + _END_SECONDS:
             status, details = "finished:failed", "its program was killed"
         yield status, details
-        if status.startswith("finished"):
-            return
         time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
 
 
