@@ -15,7 +15,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.exchange import Failure, exchange
@@ -86,7 +88,7 @@ class FitRounds:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
                     clients.settle_engine(self.server.model, group, run.ranks)
-                self._round.train(group.ids)
+                self._train(group)
                 run.local.check_constants()
         except (ClientFailure, ConfigurationError) as error:
             if run.ranks.size == 1:
@@ -98,6 +100,21 @@ class FitRounds:
         if run.ranks.size > 1:  # waiting for other processes is no work
             self._round.record = exchange(run, self._round.record, self.server, failure)
         self._close()
+
+    def _train(self, group: ClientGroup) -> None:
+        """Train the clients; if slots cannot run a step, the round begins anew with another engine."""
+        engine = self.clients.engine
+        metrics = MetricStates(metrics_of(self.run.module) if engine.slots is not None else [])
+        while True:
+            try:
+                self._round.train(group.ids)
+            except CannotStack as reason:
+                engine.fall_back(reason)
+                metrics.put_back()
+                self.run.local.restore(self.server.model)
+                self._begin(group)
+            else:
+                return
 
     def _begin(self, group: ClientGroup) -> None:
         run, number = self.run, self.run.trainer.current_epoch

@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import MaskApplier
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
-from fl_lightning.federation import visiting
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
@@ -37,7 +36,6 @@ from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite, Fit
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
-from fl_lightning.sparsity.heads import OneExchange
 
 # switches off what only the server's Trainer does
 _SITE_WORDS = (
@@ -210,15 +208,14 @@ class SiteCalibration:
 
     def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return for each client its id, 0, and its sums for the linear head."""
-        fit: Any = self._calibration.head_fit
-        is_one_exchange = isinstance(fit, OneExchange)
-        if not is_one_exchange:
+        fit = self._calibration.head_fit
+        if fit is None or not fit.exchanges_once:
             raise OrderRefused("policy", "this run fits no head by one exchange of sums")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         owners, module = clients_as_owners(data), trainer.lightning_module
         head = linear_head(module, self._calibration.heads(module))
         found = []
-        with visiting(trainer, mode="eval") as visit, scoring_context(trainer):
+        with scoring(trainer) as visit:
             hold_model(visit.module, order.tensors)
             for client in order.clients:
                 features = owner_features(visit, owners, client, head, fit)

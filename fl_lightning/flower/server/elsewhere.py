@@ -69,7 +69,7 @@ class DataElsewhere(FederatedDataModule):
         self._size, self._drops = batch_size, drop_last
 
     @property
-    def _loader(self) -> NoReturn:
+    def _training(self) -> NoReturn:
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:

@@ -33,7 +33,6 @@ from fl_lightning.federation import (
     SpansNetwork,
     Stages,
     Start,
-    Transaction,
     Transport,
     Upload,
 )
@@ -121,9 +120,7 @@ class Sites(FitClients):
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Do nothing: sites choose their own engines."""
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Send the orders of a round, and yield the updates in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)

@@ -9,7 +9,6 @@ Clients are evaluated on the examples that they hold out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -99,8 +98,7 @@ class SiteRounds:
         try:
             with self._clients.metrics_kept_apart():
                 work = self.run.plan.of(order.clients, self.run.round_index)
-                # nothing is undone: clients of a site train one after the other
-                for sent in self._clients.train(Start(model, model), work, nullcontext):
+                for sent in self._clients.train(Start(model, model), work):
                     if isinstance(sent, Missing):
                         self._answer_nothing(sent.failure)
                     else:

@@ -29,7 +29,7 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import example_reader, loader_option
+from fl_lightning.data.training_set import TrainingSet
 from fl_lightning.federation import Federation, Ranks, shares, visiting
 
 # name of a batch norm -> n, Σx and Σx² per channel, float64 of shape (3, channels)
@@ -311,5 +311,6 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
         loader = data.train_dataloader()
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
-    everything = [torch.arange(len(loader.dataset))]
-    return everything, example_reader(loader), loader_option(loader, "batch_size") or 32
+    training = TrainingSet(loader)
+    everything = [torch.arange(len(training))]
+    return everything, training.reader(), training.option("batch_size") or 32
