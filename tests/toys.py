@@ -222,3 +222,14 @@ class NeedsFile(Callback):
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == self.round and not Path(self.path).exists():
             raise RuntimeError(f"{self.path} is missing")
+
+
+def toy_options(**trainer):
+    """Return the YAML options of a run of the toys over four clients, with further ones of the Trainer."""
+    source = {"source": {"class_path": "toys.ToyData"}, "num_clients": 4}
+    return {
+        "model": {"class_path": "toys.ToyModule"},
+        "data": {"class_path": "fl_lightning.FederatedDataModule", "init_args": source},
+        "federation": {"local_steps": 2, "engine": "sequential"},
+        "trainer": {"accelerator": "cpu", "enable_model_summary": False, **trainer},
+    }

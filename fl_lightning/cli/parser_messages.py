@@ -58,7 +58,7 @@ _NO_CLASS = re.compile(
 _KIND = re.compile(r"(?:correspond to a|implement|Not a valid) (?:subclass of|protocol) (\w+)")
 _ALLOWED = re.compile(
     r".*Expected a (?:typing\.)?Literal\[(?P<choices>.*)\]|"
-    r"Not of type (?P<restricted>\w+)|"
+    r"Not of type (?P<restricted>\w*(?:Int|Float)\b)|"
     r"Expected an? (?:<class ')?(?:\w+\.)*(?P<type>\w+)"
 )
 _TYPES = {
@@ -163,7 +163,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
     said = next(filter(None, (_of_reason(found, reason) for reason in found.reasons)), "")
     said = said or _of_type(found)
     if not said:
-        plain = " ".join(found.reasons).strip(" .")
+        plain = re.sub(r"Not of type \w+: ", "", " ".join(found.reasons)).strip(" .")
         where = f"{found.path}: " if found.path not in plain else ""
         said = f"{shortened(f'{where}{plain}')}. See --help for the options."
     return shortened(said)

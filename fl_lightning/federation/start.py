@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,8 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_cohorts import RoundCohorts, Share
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
-from fl_lightning.federation.stages.devices import VirtualTime
+from fl_lightning.federation.stages.asynchrony import ArrivingCohort
+from fl_lightning.federation.stages.devices import simulated_time
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
@@ -74,7 +74,7 @@ def prepare(
     if options.attackers is not None:
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
-    calendar = Calendar.of(trainer, options)
+    calendar = Calendar(trainer, options)
     planned_batches = int(calendar.num_batches.max(initial=0))
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.cohorts)
@@ -90,61 +90,54 @@ def prepare(
     return calendar
 
 
-@dataclass(frozen=True)
 class Calendar:
-    """Schedule of one fit: the clients of each round, and how much each client trains."""
+    """Schedule of one fit: the clients of each round, how much each of them trains, and simulated time.
 
-    cohorts: RoundCohorts  # the clients of each round
-    num_steps: Integers  # local steps of every client's round, shape (num_clients,)
-    num_batches: Integers  # local batches of every client's round, shape (num_clients,)
-    accumulate: int  # batches of a local step; an epoch's last step takes those that are left
-    time: VirtualTime  # simulated time, if any
+    Args:
+        trainer: the Trainer, whose data are set up.
+        options: of the federation.
 
-    @property
-    def planned_steps(self) -> int:
-        """Local steps per round as schedules count them: those of the client with the most."""
-        return max(1, int(self.num_steps.max(initial=0)))
+    Raises:
+        ConfigurationError: for cohorts that can never be large enough, and validation that would never run.
 
-    @classmethod
-    def of(cls, trainer: Trainer, options: Options) -> Calendar:
-        """Return the calendar of a Trainer whose data are set up.
+    Attributes:
+        cohorts: the clients of each round.
+        num_steps: local steps of every client's round, shape (num_clients,).
+        num_batches: local batches of every client's round, shape (num_clients,).
+        accumulate: batches of a local step; an epoch's last step takes those that are left.
+        fleet: the clients' simulated devices, see `simulated_time`.
+        arrivals: order of arrivals at an asynchronous server, see `simulated_time`.
+    """
 
-        Raises:
-            ConfigurationError: for cohorts that can never be large enough, and validation that would never
-                run.
-        """
+    def __init__(self, trainer: Trainer, options: Options) -> None:
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         accumulate, sizes = trainer.accumulate_grad_batches, data.clients.num_examples
         drop_last = data.drop_last and options.example_privacy is None
         per_epoch = local_work(sizes, data.batch_size, drop_last=drop_last, num_epochs=1)
-        num_steps = (
+        self.accumulate: int = accumulate
+        self.num_steps: Integers = (
             np.full_like(per_epoch, options.local_steps)
             if options.local_steps
             else (options.local_epochs or 1) * -(-per_epoch // accumulate)
         )
-        batches = batches_of_steps(num_steps, per_epoch, accumulate)
-        time = VirtualTime.of(
-            options.devices,
-            options.asynchronous,
-            num_steps,
-            options.seed,
-            elsewhere=options.clients_side is not None,
-        )
-        aggregator, privacy = as_aggregator(options.aggregator), options.client_privacy
-        fewest = 1
+        self.num_batches = batches_of_steps(self.num_steps, per_epoch, accumulate)
+        self.fleet, self.arrivals = simulated_time(options, self.num_steps)
+        cohort, aggregator = options.cohort, as_aggregator(options.aggregator)
+        if options.asynchronous is not None:
+            cohort = ArrivingCohort(self.arrivals, options.asynchronous.buffer_size)
+        fewest, privacy = 1, options.client_privacy
         if aggregator.protection is not None:
             fewest = max(FEWEST_CLIENTS, (privacy and privacy.min_shares) or 0)
         ranks = trainer.world_size
-        cohorts = RoundCohorts(
-            time.cohort or options.cohort,
+        self.cohorts = RoundCohorts(
+            cohort,
             Population(sizes),
             options.seed,
-            share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
+            share=None if ranks == 1 else Share(self.num_batches, trainer.global_rank, ranks),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
-        fixed = options.cohort.has_fixed_size
-        most = cohorts.num_clients if fixed else len(sizes)
+        most = self.cohorts.num_clients if options.cohort.has_fixed_size else len(sizes)
         raise_together(
             lambda: check_validation_interval(trainer),
             lambda: check_cohort_size(most, options.min_replies, options.aggregator),
@@ -153,7 +146,11 @@ class Calendar:
         if aggregator.protection is not None:
             terms = Terms(most_clients=most, seed=options.seed, num_processes=ranks)
             aggregator.protection.begin(terms)
-        return cls(cohorts, num_steps, batches, accumulate, time)
+
+    @property
+    def planned_steps(self) -> int:
+        """Local steps per round as schedules count them: those of the client with the most."""
+        return max(1, int(self.num_steps.max(initial=0)))
 
     def run_of(
         self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
@@ -180,7 +177,7 @@ def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
     rounds = FitRounds(
         run,
         options,
-        stages_of(run, options, aggregator, calendar.time, private),
+        stages_of(run, options, aggregator, calendar.fleet, calendar.arrivals, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
     )
     if options.correction is not None:
@@ -203,7 +200,7 @@ def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tup
     """Return the run and the stages of a site; the server aggregates its updates."""
     run = calendar.run_of(trainer, options)
     aggregator = run_aggregator(trainer, options.aggregator, None)
-    return run, stages_of(run, options, aggregator, calendar.time, None)
+    return run, stages_of(run, options, aggregator, calendar.fleet, calendar.arrivals, None)
 
 
 def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:

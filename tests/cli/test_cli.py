@@ -32,10 +32,7 @@ SHORT = [*ONE_ROUND, "--federation.local_epochs", "1"]
 LAST = "runs/quickstart/version_0/checkpoints/last.ckpt"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")

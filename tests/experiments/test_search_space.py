@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution, IntDistribution
+from toys import toy_options
 
 from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
@@ -16,17 +17,10 @@ from fl_lightning.experiments.space import Parameter, Search, read_parameters
 from fl_lightning.experiments.study import ask, sampler_of
 from fl_lightning.experiments.sweep_plan import place_of, plan_search, short_names, with_values
 
-BASE = {
-    "model": {"class_path": "toys.ToyModule"},
-    "data": {
-        "class_path": "fl_lightning.FederatedDataModule",
-        "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
-    },
-    "federation": {
-        "local_steps": 2,
-        "cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"size": 2}},
-    },
-    "trainer": {"max_epochs": 3, "accelerator": "cpu"},
+BASE = toy_options(max_epochs=3)
+BASE["federation"]["cohort"] = {
+    "class_path": "fl_lightning.UniformCohort",
+    "init_args": {"size": 2},
 }
 LR = {"low": 0.01, "high": 1.0, "log": True}
 

@@ -41,7 +41,7 @@ def run(privacy, *callbacks, max_epochs=4, ckpt_path=None, kind=ToyModule):
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
     trainer.fit(kind(scheduler=False), datamodule=toy_data(), ckpt_path=ckpt_path)
     [privacy] = federation.rounds.stages.around_fit
-    return trainer, privacy.ledger
+    return trainer, privacy
 
 
 def logged(trainer):

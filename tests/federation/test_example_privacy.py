@@ -13,12 +13,9 @@ from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_traine
 
 from fl_lightning import (
     ConfigurationError,
-    Ditto,
     ExampleDP,
     Federation,
-    FedLC,
     FedProx,
-    Moon,
     PoissonCohort,
     Scaffold,
     UniformCohort,
@@ -29,7 +26,6 @@ from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
-from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.robust.rule import Median
 from fl_lightning.updates import TopK
 
@@ -207,23 +203,10 @@ def test_what_follows_from_private_updates_is_allowed(options):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"correction": Moon()}, "Moon looks at a client's examples"),
-        ({"correction": FedLC()}, "FedLC looks at a client's examples"),
         ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
-        ({"aggregator": QFedAvg()}, "QFedAvg weighs clients by their training losses"),
-        ({"aggregator": TiltedMean()}, "TiltedMean weighs clients by"),
-        ({"aggregator": AFL(step=0.1)}, "AFL weighs clients by"),
-        ({"personal": Ditto()}, "personal Ditto takes steps that would cost"),
         ({"engine": "slots"}, "set engine to sequential"),
         ({"speedups": ["channels_last"]}, "leave speedups out"),
         ({"cohort": BySizeCohort(size=2)}, "set federation.cohort to one of"),
-        (
-            {
-                "asynchronous": FedBuff(buffer_size=3, concurrency=4),
-                "devices": Devices(speeds=LogNormalSpeeds()),
-            },
-            "how often a client trains",
-        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

@@ -358,6 +358,6 @@ class TrainerOutcome:
                 if isinstance(callback, ModelCheckpoint):
                     callback.dirpath = state["dirpath"]  # else it is warned of another run's files
                 callback.load_state_dict(state)
-        if self.spent.state is not None:
+        if self.spent.delta:
             note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
