@@ -17,7 +17,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -176,12 +175,8 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
     """True if tensors have the names and shapes of a network's tensors, apart from the head."""
-    body = {name: t for name, t in network.state_dict().items() if not name.startswith(heads)}
-    return _shapes(tensors) == _shapes(body)
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    own = {name: t.shape for name, t in network.state_dict().items() if not name.startswith(heads)}
+    return own == {name: tensor.shape for name, tensor in tensors.items()}
 
 
 NETWORK = "fl_lightning.nas.Network"

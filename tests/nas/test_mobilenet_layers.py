@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_size_spaces import TINY_MOBILENET
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -10,15 +11,7 @@ from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import SKIP, MobileNetLayers
 
 SPACE = MobileNetLayers()
-TINY = MobileNetLayers(
-    MobileNet(
-        depths=(1, 2),
-        widths=(8, 8, 8, 16, 16, 24),
-        strides=(1, 2, 2),
-        squeeze=(False, True, False),
-        swish=(False, False, True),
-    )
-)
+TINY = MobileNetLayers(TINY_MOBILENET)
 
 
 class Mixed(nn.Module):

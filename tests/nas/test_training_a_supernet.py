@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning.nas.spaces.mobilenet import MobileNet
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT
-from fl_lightning.nas.sub_networks.methods import distillation_loss, sandwich, step_generator
+from fl_lightning.nas.sub_networks.methods import distillation_loss, step_generator
 from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums
 
 RESNET = ResNet(
@@ -53,9 +53,9 @@ def trained(space, images, labels, steps):
     for step in range(steps):
         generator = step_generator(0, round_=0, client=None, step=step)
         rows = torch.randint(len(images), (64,), generator=generator)
-        largest, *others = sandwich(space, generator, num_drawn=1)
+        others = [space.smallest, space.sample(generator)]
         optimizer.zero_grad()
-        teacher = network(images[rows], largest)
+        teacher = network(images[rows], space.largest)
         cross_entropy(teacher, labels[rows]).backward()
         for part in others:
             distillation_loss(network(images[rows], part), teacher).backward()

@@ -38,8 +38,7 @@ def of(
 ) -> Cost:
     """Exact cost of an architecture's network for one image.
 
-    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks. For other spaces the
-    network is built on the meta device and counted.
+    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks.
 
     Args:
         space: space of the architecture.
@@ -65,9 +64,8 @@ def of(
     shape = {"in_channels": in_channels, "num_classes": num_classes, **options}
     if isinstance(space, SizeSpace):
         return space.cost(architecture, side=side, **shape)
-    if isinstance(space, CellSpace):
-        return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
-    return built_cost(space, architecture, side=side, **shape)
+    assert isinstance(space, CellSpace), "spaces are of cells or of sizes"
+    return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
 
 
 def built_cost(space: Any, architecture: Architecture, *, side: int, **options: Any) -> Cost:
@@ -156,10 +154,8 @@ def cost_table(
         return _by_differences(space, side=side, **shape_of_all)
     flows: list[_Flow] = []
 
-    def make_edge(
-        row: int, candidates: Sequence[Candidate], channels_in: int, channels_out: int, stride: int
-    ) -> nn.Module:
-        return _Watched(row, candidates, (channels_in, channels_out, stride), flows)
+    def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
+        return _Watched(row, candidates, sizes, flows)
 
     with torch.device("meta"):
         network = space.network(make_edge, **shape_of_all)
@@ -182,7 +178,7 @@ def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
 
 
 # row, candidates, (channels in, channels out, stride), shape of the input
-_Flow = tuple[int, Sequence[Candidate], tuple[int, int, int], torch.Size]
+_Flow = tuple[int, Sequence[Candidate], tuple[int, ...], torch.Size]
 
 
 class _Watched(nn.Module):
@@ -192,7 +188,7 @@ class _Watched(nn.Module):
         self,
         row: int,
         candidates: Sequence[Candidate],
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, ...],
         flows: list[_Flow],
     ) -> None:
         super().__init__()

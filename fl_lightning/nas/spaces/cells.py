@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
-# channels in, channels out, stride -> operation
+# sizes: channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
-# row, candidates in the order of the space's operations, channels in, channels out, stride
+# row, candidates in the order of the space's operations, and the sizes of the edge
 # -> edge, called with an input and the edge weights; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
@@ -157,16 +157,9 @@ class CellSpace(SearchSpace):
         """
         chosen = self.operations_of(architecture)
 
-        def make_edge(
-            row: int,
-            candidates: Sequence[Candidate],
-            channels_in: int,
-            channels_out: int,
-            stride: int,
-        ) -> nn.Module | None:
-            if chosen[row] == self.none:
-                return None
-            return FixedEdge(candidates[chosen[row]](channels_in, channels_out, stride))
+        def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module | None:
+            is_none = chosen[row] == self.none
+            return None if is_none else FixedEdge(candidates[chosen[row]](*sizes))
 
         return self.network(make_edge, num_classes=num_classes, **options)
 

@@ -127,32 +127,6 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
         )
 
 
-class ElasticSqueezeExcite(nn.Module):
-    """Squeeze-and-excitation whose number of channels may be a choice; at full size equal to timm's.
-
-        y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
-
-    Args:
-        channels: number of channels.
-    """
-
-    def __init__(self, channels: Size) -> None:
-        super().__init__()
-        squeezed = size_of(squeezed_channels, channels)
-        self.conv_reduce = ElasticConv2d(channels, squeezed, 1)
-        self.conv_expand = ElasticConv2d(squeezed, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
-        squeezed = self.conv_reduce(x.mean((2, 3), keepdim=True))
-        return x * functional.hardsigmoid(self.conv_expand(squeezed.relu()))
-
-
-def squeezed_channels(channels: int) -> int:
-    """Return a quarter of the channels, as a multiple of 8 that is not much less."""
-    return multiple_of_8(channels / 4)
-
-
 def multiple_of_8(channels: float) -> int:
     """Return the nearest multiple of 8, at least 8 and at least 90 % of `channels`.
 
@@ -316,18 +290,23 @@ class ElasticQKV(nn.Linear):
         held = {
             name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
         }
-        rows = part.out_features // 3
-        held["weight"].unflatten(0, (3, -1))[:, :rows, : part.in_features] = True
-        held["bias"].unflatten(0, (3, -1))[:, :rows] = True
+        for view in _first_heads(held["weight"], held["bias"], part):
+            view.fill_(True)
         return held
 
     def copy_to(self, part: nn.Linear) -> None:
         """Write the first heads into a plain layer with fewer heads."""
-        rows = part.out_features // 3
+        views = _first_heads(self.weight, self.bias, part)
         with torch.no_grad():
-            weight = self.weight.unflatten(0, (3, -1))[:, :rows, : part.in_features]
-            part.weight.copy_(weight.flatten(0, 1))
-            part.bias.copy_(self.bias.unflatten(0, (3, -1))[:, :rows].flatten())
+            for own, view in zip((part.weight, part.bias), views, strict=True):
+                own.copy_(view.flatten(0, 1))
+
+
+def _first_heads(weight: Tensor, bias: Tensor, part: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Return views of the rows and columns that a plain layer with fewer heads uses."""
+    rows = part.out_features // 3
+    first = weight.unflatten(0, (3, -1))[:, :rows, : part.in_features]
+    return first, bias.unflatten(0, (3, -1))[:, :rows]
 
 
 class Attention(nn.Module):

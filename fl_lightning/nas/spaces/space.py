@@ -159,9 +159,14 @@ is 'skip'; expected an operation: conv, pool
         Raises:
             ConfigurationError: if the string has something else at this position.
         """
-        if not self.text.startswith(piece, self.place):
+        if not self.follows(piece):
             self.refuse(f"expected {piece!r}")
-        self.place += len(piece)
+
+    def follows(self, piece: str) -> bool:
+        """Read a piece of text if it is next; returns True if it was."""
+        is_next = self.text.startswith(piece, self.place)
+        self.place += len(piece) if is_next else 0
+        return is_next
 
     def word(self, words: Sequence[str], what: str) -> int:
         """Read one of several words, and return the index of the word.
@@ -183,8 +188,7 @@ is 'skip'; expected an operation: conv, pool
             ConfigurationError: if the string has something else at this position.
         """
         for option in sorted(options, key=len, reverse=True):
-            if self.text.startswith(option, self.place):
-                self.place += len(option)
+            if self.follows(option):
                 return options.index(option)
         return self.refuse(f"expected the {what}: {', '.join(options)}")
 

@@ -10,28 +10,27 @@ Sources: Cai et al. 2020 (Once-for-All), section 3.3; Yu et al. 2020 (BigNAS), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from fl_lightning.federation import Ranks, shares, visiting
+from fl_lightning.core.modules import modes_kept
+from fl_lightning.federation import Ranks, visiting
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.recalibration import (
     Sums,
     TrainingExamples,
+    batch_norms,
     collect_sums,
-    has_norms,
     normalised_by,
     recalibrated,
 )
-
-_AT_ONCE = 16  # number of sub-networks whose statistics are in memory together
 
 
 def training_accuracies(
@@ -59,50 +58,29 @@ def training_accuracies(
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
     if examples is None:
         return None
-    right, total = torch.zeros(0, dtype=torch.int64), 0
-    for start in range(0, len(architectures), _AT_ONCE):
-        some = architectures[start : start + _AT_ONCE]
-        sums: list[Sums] = [{} for _ in some]
-        if has_norms(network):
-            found = recalibrated(trainer, network, some, max_examples=max_examples, seed=seed)
-            assert found is not None, "there are training examples"
-            sums = found.sums
-        counted, total = _counted(trainer, network, list(zip(some, sums, strict=True)), examples)
-        right = torch.cat([right, counted])
-    if total == 0:
-        return None
-    accuracies: list[float] = (right.double() / total).tolist()
-    return accuracies
-
-
-def _counted(
-    trainer: Trainer,
-    network: nn.Module,
-    parts: Sequence[tuple[Any, Sums]],
-    examples: TrainingExamples,
-) -> tuple[Tensor, int]:
-    """Return the number of correct answers of each part, and of examples, over all owners."""
-    ranks = Ranks(trainer)
+    sums: list[Sums] = [{} for _ in architectures]
+    if any(batch_norms(network)):
+        found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
+        assert found is not None, "there are training examples"
+        sums = found.sums
+    ranks, parts = Ranks(trainer), list(zip(architectures, sums, strict=True))
     right, total = torch.zeros(len(parts), dtype=torch.int64), 0
     with visiting(trainer, "validation", mode="eval") as visit, torch.no_grad():
-        for images, labels in map(visit.prepared, _own_batches(ranks, examples)):
+        batches = (batch for owner in examples.owners(ranks) for batch in examples.batches(owner))
+        for images, labels in map(visit.prepared, batches):
             total += len(labels)
-            for number, (architecture, sums) in enumerate(parts):
-                with trainer.precision_plugin.forward_context(), normalised_by(network, sums):
+            for number, (architecture, own) in enumerate(parts):
+                with trainer.precision_plugin.forward_context(), normalised_by(network, own):
                     answers = network(images, architecture).argmax(1)
                 right[number] += int((answers == labels).sum())
     told = ranks.gather((right, total))
-    return torch.stack([own for own, _ in told]).sum(0), sum(number for _, number in told)
+    total = sum(number for _, number in told)
+    counted = torch.stack([own for own, _ in told]).sum(0).double()
+    return (counted / total).tolist() if total else None  # type: ignore[no-any-return]
 
 
-def _own_batches(ranks: Ranks, examples: TrainingExamples) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of the owners that belong to this process."""
-    sizes = np.array([len(indices) for indices in examples.indices])
-    for owner in shares(sizes, ranks.size)[ranks.rank].tolist():
-        yield from examples.batches(owner)
-
-
-Batches = Iterable[tuple[Tensor, Tensor]]
+# returns batches of images and labels
+Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 @final
@@ -112,9 +90,9 @@ class SubNetworkScore:
 
     Attributes:
         network: trained network whose ``forward(images, architecture)`` runs a sub-network.
-        training: batches of at least two examples for the batch norm statistics, iterated once per score;
-            not read without batch norm.
-        validation: batches of validation examples, iterated once per score.
+        training: function for batches of at least two examples for the batch norm statistics; called once
+            per score, not without batch norm.
+        validation: function for the batches of validation examples; called once per score.
         context: makes the context of every forward pass, e.g. mixed precision.
     """
 
@@ -125,22 +103,19 @@ class SubNetworkScore:
 
     def __call__(self, architecture: Architecture) -> float:
         """Return the accuracy of an architecture, in [0, 1]."""
-        was_training = self.network.training
-        self.network.eval()
-        sums: Sums = {}
-        if has_norms(self.network):
-            sums = collect_sums(
-                self.network, lambda batch: self._logits(batch[0], architecture), self.training
-            )
         right = total = 0
-        with torch.no_grad(), normalised_by(self.network, sums):
-            for images, labels in self.validation:
-                right += int((self._logits(images, architecture).argmax(1) == labels).sum())
-                total += len(labels)
-        self.network.train(was_training)
+        with modes_kept(self.network), torch.no_grad():
+            self.network.eval()
+            run = partial(self._logits, architecture)
+            has_norms = any(batch_norms(self.network))
+            sums = collect_sums(self.network, run, self.training()) if has_norms else {}
+            with normalised_by(self.network, sums):
+                for batch in self.validation():
+                    right += int((run(batch).argmax(1) == batch[1]).sum())
+                    total += len(batch[1])
         return right / total
 
-    def _logits(self, images: Tensor, architecture: Architecture) -> Tensor:
+    def _logits(self, architecture: Architecture, batch: tuple[Tensor, Tensor]) -> Tensor:
         with self.context():
-            logits: Tensor = self.network(images, architecture)
+            logits: Tensor = self.network(batch[0], architecture)
         return logits

@@ -14,7 +14,7 @@ Differs: the papers average the statistics of batches; sums weigh all examples a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -24,13 +24,16 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import example_reader, loader_option
-from fl_lightning.federation import Federation, Ranks, shares, visiting
+from fl_lightning.federation import Ranks, shares, visiting
+from fl_lightning.reports.progress import federation_of
 
 # name of a batch norm -> n, Σx and Σx² per channel, float64 of shape (3, channels)
 Sums = dict[str, Tensor]
@@ -51,10 +54,16 @@ class Recalibrated(NamedTuple):
     num_bytes: int
 
 
+def batch_norms(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the batch norms of a network with their names."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm):
+            yield name, layer
+
+
 def has_statistics(network: nn.Module) -> bool:
     """True if the network has batch norms with running statistics."""
-    norms = (m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    return any(norm.running_mean is not None for norm in norms)
+    return any(norm.running_mean is not None for _, norm in batch_norms(network))
 
 
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
@@ -93,11 +102,9 @@ def recalibrated(
     if examples is None:
         return None
     ranks = Ranks(trainer)
-    sizes = np.array([len(indices) for indices in examples.indices])
-    mine = shares(sizes, ranks.size)[ranks.rank].tolist()
     found: list[list[Sums]] = [[] for _ in architectures]
     with visiting(trainer, "validation", mode="eval") as visit:
-        for owner in mine:
+        for owner in examples.owners(ranks):
             for sums, architecture in zip(found, architectures, strict=True):
 
                 def run(batch: Any, architecture: Any = architecture) -> None:
@@ -109,10 +116,9 @@ def recalibrated(
                     sums.append({name: tensor.cpu() for name, tensor in own.items()})
     num_bytes = sum(_BYTES * t.numel() for sums in found for own in sums for t in own.values())
     told = ranks.gather((num_bytes, [reduce(add_sums, sums) if sums else {} for sums in found]))
-    together = []
-    for number in range(len(architectures)):
-        pieces = [sums[number] for _, sums in told if sums[number]]
-        together.append(reduce(add_sums, pieces) if pieces else {})
+    of_each = zip(*(sums for _, sums in told), strict=True)  # by sub-network, of the processes
+    kept = [[own for own in pieces if own] for pieces in of_each]
+    together = [reduce(add_sums, pieces) if pieces else {} for pieces in kept]
     return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
 
 
@@ -125,7 +131,7 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
         batches: batches of examples.
     """
     sums: Sums = {}
-    layers = {name: layer for name, layer in network.named_modules() if _is_norm(layer)}
+    layers = dict(batch_norms(network))
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, name=name: _add(sums, name, inputs[0]))
         for name, layer in layers.items()
@@ -205,15 +211,6 @@ def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
     return mean, ((squares - totals * mean) / (counts - 1)).clamp(min=0)
 
 
-def has_norms(network: nn.Module) -> bool:
-    """True if the network has batch norms, with or without running statistics."""
-    return any(_is_norm(layer) for layer in network.modules())
-
-
-def _is_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
-
-
 def _add(sums: Sums, name: str, x: Tensor) -> None:
     numbers = x.detach().transpose(0, 1).flatten(1).double()
     counts = torch.full((len(numbers),), float(numbers.shape[1]), dtype=torch.float64)
@@ -222,24 +219,19 @@ def _add(sums: Sums, name: str, x: Tensor) -> None:
 
 
 @contextmanager
-def _batch_statistics(network: nn.Module, norms: Iterable[nn.Module]) -> Iterator[None]:
+def _batch_statistics(network: nn.Module, norms: Collection[nn.Module]) -> Iterator[None]:
     """Context in evaluation mode in which batch norms use their batch; restores modes and buffers."""
-    modes = {layer: layer.training for layer in network.modules()}
-    kept = {
-        layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)}
-        for layer in norms
-    }
-    network.eval()
-    for layer in kept:
-        layer.train()
-    try:
-        yield
-    finally:
-        for layer, training in modes.items():
-            layer.training = training
-        for layer, buffers in kept.items():
-            for name, buffer in buffers.items():
-                layer.get_buffer(name).copy_(buffer)
+    buffers = [buffer for layer in norms for buffer in layer.buffers(recurse=False)]
+    kept = [buffer.clone() for buffer in buffers]
+    with modes_kept(network):
+        network.eval()
+        for layer in norms:
+            layer.train()
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
 
 
 _LEAST_BATCH = 128  # statistics of smaller batches are coarse
@@ -281,6 +273,12 @@ class TrainingExamples:
         part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
         return cls(*found, part, seed)
 
+    def owners(self, ranks: Ranks) -> list[int]:
+        """Return the owners whose examples this process reads."""
+        sizes = np.array([len(indices) for indices in self.indices])
+        mine: list[int] = shares(sizes, ranks.size)[ranks.rank].tolist()
+        return mine
+
     def batches(self, owner: int) -> Iterator[Any]:
         """Yield the batches of an owner; each has at least two examples, since one has no variance."""
         indices = self.indices[owner]
@@ -298,14 +296,10 @@ class TrainingExamples:
 def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, FederatedDataModule):
-        federated = any(isinstance(c, Federation) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        clients = data.clients
-        indices = [clients[i] for i in range(len(clients))]
-        return (
-            indices if federated else [torch.cat(indices)],
-            data.evaluation_batch,
-            data.batch_size,
-        )
+        indices = [data.clients[i] for i in range(len(data.clients))]
+        if federation_of(trainer) is None:
+            indices = [torch.cat(indices)]
+        return indices, data.evaluation_batch, data.batch_size
     loader = trainer.train_dataloader
     if loader is None and data is not None:
         loader = data.train_dataloader()
