@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
-from fl_lightning.nas.cost.penalties import Penalty
+from fl_lightning.nas.cost.cost import Penalty
 from fl_lightning.nas.relaxation import PartialChannels, Relaxation, SinglePath
 from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.nas.spaces.cells import CellSpace

@@ -157,16 +157,14 @@ def load_weights(
 def _refusal(architecture: Architecture, shape: Mapping[str, Any]) -> str:
     space = architecture.space
     settings = ", ".join(f"{name} {value}" for name, value in shape.items())
-    if isinstance(space, SizeSpace):
-        return (
-            f"they are neither of a supernet of {space.name} with these settings ({settings}) nor of "
-            f"{architecture}. For other classes set new_head"
-        )
-    return (
-        f"they are not of a trained network of {architecture} with these settings ({settings}). "
-        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it "
-        "from scratch. For other classes set new_head"
+    what = "not of a trained network of"
+    advice = (
+        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it from "
+        "scratch. "
     )
+    if isinstance(space, SizeSpace):
+        what, advice = f"neither of a supernet of {space.name} nor of", ""
+    return f"they are {what} {architecture} with these settings ({settings}). {advice}For other classes set new_head"
 
 
 def _tensors(path: str) -> dict[str, Tensor]:

@@ -34,8 +34,8 @@ from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
+from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
-from fl_lightning.nas.sub_networks.recalibration import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 

@@ -23,7 +23,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import check_labels
-from fl_lightning.nas.sub_networks.recalibration import (
+from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
     has_statistics,
     normalised_by,

@@ -57,9 +57,8 @@ from fl_lightning.nas.checks import (
     check_weights_optimizer,
     protector,
 )
-from fl_lightning.nas.cost.cost import CostTable, cost_table
+from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
-from fl_lightning.nas.cost.penalties import Penalty
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
@@ -74,8 +73,7 @@ from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.accuracy import training_accuracies
-from fl_lightning.nas.sub_networks.recalibration import batch_norms
+from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
 from fl_lightning.reports.progress import federation_of
 
 Place = Literal["server", "clients", "none"]

@@ -8,8 +8,13 @@ from toys import toy_trainer
 from fl_lightning import ConfigurationError, Federation
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201, Network, Sandwich
-from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore, training_accuracies
-from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums, recalibrated
+from fl_lightning.nas.sub_networks.evaluation import (
+    SubNetworkScore,
+    apply_sums,
+    collect_sums,
+    recalibrated,
+    training_accuracies,
+)
 
 
 def batches():

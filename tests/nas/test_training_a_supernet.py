@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy
 from fl_lightning.nas.spaces.mobilenet import MobileNet
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT
+from fl_lightning.nas.sub_networks.evaluation import apply_sums, collect_sums
 from fl_lightning.nas.sub_networks.methods import distillation_loss, step_generator
-from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums
 
 RESNET = ResNet(
     stem=16,

@@ -20,8 +20,7 @@ from fl_lightning.cli.latency import Networks
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
-from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
-from fl_lightning.nas.sub_networks.recalibration import TrainingExamples
+from fl_lightning.nas.sub_networks.evaluation import SubNetworkScore, TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
 # runs a command line of Lightning with additional callbacks

@@ -147,12 +147,12 @@ class DARTS(CellSpace):
         reader.expect("|" if node == NODES[0] else "+|")
         pair: list[tuple[str, int]] = []
         for _ in range(2):
-            name = self.operations[1 + reader.word(self.operations[1:], "operation")]
+            name = self.operations[1 + reader.option(self.operations[1:], "operation")]
             reader.expect("~")
-            free = [source for source in range(node) if source not in [taken for _, taken in pair]]
-            pair.append(
-                (name, reader.number(free, "an earlier node, not the other input of this one"))
-            )
+            taken = [source for _, source in pair]
+            free = [source for source in range(node) if source not in taken]
+            what = "earlier node, not the other input of this one"
+            pair.append((name, free[reader.option([str(source) for source in free], what)]))
             reader.expect("|")
         return pair[0], pair[1]
 

@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual, MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
 from fl_lightning.nas.spaces.stages import blocks_of, made
 
 BLOCKS = tuple(product((3, 5, 7), (3, 6)))
@@ -75,13 +75,6 @@ class MobileNetLayers(RowSpace):
             for layer in range(self.depth)
         )
 
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every layer."""
-        return tuple(
-            Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows
-        )
-
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, …, output."""
         return ("input", *map(str, range(1, self.depth)), "output")
@@ -99,7 +92,7 @@ class MobileNetLayers(RowSpace):
         for row in range(self.num_rows):
             if row:
                 reader.expect("-" if row % self.depth else "|")
-            choices.append(reader.word(self.operations, "operation"))
+            choices.append(reader.option(self.operations, "operation"))
         reader.end()
         return self.architecture(choices)
 

@@ -40,7 +40,7 @@ from fl_lightning.nas.spaces.cells import (
     Zero,
     average_pool,
 )
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -79,11 +79,6 @@ class NASBench201(RowSpace):
         """The six edges."""
         return tuple(Row("cell", *edge) for edge in EDGES)
 
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every edge."""
-        return tuple(Decision(f"{i}→{j}", self.operations) for i, j in EDGES)
-
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, output."""
         return ("input", "1", "2", "output")
@@ -102,9 +97,9 @@ class NASBench201(RowSpace):
         for target in (1, 2, 3):
             reader.expect("|" if target == 1 else "+|")
             for source in range(target):
-                choices.append(reader.word(self.operations, "operation"))
+                choices.append(reader.option(self.operations, "operation"))
                 reader.expect("~")
-                reader.number([source], "the number of its source")
+                reader.option([str(source)], "number of its source")
                 reader.expect("|")
         reader.end()
         return self.architecture(choices)

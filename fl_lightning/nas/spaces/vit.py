@@ -4,7 +4,7 @@
     block: x <- x + attention(norm(x)),   x <- x + W₂ gelu(W₁ norm(x))
 
 All blocks have the same number of features (the residual stream), and every head has 64. Parameters have
-the names of timm's `VisionTransformer`.
+the names of timm's `VisionTransformer`, except that queries, keys and values have a layer each.
 Source: Chen et al. 2021, ICCV (AutoFormer), table 1 ("supernet-tiny"); Dosovitskiy et al. 2021.
 Differs: no relative positions; the classifier reads the class token, as in the original transformer.
 """
@@ -183,9 +183,11 @@ class TransformerBlock(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the heads, and those that number the inner features of the MLP."""
-        qkv, size = self.attn.qkv, self.attn.head_features
-        heads = [(tensor.data.unflatten(0, (3, -1, size)), 1) for tensor in (qkv.weight, qkv.bias)]
-        mixed = (self.attn.proj.weight.data.unflatten(1, (-1, size)), 1)
+        attn, size = self.attn, self.attn.head_features
+        layers = (attn.query, attn.key, attn.value)
+        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+        heads = [(tensor.data.unflatten(0, (-1, size)), 0) for tensor in tensors]
+        mixed = (attn.proj.weight.data.unflatten(1, (-1, size)), 1)
         into, out = self.mlp.fc1, self.mlp.fc2
         inside = ((into.weight, 0), (into.bias, 0), (out.weight, 1))
         return [Channels((*heads, mixed), mixed), Channels(inside, (out.weight, 1))]

@@ -30,8 +30,8 @@ from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
 from fl_lightning.nas.sub_networks.capability import limits, reach
+from fl_lightning.nas.sub_networks.evaluation import check_personal, has_statistics
 from fl_lightning.nas.sub_networks.methods import Shrinking
-from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics
 from fl_lightning.reports.progress import federation_of
 
 
