@@ -97,11 +97,9 @@ class OneShot(SharedWeights):
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
-            rules={
-                f"label_smoothing must be in [0, 1), got {label_smoothing}": 0
-                <= label_smoothing
-                < 1,
-                f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
+            ranges={
+                "label_smoothing": (label_smoothing, "in [0, 1)"),
+                "drop_rate": (drop_rate, "in [0, 1)"),
             },
         )
         self.space, self.method = space, method or Sandwich()

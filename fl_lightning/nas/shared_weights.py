@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range, raise_together
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.checks import check_labels
@@ -44,7 +45,7 @@ class SharedWeights(LightningModule):
         recalibration_examples: number of training examples, over all clients, for the batch norm
             statistics of an evaluation, at least 2; None for all.
         seed: seed of draws that are equal for all clients; the run's seed if None.
-        rules: conditions on further settings of the module, by error message.
+        ranges: value and range of further settings, by name, see `check_range`.
 
     Attributes:
         seed: seed of draws that are equal for all clients.
@@ -61,17 +62,16 @@ class SharedWeights(LightningModule):
         schedule: Schedule | None,
         recalibration_examples: int | None,
         seed: int | None,
-        rules: Mapping[str, bool],
+        ranges: Mapping[str, tuple[float | None, str]],
     ) -> None:
-        least, num_classes = recalibration_examples, shape["num_classes"]
-        every = {
-            f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-            **rules,
-            f"recalibration_examples must be at least 2, got {least}": least is None or least >= 2,
+        every: dict[str, tuple[float | None, str]] = {
+            **{name: (number, "at least 1") for name, number in shape.items()},
+            "num_classes": (shape["num_classes"], "at least 2"),
+            "image_size": (image_size, "at least 1 pixel"),
+            "recalibration_examples": (recalibration_examples, "at least 2"),
+            **ranges,
         }
-        broken = [message for message, holds in every.items() if not holds]
-        if broken:
-            raise ConfigurationError("; ".join(broken))
+        raise_together(*(partial(check_range, name, *given) for name, given in every.items()))
         super().__init__()
         self.shape, self.image_size = shape, image_size
         self._schedule, self.recalibration_examples = schedule, recalibration_examples

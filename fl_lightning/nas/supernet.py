@@ -178,16 +178,11 @@ class Supernet(SharedWeights):
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
-            rules={
-                f"channels must be at least 1, got {channels}": channels >= 1,
-                f"cells must be at least 1, got {cells}": cells >= 1,
-                f"in_channels must be at least 1, got {in_channels}": in_channels >= 1,
-                f"image_size must be at least 1 pixel, got {image_size}": image_size >= 1,
-                f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-                f"alpha_from must be in [0, 1], got {alpha_from}": alpha_from is None
-                or 0 <= alpha_from <= 1,
-                f"alpha_every must be at least 1, got {alpha_every}": alpha_every >= 1,
-                f"alpha_draws must be at least 1, got {alpha_draws}": alpha_draws >= 1,
+            ranges={
+                "clip_norm": (clip_norm, "above 0 or inf"),
+                "alpha_from": (alpha_from, "in [0, 1]"),
+                "alpha_every": (alpha_every, "at least 1"),
+                "alpha_draws": (alpha_draws, "at least 1"),
             },
         )
         self.automatic_optimization = False

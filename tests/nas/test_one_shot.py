@@ -285,7 +285,9 @@ def test_dropout_is_for_the_largest_alone():
 
 
 def test_values_out_of_range():
-    with pytest.raises(ConfigurationError, match=r"num_classes must be at least 2, got 1; label_s"):
+    with pytest.raises(
+        ConfigurationError, match=r"num_classes must be at least 2, got 1\nlabel_smoothing must be"
+    ):
         OneShot(RESNET, num_classes=1, label_smoothing=1.0)
     with pytest.raises(ConfigurationError, match="rounds must have 4 numbers from 0"):
         one_shot(RESNET, Shrinking((1, 2)))

@@ -31,7 +31,13 @@ from fl_lightning.nas.spaces.elastic import (
     fitting,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.stages import Pieces, Stage, StagedSpace, finish_settings, repeated
+from fl_lightning.nas.spaces.stages import (
+    Pieces,
+    RepeatedBlocks,
+    StagedSpace,
+    finish_settings,
+    repeated,
+)
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 
@@ -97,7 +103,7 @@ class MobileNet(StagedSpace):
             "head": (head, *self.widths[-3:], num_classes),
         }
 
-    def _stage(self, number: int) -> Stage:
+    def _stage(self, number: int) -> RepeatedBlocks:
         before, width = self.widths[number : number + 2]
         kind = self.squeeze[number], self.swish[number]
 

@@ -28,7 +28,13 @@ from fl_lightning.nas.spaces.elastic import (
     fitting,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.stages import Pieces, Stage, StagedSpace, finish_settings, repeated
+from fl_lightning.nas.spaces.stages import (
+    Pieces,
+    RepeatedBlocks,
+    StagedSpace,
+    finish_settings,
+    repeated,
+)
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 
@@ -82,7 +88,7 @@ class ResNet(StagedSpace):
 
     @override
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
-        stages: list[Stage] = []
+        stages: list[RepeatedBlocks] = []
         width: Any = self.stem
         for number in range(len(self.channels)):
             stage, width = self._stage(number, width)
@@ -95,7 +101,7 @@ class ResNet(StagedSpace):
             "head": (fitting, ElasticLinear, width, num_classes),
         }
 
-    def _stage(self, number: int, before: Size) -> tuple[Stage, Size]:
+    def _stage(self, number: int, before: Size) -> tuple[RepeatedBlocks, Size]:
         """Return a stage and its channels, for the channels of the stage before."""
         name = f"stage {number + 1}"
         width = size_of(partial(self._channels, number), pick(self.widths, f"{name} width"))

@@ -28,7 +28,7 @@ from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Sear
 
 
 @dataclass(frozen=True)
-class Stage:
+class RepeatedBlocks:
     """Blocks of a network that run one after the other.
 
     Attributes:
@@ -40,17 +40,17 @@ class Stage:
     blocks: tuple[Piece, ...]
 
 
-def repeated(depth: Size, block: Callable[[int], Piece]) -> Stage:
+def repeated(depth: Size, block: Callable[[int], Piece]) -> RepeatedBlocks:
     """Return a stage; `block` returns the block of an index, and makes its choices."""
     blocks = []
     for number in range(most(depth)):
         with inside(depth, number):
             blocks.append(block(number))
-    return Stage(depth, tuple(blocks))
+    return RepeatedBlocks(depth, tuple(blocks))
 
 
 # modules of a network by name, in the order in which they run
-Pieces = Mapping[str, Any]  # Piece, Stage or list of stages
+Pieces = Mapping[str, Any]  # Piece, RepeatedBlocks or list of stages
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def blocks_of(piece: Any) -> tuple[Piece, ...]:
     """Return the constructors of a piece that run one after the other."""
     if isinstance(piece, list):
         return tuple(block for stage in piece for block in stage.blocks)
-    return piece.blocks if isinstance(piece, Stage) else (piece,)
+    return piece.blocks if isinstance(piece, RepeatedBlocks) else (piece,)
 
 
 class StagedNetwork(SizedNetwork):
@@ -207,7 +207,7 @@ def made(piece: Any) -> nn.Module:
     """Return the module of a piece."""
     if isinstance(piece, list):
         return nn.Sequential(*map(made, piece))
-    if isinstance(piece, Stage):
+    if isinstance(piece, RepeatedBlocks):
         return Repeat((make(*arguments) for make, *arguments in piece.blocks), piece.depth)
     make, *arguments = piece
     return make(*arguments)  # type: ignore[no-any-return]
