@@ -58,7 +58,7 @@ def test_latency_then_search_under_it(tmp_path, capsys):
         (["search", "--space", "nas_bench_202"], "Did you mean 'nas_bench_201'"),
         (["search", *SMALL, "--strategy", "evolutoin"], "strategy must be one of random"),
         (["search", *SMALL, "--score", "synfolw"], "score must be one of synflow"),
-        (["search", *SMALL, "--constraint", "flop<=1"], "character 1 is 'flop<=1'"),
+        (["search", *SMALL, "--constraint", "flop<=1"], "constraint 'flop<=1': expected a cost"),
         (["search", *SMALL, "--constraint", "flops<=1"], "the closest has flops"),
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
         (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
