@@ -163,8 +163,11 @@ class SizeBlocks(Blocks):
     @override
     def of(self, architecture: Architecture) -> list[str]:
         texts, kinds = self.space.texts(architecture.choices), []
-        text = lambda labels: "".join(texts[label] for label in labels)
         before = ""
+
+        def text(labels: Sequence[str]) -> str:
+            return "".join(texts[label] for label in labels)
+
         for stage in self.space.stages:
             name, own = stage.depth.removesuffix(" depth"), text(stage.own)
             for number, block in enumerate(stage.blocks[: int(texts[stage.depth])]):

@@ -192,4 +192,4 @@ class LayeredNetwork(nn.Module):
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
-        return self.head[-1]
+        return self.head[-1]  # type: ignore[no-any-return]

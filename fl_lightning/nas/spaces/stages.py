@@ -147,7 +147,8 @@ class StagedSpace(SizeSpace):
 
     def parse(self, text: str) -> Architecture:
         """Parse the string of an architecture."""
-        reader, chosen = ArchitectureReader(text.strip(), self.name), {}
+        reader = ArchitectureReader(text.strip(), self.name)
+        chosen: dict[str, int] = {}
         for number, stage in enumerate(self.stages):
             if number:
                 reader.expect("|")

@@ -213,6 +213,11 @@ class PatchEmbedding(nn.Module):
 class ViTNetwork(StagedNetwork):
     """Network of the vision transformer space: a plain one, or the supernet."""
 
+    patch_embed: nn.Module
+    blocks: nn.Module
+    norm: nn.LayerNorm
+    head: nn.Module
+
     def __init__(self, space: ViT, num_classes: int, in_channels: int) -> None:
         super().__init__(space, num_classes, in_channels)
         features = self.norm.normalized_shape[0]

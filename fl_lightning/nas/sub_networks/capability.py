@@ -140,7 +140,7 @@ class DeviceClasses(Capability):
     def budgets(self, num_clients: int) -> list[Budget]:
         """Return the budget of every client; classes have their shares to within one client."""
         amounts = self.budgets_of_classes
-        files = self.latency_files or [None] * len(amounts)
+        files: Sequence[str | None] = self.latency_files or [None] * len(amounts)
         pairs = zip(amounts, files, strict=True)
         classes = [Budget(float(amount), file) for amount, file in pairs]
         shares = self.shares or [1 / len(classes)] * len(classes)
