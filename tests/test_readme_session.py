@@ -52,7 +52,7 @@ A_SMALL_VIT = (
 NOT_TYPED = {
     "pip install uv": "needs a network, and who runs the tests has an environment",
     "uv run tensorboard --logdir runs": "serves until somebody stops it",
-    "uv run pytest": "is what runs this",
+    "uv run --group dev pytest": "is what runs this",
     first_with("--rivals"): "makes an environment for each of the other frameworks",
     **dict.fromkeys(
         (c for c in commands() if "mask_rules" in c),

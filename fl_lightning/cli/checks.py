@@ -7,13 +7,9 @@ their own options.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace, dict_to_namespace
@@ -86,8 +82,6 @@ def check_values(configuration: Any) -> None:
     seed = configuration.get("seed_everything")
     raise_together(
         partial(_check_number, "seed_everything", seed, f"from 0 to {2**32 - 1}", ", or false"),
-        lambda: _check_time(trainer.get("max_time")),
-        lambda: _check_folder(trainer.get("default_root_dir")),
         *checks,
     )
 
@@ -95,32 +89,6 @@ def check_values(configuration: Any) -> None:
 def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         check_range(what, value, allowed, advice)
-
-
-def _check_time(value: Any) -> None:
-    try:
-        is_time = value is None or isinstance(value, timedelta)
-        is_time = is_time or (
-            isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value) is not None
-        )
-        is_time = is_time or (isinstance(value, Mapping) and timedelta(**value) > timedelta(0))
-    except TypeError:
-        is_time = False
-    if not is_time:
-        raise ConfigurationError(
-            "trainer.max_time must be a time such as 00:12:00:00 (days, hours, minutes, seconds), or a "
-            f"mapping such as hours: 2, got {value}"
-        )
-
-
-def _check_folder(value: Any) -> None:
-    folder = Path(value or ".")
-    nearest = next((path for path in (folder, *folder.parents) if path.exists()), Path())
-    is_fine = nearest.is_dir() and not nearest.is_relative_to("/proc")
-    if not (is_fine and os.access(nearest, os.W_OK)):
-        raise ConfigurationError(
-            f"trainer.default_root_dir must be a folder that can be written to, got {value}"
-        )
 
 
 def _checks_of_class(path: str, spec: Any) -> Iterator[Callable[[], None]]:

@@ -303,8 +303,8 @@ class AroundFit(Stage):
         """Log what users should know before the first round."""
 
     @abstractmethod
-    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
-        """Called before a round's record is logged; a round that was broken off was not closed."""
+    def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
+        """Called before a round's record is logged."""
 
 
 class SpansNetwork(Stage):

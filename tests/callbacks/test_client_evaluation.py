@@ -183,12 +183,6 @@ class TestParts:
             assert sizes[1] == pytest.approx(0.25 * sum(sizes), abs=0.51)
             assert sizes[2] == pytest.approx(0.35 * sum(sizes), abs=1.01)
 
-    def test_without_test_examples_the_other_two_are_as_ever(self):
-        options = {"client_val_fraction": 0.3}
-        data, same = toy_data(**options), toy_data(client_test_fraction=0.0, **options)
-        assert data.fingerprint == same.fingerprint
-        assert not data.held_out_for("test").num_examples.any()
-
     @pytest.mark.parametrize(
         ("stage", "option"),
         [("validation", "client_val_fraction"), ("test", "client_test_fraction")],

@@ -1,6 +1,5 @@
 """The commands search and latency, mistakes included."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -15,10 +14,7 @@ SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
 SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def test_latency_then_search_under_it(tmp_path, capsys):

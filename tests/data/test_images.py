@@ -82,14 +82,9 @@ def test_without_augmentation_the_pipeline_is_deterministic_and_draws_nothing():
     first, second = (images.gather(torch.arange(40))[0] for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first, second)
+    assert images.is_deterministic
     mean, std = (torch.tensor(RGB[name]).view(3, 1, 1) for name in ("mean", "std"))
     torch.testing.assert_close(first, (random_pixels().float() / 255 - mean) / std)
-
-
-def test_evaluation_shares_the_storage():
-    images = image_tensors(crop_padding=2)
-    assert images.evaluation().images.data_ptr() == images.images.data_ptr()
-    assert images.pipeline.crop_padding == 2
 
 
 def test_resize_is_antialiased_and_leaves_the_right_size_alone():

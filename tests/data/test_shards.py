@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from fl_lightning.data.shards import FlatShards, batch_reader, local_order
+from fl_lightning.data.shards import FlatShards, local_order
+from fl_lightning.data.training_set import batch_reader
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -132,6 +133,24 @@ class Sites:
         return LoopbackChannel({name: self.folder / f"{name}.socket" for name in self.clients})
 
 
+class Between:
+    """A channel to sites; tests replace a part of it.
+
+    Args:
+        sites: the processes.
+    """
+
+    def __init__(self, sites):
+        self._sites, self._channel = sites, sites.channel()
+        self.sites = self._channel.sites
+
+    def send(self, site, message, ttl):
+        self._channel.send(site, message, ttl)
+
+    def receive(self, seconds):
+        return self._channel.receive(seconds)
+
+
 class LyingServer:
     """Somebody at the server who sends one site what he likes.
 
@@ -158,6 +177,8 @@ class LyingServer:
             options=asked | (options or {}),
             tensors=tensors or {},
         )
+        while self._name not in self._channel.sites():
+            time.sleep(0.1)
         self._channel.send(self._name, order.to_bytes(), 300)
         while not (came := self._channel.receive(300)):
             pass

@@ -4,7 +4,14 @@ import csv
 import sys
 
 import pytest
-from flower.site_processes import configuration, farthest, over_network, simulated, three_sites
+from flower.site_processes import (
+    Between,
+    configuration,
+    farthest,
+    over_network,
+    simulated,
+    three_sites,
+)
 from flower.test_same_bits import ENCRYPTED, NOISE, Killing
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
@@ -24,16 +31,13 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
-class Listening:
+class Listening(Between):
     """A channel that counts what goes over it, round by round, and remembers it."""
 
     def __init__(self, sites):
-        self._channel = sites.channel()
+        super().__init__(sites)
         self.up, self.down, self._round = {}, {}, 0
         self.orders, self.answers = [], []
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)

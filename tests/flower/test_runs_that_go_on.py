@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from flower.site_processes import (
+    Between,
     configuration,
     differing,
     last,
@@ -32,15 +33,13 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
-class Full:
+class Full(Between):
     """A channel that has site b's disk be full in round 1, as the system's own full device is."""
 
     def __init__(self, sites, name):
-        self._channel, self._folder, self._name = sites.channel(), sites.folder / "b", name
+        super().__init__(sites)
+        self._folder, self._name = sites.folder / "b", name
         self.asked = 0
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)
@@ -48,9 +47,6 @@ class Full:
             self.asked += 1
             (self._folder / order.run / self._name).symlink_to("/dev/full")
         self._channel.send(site, message, ttl)
-
-    def receive(self, seconds):
-        return self._channel.receive(seconds)
 
     def make_room(self):
         [link] = self._folder.rglob(self._name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flower.site_processes import (
     CLIENTS,
+    Between,
     configuration,
     differing,
     farthest,
@@ -180,15 +181,12 @@ def test_clients_are_evaluated_at_their_sites(options, tmp_path):
         assert ("personal/" in there.read_text()) == bool(options)
 
 
-class Killing:
+class Killing(Between):
     """A channel on which a site dies in every round: while it works, or when it has answered."""
 
     def __init__(self, sites):
-        self._sites, self._channel = sites, sites.channel()
+        super().__init__(sites)
         self.killed = []
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         self._channel.send(site, message, ttl)
@@ -198,9 +196,6 @@ class Killing:
             self.killed.append(site)
             self._sites.kill(site)
             self._sites.start(site)
-
-    def receive(self, seconds):
-        return self._channel.receive(seconds)
 
 
 ENCRYPTED = {"federation__aggregator": built("secure.EncryptedMean")}

@@ -4,15 +4,10 @@ import io
 import logging
 import sys
 
-from terminal_screen import seen
+from terminal_screen import Terminal, seen
 
 from fl_lightning.reports.progress import run_line
 from fl_lightning.reports.screen import StatusLines, in_blocks
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def at_a_terminal(monkeypatch):

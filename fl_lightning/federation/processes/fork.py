@@ -366,7 +366,7 @@ class TrainerOutcome:
                 setattr(callback, name, value)
         for knowing, state in zip(_knowing(trainer), self.personal, strict=True):
             knowing.take_personal_state(state)
-        if self.spent.state is not None:
+        if self.spent.delta:
             note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
 

@@ -277,15 +277,6 @@ class Corrector(Correcting, SpansNetwork):
         mean = state.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
-    def round_state(self) -> dict[str, Any]:
-        """Return the sums of the open round; client states are kept apart."""
-        return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
-
-    def load_round_state(self, state: dict[str, Any]) -> None:
-        """Restore what `round_state` returned."""
-        self._changes.load_state_dict(state["changes"])
-        self._num_changes = state["num_changes"]
-
 
 def _num_bytes(like: Tensor) -> int:
     return like.shape[-1] * like.dtype.itemsize

@@ -33,7 +33,6 @@ from fl_lightning.federation import (
     Run,
     Stages,
     Start,
-    Transaction,
     Upload,
     check_same,
     own_run_folder,
@@ -163,9 +162,7 @@ class AsynchronousSites(Sites):
         self._replies: dict[int, Reply] = {}  # replies that no server step has used, by client
         self._lost_in_a_row = 0
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients until the buffer is full, and yield the updates in it."""
         packing = self._packing()
         self._versions.note(*self._common(start, packing))

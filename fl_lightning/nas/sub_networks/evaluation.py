@@ -39,7 +39,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import example_reader, loader_option
+from fl_lightning.data.training_set import TrainingSet
 from fl_lightning.federation import Ranks, shares, visiting
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.progress import federation_of
@@ -314,8 +314,9 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
         loader = data.train_dataloader()
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
-    everything = [torch.arange(len(loader.dataset))]
-    return everything, example_reader(loader), loader_option(loader, "batch_size") or 32
+    training = TrainingSet(loader)
+    everything = [torch.arange(len(training))]
+    return everything, training.reader(), training.option("batch_size") or 32
 
 
 def training_accuracies(

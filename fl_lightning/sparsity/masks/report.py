@@ -43,12 +43,6 @@ class LayerDensity:
         return self.num_active / self.num_entries if self.num_entries else 1.0
 
 
-def density_per_tensor(mask: Mask) -> list[LayerDensity]:
-    """Density of each tensor, in the mask's order."""
-    active = mask.active_per_tensor
-    return [LayerDensity(name, mask[name].numel(), active[name]) for name in mask]
-
-
 def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity]:
     """Density of each layer, weight and bias together, in the order of first appearance.
 
@@ -66,15 +60,15 @@ def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity
         >>> [row.density for row in density_per_layer(mask, depth=1)]
         [0.3333333333333333]
     """
-    rows: dict[str, LayerDensity] = {}
-    for row in density_per_tensor(mask):
-        parts = row.name.split(".")
-        layer = ".".join(parts[:-1][:depth]) or row.name
-        so_far = rows.get(layer, LayerDensity(layer, 0, 0))
-        rows[layer] = LayerDensity(
-            layer, so_far.num_entries + row.num_entries, so_far.num_active + row.num_active
-        )
-    return list(rows.values())
+    layers: dict[str, list[str]] = {}
+    for name in mask:
+        layer = ".".join(name.split(".")[:-1][:depth]) or name
+        layers.setdefault(layer, []).append(name)
+    active = mask.active_per_tensor
+    return [
+        LayerDensity(layer, sum(mask[n].numel() for n in names), sum(active[n] for n in names))
+        for layer, names in layers.items()
+    ]
 
 
 MOST_ROWS = 150  # with more, layers are joined into blocks
