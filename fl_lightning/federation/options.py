@@ -259,30 +259,21 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
         options: of a federation.
         cohort: the given cohort; None for the default, which conflicts with nothing.
     """
+    names = ("aggregator", "correction", "personal", "privacy", "attackers")
+    parts = {"cohort": cohort, **{name: getattr(options, name) for name in names}}
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, step.traits) for step in options.updates),
         *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
+        *((name, part, traits_of(part)) for name, part in parts.items() if part is not None),
     ]
-    if cohort is not None:
-        given.append(("cohort", cohort, cohort.traits))
-    if options.aggregator is not None:
-        given.append(("aggregator", options.aggregator, options.aggregator.traits))
     if options.asynchronous is not None:
         given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
-    if options.devices is not None:
-        traits = (
-            options.devices.traits
-        )  # over a network an asynchronous run needs no simulated ones
-        is_idle = options.asynchronous is not None and not options.devices.is_recorded
-        given.append(
-            ("devices", options.devices, traits.without(Trait.SIMULATION) if is_idle else traits)
-        )
-    parts = (options.correction, options.personal, options.privacy, options.attackers)
-    names = ("correction", "personal", "privacy", "attackers")
-    given += [
-        (name, part, traits_of(part)) for name, part in zip(names, parts, strict=True) if part
-    ]
+    if (devices := options.devices) is not None:
+        traits = devices.traits
+        if options.asynchronous is not None and not devices.is_recorded:
+            traits = traits.without(Trait.SIMULATION)  # over a network simulated ones are not used
+        given.append(("devices", devices, traits))
     named: dict[str, Traits] = {}
     for name, part, traits in given:  # of one class there may be several
         key = f"federation.{name} {type(part).__name__}"
