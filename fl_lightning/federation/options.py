@@ -20,7 +20,6 @@ from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort, UniformCohort
 from fl_lightning.engines import SPEEDUPS, Speedup
-from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
@@ -35,6 +34,9 @@ from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
 from fl_lightning.updates.transform import ErrorFeedback, Transform
 
+EngineName = Literal["auto", "sequential", "slots"]
+# Default fraction of checked clients; a check takes as long as 5 to 10 clients in slots, 1 to 2 % in all.
+SPOT_CHECK = 1 / 500
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
     instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},
@@ -259,30 +261,21 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
         options: of a federation.
         cohort: the given cohort; None for the default, which conflicts with nothing.
     """
+    names = ("aggregator", "correction", "personal", "privacy", "attackers")
+    parts = {"cohort": cohort, **{name: getattr(options, name) for name in names}}
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, step.traits) for step in options.updates),
         *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
+        *((name, part, traits_of(part)) for name, part in parts.items() if part is not None),
     ]
-    if cohort is not None:
-        given.append(("cohort", cohort, cohort.traits))
-    if options.aggregator is not None:
-        given.append(("aggregator", options.aggregator, options.aggregator.traits))
     if options.asynchronous is not None:
         given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
-    if options.devices is not None:
-        traits = (
-            options.devices.traits
-        )  # over a network an asynchronous run needs no simulated ones
-        is_idle = options.asynchronous is not None and not options.devices.is_recorded
-        given.append(
-            ("devices", options.devices, traits.without(Trait.SIMULATION) if is_idle else traits)
-        )
-    parts = (options.correction, options.personal, options.privacy, options.attackers)
-    names = ("correction", "personal", "privacy", "attackers")
-    given += [
-        (name, part, traits_of(part)) for name, part in zip(names, parts, strict=True) if part
-    ]
+    if (devices := options.devices) is not None:
+        traits = devices.traits
+        if options.asynchronous is not None and not devices.is_recorded:
+            traits = traits.without(Trait.SIMULATION)  # over a network simulated ones are not used
+        given.append(("devices", devices, traits))
     named: dict[str, Traits] = {}
     for name, part, traits in given:  # of one class there may be several
         key = f"federation.{name} {type(part).__name__}"

@@ -86,11 +86,10 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
-        bits, rounds = self.num_bits(math.ceil(self.expected)), self.run.planned_rounds
+        bits = self.num_bits(math.ceil(self.expected))
         return (
             "unit: client, its data replaced by any other, towards a server that sees sums of "
-            f"{self.fewest_replies} clients or more ({bits} bits a number); "
-            f"{self.run.most_turns(rounds)} turns in {rounds} rounds; Skellam, RDP"
+            f"{self.fewest_replies} clients or more ({bits} bits a number); Skellam, RDP"
         )
 
     @property
@@ -286,10 +285,8 @@ class LocalGaussian(Mechanism["LocalDP"]):
         return self.noise_multiplier * math.sqrt(self.expected)
 
     def __str__(self) -> str:
-        rounds = self.run.planned_rounds
         return (
-            "unit: all updates of a client, its data replaced by any other, also towards the "
-            f"server; {self.run.most_turns(rounds)} turns in {rounds} rounds"
+            "unit: all updates of a client, its data replaced by any other, also towards the server"
         )
 
     @property

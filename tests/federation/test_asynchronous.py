@@ -13,7 +13,7 @@ from test_masks import Masked, some_masks
 from torch import nn
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
+from fl_lightning import ConfigurationError, Federation, Mean
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
 from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import WorkResult
@@ -359,9 +359,7 @@ def test_a_checkpoint_of_another_story_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cohort": UniformCohort(size=2)}, "leave cohort out"),
         ({"devices": None}, "asynchronous needs devices"),
-        ({"correction": Scaffold()}, "Scaffold compares clients that began from the same model"),
         ({"devices": Devices(speeds=GivenSpeeds([1.0]), deadline=9.0)}, "leave devices.deadline"),
         (
             {"asynchronous": FedBuff(concurrency=7)},

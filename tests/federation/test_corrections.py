@@ -732,10 +732,6 @@ class ByHand(ToyModule):
 
 
 class TestRefusals:
-    def test_options_out_of_range(self):
-        with pytest.raises(ConfigurationError, match="client_memory_gb must be at least 0"):
-            Federation(client_memory_gb=-1)
-
     @pytest.mark.parametrize(
         ("module", "block", "message"),
         [

@@ -205,6 +205,14 @@ def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_
         run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=privacy, cohort=cohorts[1])
 
 
+@pytest.mark.parametrize("kind", [LocalDP, DistributedDP])
+def test_more_rounds_may_follow_where_clients_add_the_noise(kind, tmp_path):
+    privacy = kind(clip_norm=0.1, noise_multiplier=2.0, delta=1e-3, secure_noise=False)
+    run(2, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)
+    _, resumed = run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=privacy)
+    assert facts(resumed) == facts(run(4, privacy=privacy)[1])
+
+
 def test_noise_is_found_for_a_budget_and_kept_when_more_rounds_are_asked_for(tmp_path):
     privacy = private(epsilon=4.0, noise_multiplier=None)
     _, trainer = run(3, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)

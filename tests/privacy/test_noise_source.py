@@ -134,21 +134,12 @@ def test_sums_in_steps_are_exact_in_any_order_and_over_processes():
     assert torch.equal(parts[0].total, whole.total)
     plain = fold(deltas, coins=None)
     assert torch.allclose(whole.close(), plain.close(), atol=1e-7)
-    again = PrivateMean(5)
-    again.clip_norm, again.coins = 0.7, draw
-    again.open(torch.empty(3))
-    again.load_state_dict(whole.state_dict())
-    assert torch.equal(again.total, whole.total)
-
-
-def draw_of_rounded_gaussian(*ids):
-    return NoiseSource(0).stream(*ids)
 
 
 @pytest.mark.parametrize("stddev", [256.0, 1000.1, 2.0**20, 3e9, 2.0**52])
 def test_numbers_are_rounded_normal_ones(stddev):
     count = 200_000
-    numbers = rounded_gaussian(stddev, count, draw_of_rounded_gaussian(1))
+    numbers = rounded_gaussian(stddev, count, draw(1))
     spread = numbers + np.random.default_rng(0).random(count) - 0.5  # within a step: nearly normal
     assert kstest(spread / stddev, "norm").pvalue > 1e-4
     assert abs(numbers.mean()) < 5 * stddev / math.sqrt(count)
@@ -158,7 +149,7 @@ def test_numbers_are_rounded_normal_ones(stddev):
 def test_each_whole_number_has_the_chance_of_its_interval():
     """A chi-squared test over single numbers, with the interval's exact chance."""
     stddev, count = 256.0, 2_000_000
-    numbers = rounded_gaussian(stddev, count, draw_of_rounded_gaussian(2))
+    numbers = rounded_gaussian(stddev, count, draw(2))
     whole = np.arange(-400, 401)
     expected = count * (norm.cdf((whole + 0.5) / stddev) - norm.cdf((whole - 0.5) / stddev))
     found = np.bincount(numbers[np.abs(numbers) <= 400] + 400, minlength=801)
@@ -167,13 +158,11 @@ def test_each_whole_number_has_the_chance_of_its_interval():
 
 
 def test_it_is_a_function_of_the_words_alone_in_parts_of_any_size(monkeypatch):
-    whole = rounded_gaussian(1e5, 5000, draw_of_rounded_gaussian(3))
-    assert np.array_equal(whole, rounded_gaussian(1e5, 5000, draw_of_rounded_gaussian(3)))
-    assert not np.array_equal(whole, rounded_gaussian(1e5, 5000, draw_of_rounded_gaussian(4)))
+    whole = rounded_gaussian(1e5, 5000, draw(3))
+    assert np.array_equal(whole, rounded_gaussian(1e5, 5000, draw(3)))
+    assert not np.array_equal(whole, rounded_gaussian(1e5, 5000, draw(4)))
     monkeypatch.setattr(module, "_CHUNK", 700)
-    assert (
-        kstest(rounded_gaussian(1e5, 5000, draw_of_rounded_gaussian(3)) / 1e5, "norm").pvalue > 1e-4
-    )
+    assert kstest(rounded_gaussian(1e5, 5000, draw(3)) / 1e5, "norm").pvalue > 1e-4
 
 
 @pytest.mark.parametrize("stddev", [256.0, 12345.678, 2.0**50])
@@ -204,7 +193,7 @@ def test_strips_have_their_chances():
 
 
 def fixed(*words):
-    """Return a draw_of_rounded_gaussian that gives these words, one after the other."""
+    """Return a function that gives these words, one after the other."""
     left = list(words)
     return lambda count: np.array([left.pop(0) for _ in range(count)], np.uint64)
 
@@ -237,4 +226,4 @@ def test_acceptance_on_the_border_is_decided_by_further_bits(bits):
 @pytest.mark.parametrize("stddev", [0.0, 255.9, 2.0**53, math.nan, math.inf])
 def test_other_standard_deviations_are_refused(stddev):
     with pytest.raises(ValueError, match="standard deviation must be in"):
-        rounded_gaussian(stddev, 3, draw_of_rounded_gaussian(0))
+        rounded_gaussian(stddev, 3, draw(0))

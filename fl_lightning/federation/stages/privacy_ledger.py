@@ -256,20 +256,20 @@ class PrivateStage(AroundFit):
     def state_dict(self) -> dict[str, Any]:
         """Return the privacy spent, and the terms that later rounds must share."""
         return {
-            "terms": self._terms(self.mechanism.noise_multiplier),
+            "terms": self._terms(self.mechanism, self.mechanism.noise_multiplier),
             "noise_multiplier": self.mechanism.noise_multiplier,
             "released": self.released,
             "mechanism": self.mechanism.state_dict(),
             "earlier": tuple(self._earlier),
         }
 
-    def _terms(self, noise_multiplier: float) -> dict[str, str]:
+    def _terms(self, mechanism: Accounted[Any], noise_multiplier: float) -> dict[str, str]:
         """Return everything on which the cost of a round depends, by name."""
         options = vars(self.privacy)
         return {name: repr(options[name]) for name in options.keys() - _FREE} | {
             "privacy": type(self.privacy).__name__,
             "noise_multiplier": f"{noise_multiplier:g}",
-            "mechanism": str(self.mechanism),
+            "mechanism": str(mechanism),
             "cohort": f"{self._accounted.cohort!r} of {self._accounted.num_clients} clients",
         }
 
@@ -280,7 +280,10 @@ class PrivateStage(AroundFit):
             ConfigurationError: if these rounds cost something else.
         """
         saved, given = state["noise_multiplier"], self.privacy.noise_multiplier
-        terms, before = self._terms(saved if given is None else given), state["terms"]
+        mechanism = self.mechanism  # with the noise found for these rounds, where there is a budget
+        if saved != mechanism.noise_multiplier:
+            mechanism = self.privacy.mechanism(self._accounted, noise_multiplier=saved)
+        terms, before = self._terms(mechanism, saved if given is None else given), state["terms"]
         changed = [
             f"{name} was {before.get(name)}, not {terms.get(name)}"
             for name in sorted(before.keys() | terms.keys())
