@@ -197,20 +197,6 @@ class TestParts:
         assert not [*tmp_path.rglob("clients_*.csv")]
         assert f"hold out no {stage} examples (data.{option} is 0)" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("fractions", "message"),
-        [
-            ({"client_test_fraction": 1.0}, r"client_test_fraction must be in \[0, 1\), got 1"),
-            (
-                {"client_val_fraction": 0.5, "client_test_fraction": 0.5},
-                "at most 0.9 together, got 0",
-            ),
-        ],
-    )
-    def test_fractions_out_of_range_are_refused(self, fractions, message):
-        with pytest.raises(ConfigurationError, match=message):
-            toy_data(**fractions)
-
 
 def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_path, caplog):
     module, path = ToyModule(), tmp_path / "round.ckpt"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+import pytest
 import torch
 import yaml
 
@@ -21,6 +22,12 @@ from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.channel import LoopbackChannel
 from fl_lightning.flower.transport.resident import log_to
 from fl_lightning.models import ImageClassifier
+
+# of tests that train: Lightning warns of small data, of a missing logger, ...
+OF_RUNS = [
+    pytest.mark.usefixtures("run_folder"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 
 
 class WarmClassifier(ImageClassifier):

@@ -2,12 +2,12 @@
 
 import csv
 import random
-import sys
 import time
 
 import pytest
 from flower.site_processes import (
     CLIENTS,
+    OF_RUNS,
     Between,
     configuration,
     differing,
@@ -36,16 +36,7 @@ FED_BUFF = {
 }
 FED_ASYNC = FED_BUFF | {"federation__asynchronous": built("server.FedAsync", concurrency=3)}
 WITH_MEMORY = FED_BUFF | {"federation__updates": [SPARSE]}
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = OF_RUNS
 
 
 def record(root):

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from fl_lightning.core.errors import Interrupted, RoundFailure
+from fl_lightning.flower.network import following
 from fl_lightning.flower.network.following import Logs, RunLost, follow
 
 pytest.importorskip("flwr")
@@ -56,6 +57,16 @@ def test_a_run_that_has_failed_says_why(status, text, error, reason, tmp_path):
     log.write_text(text)
     with pytest.raises(error, match=reason):
         follow(Control(status), "1", log, print)
+
+
+def test_a_run_whose_program_was_killed_is_lost_before_flower_notices(tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "_END_SECONDS", 0.5)
+    log, control = tmp_path / "log", Control("running")
+    file = log.open("a")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    threading.Timer(0.5, file.close).start()
+    with pytest.raises(RunLost, match="its program was killed"):
+        follow(control, "1", log, print)
 
 
 def test_ctrl_c_stops_the_run(tmp_path):

@@ -1,6 +1,5 @@
 """Answers in the right form that say what no site could mean: the server does without them, and goes on."""
 
-import sys
 import warnings
 from dataclasses import fields, replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from flower.made_up_messages import NUMBERS
-from flower.site_processes import Between, configuration, last, over_network, three_sites
+from flower.site_processes import OF_RUNS, Between, configuration, last, over_network, three_sites
 from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
 
 from fl_lightning.cli.network.server import run_server
@@ -23,18 +22,9 @@ from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import SiteFacts, facts_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 LARGEST = 2**63 - 1
 VALUES = [None, True, -1, 0, LARGEST, 1e308, "", "x", [], [[]], [[[]]], [[1, 2, 3]], {}, {"x": []}]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
 class Lying(Between):

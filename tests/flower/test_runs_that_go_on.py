@@ -1,9 +1,8 @@
 """Runs that go on: after a site's disk was full and there is room again, and for more rounds than planned."""
 
-import sys
-
 import pytest
 from flower.site_processes import (
+    OF_RUNS,
     Between,
     configuration,
     differing,
@@ -20,17 +19,7 @@ from fl_lightning.flower.messages import Order
 ROUNDS = 4
 SCAFFOLD = {"class_path": "fl_lightning.Scaffold"}
 WRITTEN = ("memory.part", "answer.part")  # what a site writes in a round, see SiteMemory and Site
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = [pytest.mark.slow, *OF_RUNS]
 
 
 class Full(Between):

@@ -1,7 +1,8 @@
 """Start of a run over a network, its log until the end, and the status of a network's sites and runs.
 
 The server's app writes the log of a run into a file of its own, which it holds locked as long as it lives. So
-Flower is asked for the status of the run only while nobody holds the file.
+Flower is asked for the status of the run only while nobody holds the file. Flower itself takes a minute to notice that
+a program was killed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import fcntl
 import getpass
 import itertools
 import json
+import math
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +30,7 @@ from fl_lightning.flower.transport.grid import SEEN
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXPLAINED = "fl-lightning: "  # start of the line that explains why a run has ended
 _PAUSE, _STATUS_PAUSE = 0.5, 3.0
+_END_SECONDS = 15.0  # from the end of a program to Flower's own account of it
 _RUNS = "run-*.log"  # logs of runs, beside those of the server's programs
 _WRONG = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\w+Error\b")
 _MOST_LINES, _MOST_TIMES = 2, 3
@@ -95,21 +98,20 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
     Raises:
         RoundFailure: if the run has failed.
     """
-    status, rest, is_explained = "", "", False
+    rest = ""
     try:
         with log.open() as file:
-            while not status.startswith("finished"):
-                is_alive = _is_locked(file)
-                status, details = ("running", "") if is_alive else control.status_of(run)
+            for state in _states(control, run, file):
                 *lines, rest = f"{rest}{file.read()}".split("\n")
                 for line in filter(str.strip, lines):
                     say(_COLOURS.sub("", line).rstrip())
-                is_explained |= any(line.startswith(_EXPLAINED) for line in lines)
-                time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
+                if state[0].startswith("finished"):
+                    break
     except Interrupted:
         control.stop(run)
         raise
-    if is_explained:
+    status, details = state
+    if any(line.startswith(_EXPLAINED) for line in log.read_text().splitlines()):
         raise RoundFailure(
             "the run has failed for the reason above; --resume last goes on from its last whole round"
         )
@@ -117,6 +119,19 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
         raise RunLost(f"the run was lost: {details}")
     if status != "finished:completed":
         raise RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
+
+
+def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:
+    """Yield the status of a run and details, again and again."""
+    last_alive = math.inf
+    while True:
+        if is_alive := _is_locked(log):
+            last_alive = time.monotonic()
+        status, details = ("running", "") if is_alive else control.status_of(run)
+        if status == "running" and time.monotonic() > last_alive + _END_SECONDS:
+            status, details = "finished:failed", "its program was killed"
+        yield status, details
+        time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
 
 
 def _is_locked(file: TextIO) -> bool:
