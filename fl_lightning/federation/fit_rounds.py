@@ -200,7 +200,7 @@ class FitRounds:
             yield (
                 f"round {number + 1}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
-                f"{cohorts.fewest} clients or more: nobody trains, the model stays as it is"
+                f"{cohorts.fewest} clients or more: nobody trains, the model does not change"
             )
         # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]

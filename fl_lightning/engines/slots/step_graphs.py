@@ -238,7 +238,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Observe the step as it is now, and choose the graphs for it."""
+        """Observe the present step, and choose the graphs for it."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)
