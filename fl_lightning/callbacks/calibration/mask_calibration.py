@@ -201,6 +201,7 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigurationError for settings that cannot work, before any computation."""
         if stage == "fit":
+            self._saved = {}  # a checkpoint is loaded after this
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
             check_run(trainer, self, per_client=self.per_client)
