@@ -117,13 +117,13 @@ class Attributes:
         self, module: nn.Module, *, ignore: Collection[str] = (), generators: bool = True
     ) -> None:
         self._owners: list[_Owner] = []
-        self._kept: dict[int, Any] = {id(v): v for n, v in vars(module).items() if n in ignore}
-        self._fixed = () if generators else _GENERATORS
+        self._kept: dict[Any, Any] = {id(v): v for n, v in vars(module).items() if n in ignore}
+        self._fixed: tuple[type, ...] = () if generators else _GENERATORS
         # attributes whose values may change inside
         self._entries: list[tuple[_Owner, str]] = []
         own = chain(module.named_modules(), module.named_parameters(), module.named_buffers())
         self._kept |= {id(value): value for _, value in own}
-        self._kept["torch"] = _memory(module)  # type: ignore[index]
+        self._kept["torch"] = _memory(module)
         for path, part in _parts("self", module):
             ignored = _ignored(part)
             if part is module or _is_of(type(part).__mro__, ("lightning", "pytorch_lightning")):
@@ -166,13 +166,14 @@ class Attributes:
         return True
 
     def _copy(self, value: Any) -> Any:
-        memo = {**self._kept, "torch": dict(self._kept["torch"])}  # type: ignore[index]
+        memo = {**self._kept, "torch": dict(self._kept["torch"])}
         with torch.inference_mode(False):  # copies are also written outside of inference mode
             return copy.deepcopy(value, memo)
 
     def _copied_entries(self) -> list[Any]:
         """Copy the values that may change inside together, so that what they share stays shared."""
-        return self._copy([owner.held[name] for owner, name in self._entries])  # type: ignore[no-any-return]
+        copies: list[Any] = self._copy([owner.held[name] for owner, name in self._entries])
+        return copies
 
     def _note_start(self) -> None:
         """Record which objects attributes hold, for a comparison in C, and what lists hold."""
@@ -187,13 +188,18 @@ class Attributes:
 
     def is_same(self) -> bool:
         """Return whether nothing has changed; an attribute that was set to an equal value has."""
-        pairs = zip(self._entries, self._copies, strict=True)
+        return self._holds_same() and self._is_same_inside()
+
+    def _holds_same(self) -> bool:
         return (
             [*map(len, self._views)] == self._sizes
             and all(map(is_, chain.from_iterable(self._views), self._held))
             and all(owner.is_same() for owner in self._filtered)
-            and all(same_value(owner.held[name], value) for (owner, name), value in pairs)
         )
+
+    def _is_same_inside(self) -> bool:
+        pairs = zip(self._entries, self._copies, strict=True)
+        return all(same_value(owner.held[name], value) for (owner, name), value in pairs)
 
     def changes(self) -> list[str]:
         """Return the paths of attributes that have changed."""
@@ -208,14 +214,15 @@ class Attributes:
 
     def put_back(self) -> Growth:
         """Restore all attributes, and return the items that were appended to lists."""
-        if self.is_same():
+        holds_same = self._holds_same()
+        if holds_same and self._is_same_inside():
             return []
         grown = [
             (owner.held, name, added)
             for owner, name, value, before in self._lists.values()
             if owner.held.get(name) is value and (added := _added(value, before))
         ]
-        for owner in self._owners:
+        for owner in () if holds_same else self._owners:
             if not owner.is_same():
                 owner.put_back()
         for (owner, name), value in zip(self._entries, self._copy(self._copies), strict=True):
