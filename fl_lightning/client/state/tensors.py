@@ -272,7 +272,8 @@ def same_value(now: Any, before: Any) -> bool:
 
 
 def _equal(now: Any, before: Any) -> bool:
-    if type(now).__eq__ in (object.__eq__, types.MethodType.__eq__):  # they compare identities
+    compares_identities = type(now).__eq__ is object.__eq__
+    if compares_identities or isinstance(now, types.MethodType):
         return same_value(now.__reduce_ex__(4)[1:3], before.__reduce_ex__(4)[1:3])
     is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
     return is_nan or (now == before) is True
